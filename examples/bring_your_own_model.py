@@ -2,8 +2,8 @@
 
 Look at: the plan, which names what is split, and the two losses, which are equal.
 
-    meshcomm run --world 8 examples/bring_your_own_model.py
-    meshcomm simulate --world 8 examples/bring_your_own_model.py
+    meshcomm run --world-size 8 examples/bring_your_own_model.py
+    meshcomm simulate --world-size 8 examples/bring_your_own_model.py
 
 Prints:
     step  0: loss 14.440048659, on one process 14.440048659

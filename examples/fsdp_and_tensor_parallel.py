@@ -3,7 +3,7 @@
 Look at: every rank prints the same loss, and it falls. `mesh["tp"]` and `mesh["dp"]` are torch DeviceMeshes over the
 groups that the mesh has; torch makes no group of its own.
 
-    meshcomm run --world 8 examples/fsdp_and_tensor_parallel.py
+    meshcomm run --world-size 8 examples/fsdp_and_tensor_parallel.py
 
 Prints:
     rank 0 (dp=0 tp=0): step 10, loss 0.0604

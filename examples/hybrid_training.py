@@ -3,7 +3,7 @@
 Look at: the loss of the mesh of eight ranks and that of one process, which agree to every printed digit, step by step.
 Four lines make it parallel: which layers a rank keeps, `tensor_parallel`, `GradientSync` and `Pipelined`.
 
-    meshcomm run --world 8 examples/hybrid_training.py
+    meshcomm run --world-size 8 examples/hybrid_training.py
 
 Prints:
     step 0: loss 3.607314004, on one process 3.607314004

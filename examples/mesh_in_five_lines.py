@@ -2,8 +2,8 @@
 
 Look at: which ranks each sum is over. Ranks 0 2 4 6 are one line along dp, ranks 1 3 5 7 the other.
 
-    meshcomm run --world 8 examples/mesh_in_five_lines.py
-    meshcomm simulate --world 8 examples/mesh_in_five_lines.py
+    meshcomm run --world-size 8 examples/mesh_in_five_lines.py
+    meshcomm simulate --world-size 8 examples/mesh_in_five_lines.py
 
 Prints:
     rank 0 (dp=0 tp=0): along dp [0, 2, 4, 6], whose sum is 12

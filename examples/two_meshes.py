@@ -2,8 +2,8 @@
 
 Look at: which ranks are in which mesh, and what crosses the bridge.
 
-    meshcomm run --world 8 examples/two_meshes.py
-    meshcomm simulate --world 8 examples/two_meshes.py
+    meshcomm run --world-size 8 examples/two_meshes.py
+    meshcomm simulate --world-size 8 examples/two_meshes.py
 
 Prints:
     rank 0: in the encoder, {'tp': 0}, features [1.0, 1.0]

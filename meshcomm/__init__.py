@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from meshcomm.comm import Handle as Handle
     from meshcomm.config import Config as Config
     from meshcomm.config import MeshConfig as MeshConfig
-    from meshcomm.config import load as load
+    from meshcomm.config import load_config as load_config
     from meshcomm.config import plan as plan
     from meshcomm.errors import MeshcommError as MeshcommError
     from meshcomm.layout import GroupOptions as GroupOptions
@@ -34,7 +34,7 @@ _PUBLIC = {
     "Plan": "meshcomm.layout",
     "explain_pattern": "meshcomm.pattern",
     "init": "meshcomm.mesh",
-    "load": "meshcomm.config",
+    "load_config": "meshcomm.config",
     "plan": "meshcomm.config",
     "simulate": "meshcomm.simulator",
 }
@@ -50,7 +50,7 @@ __all__ = [
     "Plan",
     "explain_pattern",
     "init",
-    "load",
+    "load_config",
     "plan",
     "simulate",
 ]

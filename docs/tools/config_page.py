@@ -51,7 +51,7 @@ device = "cuda"
 [mesh.options.pp]
 timeout_s = 60
 backend = "nccl"
-lane = "p2p"
+comm_id = "p2p"
 high_priority = true
 min_ctas = 1
 max_ctas = 8
@@ -130,9 +130,11 @@ dims = { pp = 2, dp = 2, tp = 2 }
 [parallel]
 data = "dp"
 tensor = "tp"
+pipeline = "pp"
+
+[parallel.options]
 sequence_parallel = true
 overlap = true
-pipeline = "pp"
 schedule = "interleaved_1f1b"
 stages_per_rank = 2
 bucket_mb = 10.0
@@ -144,9 +146,11 @@ dims = { dp = 2, fsdp = 2, cp = 2 }
 [parallel]
 data = "dp"
 shard = "fsdp"
+context = "cp"
+
+[parallel.options]
 reshard = true
 reduce_dtype = "bfloat16"
-context = "cp"
 attention = "ulysses"
 """,
         """\
@@ -165,13 +169,13 @@ experts = 8
     "model": (
         """\
 [model]
-layers = 4
-width = 128
-heads = 8
-kv_heads = 4
-ff = 384
-head = 16
-vocabulary = 256
+num_layers = 4
+hidden_size = 128
+num_heads = 8
+num_kv_heads = 4
+intermediate_size = 384
+head_dim = 16
+vocab_size = 256
 rope_theta = 10000.0
 norm_eps = 1e-5
 tied_embeddings = true
@@ -197,7 +201,7 @@ args = { layers = 4 }
         """\
 [data]
 files = ["books/*.txt"]
-sequence = 128
+seq_len = 128
 max_bytes = 2_000_000
 tokenizer = "tokenizer.json"
 eos = "<|endoftext|>"
@@ -211,7 +215,7 @@ eval_every = 100
 tokens = ["web.bin", "code.npy"]
 token_type = "uint16"
 weights = [0.7, 0.3]
-sequence = 128
+seq_len = 128
 order = "epochs"
 validation = 0.01
 """,
@@ -220,7 +224,7 @@ validation = 0.01
 dataset = "wiki"
 split = "train"
 column = "text"
-sequence = 128
+seq_len = 128
 validation_split = "test"
 
 [train]
@@ -230,7 +234,7 @@ eval_every = 100
 [data]
 build = "my_package.data:loader"
 args = { folder = "images" }
-sequence = 128
+seq_len = 128
 """,
     ),
     "train": (
@@ -240,8 +244,8 @@ validation = 0.05
 
 [train]
 steps = 600
-global_batch = 32
-microbatch = 4
+global_batch_size = 32
+micro_batch_size = 4
 lr = 6e-3
 warmup_steps = 10
 schedule = "linear"
@@ -250,12 +254,12 @@ weight_decay = 0.1
 betas = [0.9, 0.95]
 eps = 1e-8
 clip_norm = 1.0
-nonfinite = "stop"
+on_nonfinite = "stop"
 seed = 1
 dtype = "float32"
 compute_dtype = "bfloat16"
 float32_matmul_precision = "high"
-recompute = "selective"
+activation_checkpointing = "selective"
 compile = false
 out = "runs/books"
 log_every = 10
@@ -264,7 +268,7 @@ checkpoint_every = 100
 checkpoint_async = true
 keep = 3
 resume = true
-resume_changed = ["global_batch"]
+resume_changed = ["global_batch_size"]
 eval_every = 100
 eval_batches = 20
 patience = 3
@@ -278,8 +282,8 @@ peak_flops = 989.4e12
         """\
 [train]
 steps = 600
-global_batch = 32
-microbatch = 4
+global_batch_size = 32
+micro_batch_size = 4
 schedule = "wsd"
 decay_steps = 100
 optimizer = "sgd"
@@ -291,8 +295,8 @@ groups = { "embed*" = { lr = 0.1 } }
         """\
 [train]
 steps = 600
-global_batch = 32
-microbatch = 4
+global_batch_size = 32
+micro_batch_size = 4
 
 [train.groups."embed*"]
 lr = 0.1

@@ -4,8 +4,8 @@ Look at: how many tokens each expert got, which differs, and the difference from
 all_to_all carries the numbers, one the tokens, one the results. With capacity, load and gradients:
 docs/guide/experts.md.
 
-    meshcomm run --world 8 examples/by_hand/expert_all_to_all.py
-    meshcomm simulate --world 8 examples/by_hand/expert_all_to_all.py
+    meshcomm run --world-size 8 examples/by_hand/expert_all_to_all.py
+    meshcomm simulate --world-size 8 examples/by_hand/expert_all_to_all.py
 
 Prints:
     rank 0 (ep=0): 13 tokens came, difference of the result 0.0e+00
@@ -30,9 +30,9 @@ with meshcomm.init(dims={"ep": -1}, device="cpu") as mesh:
     counts = choice.bincount(minlength=n)
     arriving = mesh.all_to_all("ep", counts)  # how many come from each rank
     sent, coming = torch.stack([counts, arriving]).tolist()  # the host waits once for both
-    received = mesh.all_to_all("ep", tokens[order], splits=sent, received=coming)
+    received = mesh.all_to_all("ep", tokens[order], input_split_sizes=sent, output_split_sizes=coming)
     made = received @ experts[here]
-    returned = mesh.all_to_all("ep", made, splits=coming, received=sent)
+    returned = mesh.all_to_all("ep", made, input_split_sizes=coming, output_split_sizes=sent)
     out = torch.empty_like(tokens)
     out[order] = returned
 

@@ -4,8 +4,8 @@ Look at: the loss, which the last rank has, and the difference of each layer's g
 process. All forward passes, then all backward passes in reverse, is the schedule of GPipe. For 1F1B and
 others: docs/guide/pipeline.md.
 
-    meshcomm run --world 8 examples/by_hand/pipeline.py
-    meshcomm simulate --world 8 examples/by_hand/pipeline.py
+    meshcomm run --world-size 8 examples/by_hand/pipeline.py
+    meshcomm simulate --world-size 8 examples/by_hand/pipeline.py
 
 Prints:
     loss 0.053491, on one process 0.053491

@@ -5,8 +5,8 @@ has the whole sequence, and no rank the whole matrix of scores: what a block add
 maximum and sum of the softmax. `functional.shift` sends the gradients back around the ring by itself.
 meshcomm.parallel has a version that is balanced, overlaps, and keeps no scores for backward: docs/guide/context.md.
 
-    meshcomm run --world 8 examples/by_hand/ring_attention.py
-    meshcomm simulate --world 8 examples/by_hand/ring_attention.py
+    meshcomm run --world-size 8 examples/by_hand/ring_attention.py
+    meshcomm simulate --world-size 8 examples/by_hand/ring_attention.py
 
 Prints:
     rank 0 (cp=0): difference of the output 4.4e-16, of the gradients 5.3e-15

@@ -4,8 +4,8 @@ Look at: the differences of the output and of every gradient from the whole netw
 communicate, or will in backward: `identity` sums the gradient of x, `all_reduce` the output. Why they need to be told
 which gradient is meant: docs/guide/gradients.md.
 
-    meshcomm run --world 8 examples/by_hand/tp_mlp.py
-    meshcomm simulate --world 8 examples/by_hand/tp_mlp.py
+    meshcomm run --world-size 8 examples/by_hand/tp_mlp.py
+    meshcomm simulate --world-size 8 examples/by_hand/tp_mlp.py
 
 Prints:
     rank 0 (dp=0 tp=0): differences y 7.1e-15 dx 2.7e-15 dw1 8.9e-16 dw2 2.7e-15

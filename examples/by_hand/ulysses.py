@@ -4,8 +4,8 @@ Look at: the two lines with `rearrange`, and the differences of output and gradi
 sequence on one process. After the first exchange a rank has all of the sequence for its own heads, so any
 attention goes in between; cp must divide the number of heads.
 
-    meshcomm run --world 8 examples/by_hand/ulysses.py
-    meshcomm simulate --world 8 examples/by_hand/ulysses.py
+    meshcomm run --world-size 8 examples/by_hand/ulysses.py
+    meshcomm simulate --world-size 8 examples/by_hand/ulysses.py
 
 Prints:
     rank 0 (cp=0): difference of the output 0.0e+00, of the gradients 0.0e+00

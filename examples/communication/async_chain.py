@@ -4,8 +4,8 @@ Look at: the values, which are those of send_chain.py, and the work that was don
 wait() returns, what arrives must not be read and what leaves must not be changed; a handle that is dropped
 without a wait is reported with its line.
 
-    meshcomm run --world 8 examples/communication/async_chain.py
-    meshcomm simulate --world 8 examples/communication/async_chain.py
+    meshcomm run --world-size 8 examples/communication/async_chain.py
+    meshcomm simulate --world-size 8 examples/communication/async_chain.py
 
 Prints:
     rank 0 (all=0): [100.0, 200.0], and work of 1000000 meanwhile

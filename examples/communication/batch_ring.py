@@ -3,8 +3,8 @@
 Look at: what came from the left and from the right. `exchange` starts all messages before it waits for any, so no
 order of them can lock the ring; a blocking send on every rank would. `shift` is the same in one line.
 
-    meshcomm run --world 8 examples/communication/batch_ring.py
-    meshcomm simulate --world 8 examples/communication/batch_ring.py
+    meshcomm run --world-size 8 examples/communication/batch_ring.py
+    meshcomm simulate --world-size 8 examples/communication/batch_ring.py
 
 Prints:
     rank 0 (ring=0): from the left [14, 15], from the right [2, 3]

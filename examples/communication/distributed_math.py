@@ -3,8 +3,8 @@
 Look at: the differences from NumPy on the whole vector, at most a few units of the last place. No rank needs the
 whole vector for any of them: what crosses is one number for each reduction. It is gathered here only to compare.
 
-    meshcomm run --world 8 examples/communication/distributed_math.py
-    meshcomm simulate --world 8 examples/communication/distributed_math.py
+    meshcomm run --world-size 8 examples/communication/distributed_math.py
+    meshcomm simulate --world-size 8 examples/communication/distributed_math.py
 
 Prints:
     rank 0 (all=0): weighted sum, difference from NumPy 4.4e-16

@@ -4,8 +4,8 @@ Look at: rank 2 sends to coord 4, which is rank 10. dst and src are coords, whic
 torch.distributed it would be `send(x, dst=10, group=g)`, as its dst and src are global ranks, also with a
 group, or `send(x, group=g, group_dst=4)`; `dst=4` would go to rank 4.
 
-    meshcomm run --world 11 examples/communication/five_of_eleven.py
-    meshcomm simulate --world 11 examples/communication/five_of_eleven.py
+    meshcomm run --world-size 11 examples/communication/five_of_eleven.py
+    meshcomm simulate --world-size 11 examples/communication/five_of_eleven.py
 
 Prints:
     rank 0 (not in the mesh)
@@ -24,7 +24,7 @@ import meshcomm
 with meshcomm.init(dims={"even": 5}, ranks=[2, 4, 6, 8, 10], device="cpu") as mesh:
     if mesh.is_member:
         coord = mesh.coord("even")
-        assert mesh.ranks("even")[coord] == mesh.rank == mesh.rank_at(even=coord)
+        assert mesh.ranks("even")[coord] == mesh.rank == mesh.get_rank(even=coord)
         if coord == 0:
             mesh.send("even", torch.tensor([123]), dst=4)
         came = mesh.recv("even", torch.empty(1, dtype=torch.int64), src=0).item() if coord == 4 else "nothing"

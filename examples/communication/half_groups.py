@@ -3,8 +3,8 @@
 Look at: the ranks of the own half, and that everyone has both sums. The two groups are one dim of the mesh; the other
 dim joins the halves, so one all_gather along it brings the sum of the other half.
 
-    meshcomm run --world 8 examples/communication/half_groups.py
-    meshcomm simulate --world 8 examples/communication/half_groups.py
+    meshcomm run --world-size 8 examples/communication/half_groups.py
+    meshcomm simulate --world-size 8 examples/communication/half_groups.py
 
 Prints:
     rank 0 (half=0 place=0): ranks [0, 1, 2, 3] sum to 6, the halves to [6, 22]

@@ -3,8 +3,8 @@
 Look at: what arrives equals what was sent, types included. Sizes and readiness cross first, then the bytes, in one
 call; no length need be known, and no pickle is read unless both sides ask for it.
 
-    meshcomm run --world 8 examples/communication/object_lists.py
-    meshcomm simulate --world 8 examples/communication/object_lists.py
+    meshcomm run --world-size 8 examples/communication/object_lists.py
+    meshcomm simulate --world-size 8 examples/communication/object_lists.py
 
 Prints:
     rank 0 (all=0): {'file': 'part0.txt', 'lines': 0}

@@ -4,8 +4,8 @@ Look at: the shapes, and that each result is what slicing the whole tensor gives
 the local tensor: on the right only it is gathered, on the left only sliced or reduced and scattered, on both
 sides at different places exchanged. `explain_pattern` says what a pattern will send, without a process.
 
-    meshcomm run --world 8 examples/communication/patterns.py
-    meshcomm simulate --world 8 examples/communication/patterns.py
+    meshcomm run --world-size 8 examples/communication/patterns.py
+    meshcomm simulate --world-size 8 examples/communication/patterns.py
 
 Prints:
     all_gather (2, 6, 8) slice (2, 6, 4) reduce_scatter (2, 6, 4) all_to_all (2, 3, 8)

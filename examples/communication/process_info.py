@@ -3,8 +3,8 @@
 Look at: the list, in the order of coords. Every rank has it, rank 0 prints it. Objects may differ in size; nothing
 is packed into a tensor of a fixed length, and no pickle is read. `pid` is one number where the ranks are simulated.
 
-    meshcomm run --world 8 examples/communication/process_info.py
-    meshcomm simulate --world 8 examples/communication/process_info.py
+    meshcomm run --world-size 8 examples/communication/process_info.py
+    meshcomm simulate --world-size 8 examples/communication/process_info.py
 
 Prints:
     {'rank': 0, 'device': 'cpu', 'pid': 21699}

@@ -3,8 +3,8 @@
 Look at: the shapes. all_reduce gives one tensor of the size that each rank brought, all_gather all of them; whoever
 needs only their sum should not gather them. The last line is the largest difference of the two ways.
 
-    meshcomm run --world 8 examples/communication/reduce_and_gather.py
-    meshcomm simulate --world 8 examples/communication/reduce_and_gather.py
+    meshcomm run --world-size 8 examples/communication/reduce_and_gather.py
+    meshcomm simulate --world-size 8 examples/communication/reduce_and_gather.py
 
 Prints:
     all_gather (8, 2): [[0, 1], [10, 11], [20, 21], [30, 31], [40, 41], [50, 51], [60, 61], [70, 71]]

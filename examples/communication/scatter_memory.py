@@ -4,8 +4,8 @@ Look at: the bytes of memory behind each rank's part, measured on the tensors. A
 of it alive; only a copy, and giving up the rest, makes it small. With scatter no rank but the root has room for more
 than its part at any time. The root keeps everything, and during the call a second copy of it.
 
-    meshcomm run --world 8 examples/communication/scatter_memory.py
-    meshcomm simulate --world 8 examples/communication/scatter_memory.py
+    meshcomm run --world-size 8 examples/communication/scatter_memory.py
+    meshcomm simulate --world-size 8 examples/communication/scatter_memory.py
 
 Prints:
     rank 0 (all=0): scatter 9,000,000 bytes, slice 8,000,000, copy 1,000,000

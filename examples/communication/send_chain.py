@@ -3,8 +3,8 @@
 Look at: the values of the last rank. Peers are coords along the dim; a receive writes into memory that the receiver
 gives, here an empty tensor of two numbers.
 
-    meshcomm run --world 8 examples/communication/send_chain.py
-    meshcomm simulate --world 8 examples/communication/send_chain.py
+    meshcomm run --world-size 8 examples/communication/send_chain.py
+    meshcomm simulate --world-size 8 examples/communication/send_chain.py
 
 Prints:
     rank 0 (all=0): [100.0, 200.0]

@@ -3,8 +3,8 @@
 Look at: ranks 0 and 1 have the sum. The others hold a mesh that says that they are not members, and get an error, not
 a hang or a wrong number, where they call it all the same. Every rank makes every mesh, so that all agree on it.
 
-    meshcomm run --world 8 examples/communication/subgroup.py
-    meshcomm simulate --world 8 examples/communication/subgroup.py
+    meshcomm run --world-size 8 examples/communication/subgroup.py
+    meshcomm simulate --world-size 8 examples/communication/subgroup.py
 
 Prints:
     rank 0 (pair=0): sum 1, timeout 30 s

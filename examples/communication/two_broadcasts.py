@@ -3,8 +3,8 @@
 Look at: what a rank has after each of them. The root is a coord; every rank gives a tensor of the same shape, which
 is overwritten everywhere but on the root.
 
-    meshcomm run --world 8 examples/communication/two_broadcasts.py
-    meshcomm simulate --world 8 examples/communication/two_broadcasts.py
+    meshcomm run --world-size 8 examples/communication/two_broadcasts.py
+    meshcomm simulate --world-size 8 examples/communication/two_broadcasts.py
 
 Prints:
     rank 0 (all=0): after the first [1.0, 2.0, 3.0] [0.0, 0.0]

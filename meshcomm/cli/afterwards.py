@@ -55,9 +55,9 @@ def doctor(
     """
     if config is None and overrides:
         raise no_config(overrides, "a CONFIG whose settings they change", "meshcomm doctor CONFIG --set ...")
-    from meshcomm.config import load
+    from meshcomm.config import load_config
 
-    settings = None if config is None else load(config, overrides or ())
+    settings = None if config is None else load_config(config, overrides or ())
     from meshcomm.doctor import examine, examine_together
     from meshcomm.doctor.finding import Finding, exit_code, view
     from meshcomm.jobs.starting import refuse_other_world

@@ -81,11 +81,11 @@ def plan(
     _one_way_out(export, json)
     if schedule and export is not None and export.suffix.lower() != ".json":
         raise typer.BadParameter("--schedule is drawn on a terminal only; --export FILE.json has its facts")
-    from meshcomm.config import load
+    from meshcomm.config import load_config
 
-    settings = load(config, overrides or ()).resolved(world)
+    settings = load_config(config, overrides or ()).resolved(world)
     if diff is not None:
-        picture = _difference(settings, load(diff, overrides or ()).resolved(world), world)
+        picture = _difference(settings, load_config(diff, overrides or ()).resolved(world), world)
         _write(picture, export, json)
         raise typer.Exit(0 if picture.facts["equal"] else 1)
     if tree:
@@ -172,12 +172,12 @@ def where(
     overrides: Overrides = None,
 ) -> None:
     """Say where a rank sits: coords, node, groups, neighbours, and whom it exchanges what with; or who sits where."""
-    from meshcomm.config import load
+    from meshcomm.config import load_config
     from meshcomm.show.where import read_place, where_facts, where_page
 
     _one_way_out(export, json)
     asked = read_place(place)
-    settings = load(config, overrides or ()).resolved(world)
+    settings = load_config(config, overrides or ()).resolved(world)
     facts = where_facts(settings, settings.plan(world), asked, discovered_topology(settings))
     _write(_Picture(facts, lambda: where_page(facts), f"where {place}"), export, json)
 
@@ -193,12 +193,12 @@ def lint(
     """Say what about the mesh will cost time or fail on its machines, why, and what to try."""
     import resource
 
-    from meshcomm.config import load
+    from meshcomm.config import load_config
     from meshcomm.predict.lint import lint as find
     from meshcomm.show.lint import lint_facts, lint_text
     from meshcomm.show.page import Folded
 
-    settings = load(config, overrides or ())
+    settings = load_config(config, overrides or ())
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     topology = discovered_topology(settings)
     findings = find(settings, world, topology, None if soft == resource.RLIM_INFINITY else soft)

@@ -83,13 +83,13 @@ def costs(
     overrides: Overrides = None,
 ) -> None:
     """Predict what collectives along each dim take on its links, and by which algorithm."""
-    from meshcomm.config import load
+    from meshcomm.config import load_config
     from meshcomm.predict.machine import known_machine
     from meshcomm.predict.times import named_operations
     from meshcomm.show.costs import cost_facts, cost_view
     from meshcomm.show.units import read_bytes
 
-    settings = load(config, overrides or ()).resolved(world)
+    settings = load_config(config, overrides or ()).resolved(world)
     machine = known_machine(discovered_topology(settings), settings.source)
     sizes = [read_bytes(text) for text in size or ("4KiB", "1MiB", "64MiB", "1GiB")]
     facts = cost_facts(settings.plan(world), machine, named_operations(operation or ()), sizes)
@@ -122,11 +122,11 @@ def place(
     overrides: Overrides = None,
 ) -> None:
     """Rank all sizes and orders of the dims that can train CONFIG by the step time that a model predicts."""
-    from meshcomm.config import load
+    from meshcomm.config import load_config
     from meshcomm.predict.placed import place_config, write_placement
     from meshcomm.show.place import place_facts, place_view
 
-    settings = load(config, overrides or ())
+    settings = load_config(config, overrides or ())
     if choose > 1 and (write is None or choose > top):
         raise typer.BadParameter(f"--choose {choose} wants --write and --top {choose} or more")
     topology = discovered_topology(settings)

@@ -68,23 +68,23 @@ def _agree_on_slice(request: Request) -> None:
 def _agree_on_sizes(request: Request, compared: bool) -> None:
     """Exchange the sizes of the parts, where they are not given or still compared."""
     comm, x, axis = request.comm, request.source, request.axis
-    splits, received = request.splits, request.received
+    input_split_sizes, output_split_sizes = request.input_split_sizes, request.output_split_sizes
     assert x is not None
-    if received is None or (compared and comm.transport.name != "fake"):
+    if output_split_sizes is None or (compared and comm.transport.name != "fake"):
         hint = (
-            "received=, the sizes that come"
+            "output_split_sizes=, the sizes that come"
             if request.row is ALL_TO_ALL
             else "equal sizes: pad, and cut behind the call"
         )
         check_answered(comm.transport.name, "the sizes of their parts", request.where(), hint)
-        own = [x.shape[axis]] if splits is None else splits
+        own = [x.shape[axis]] if input_split_sizes is None else input_split_sizes
         told = torch.tensor(own, dtype=torch.int64, device=x.device)
         answer = told.new_empty(comm.size)
-        comm.run(Call(ALL_GATHER if splits is None else ALL_TO_ALL, told, answer))
+        comm.run(Call(ALL_GATHER if input_split_sizes is None else ALL_TO_ALL, told, answer))
         request.sizes = answer.tolist()
     else:
-        request.sizes = list(received)
-    if splits is None:
+        request.sizes = list(output_split_sizes)
+    if input_split_sizes is None:
         rest = prod([*x.shape[:axis], *x.shape[axis + 1 :]])
         comm.recorder.set_bytes(sum(request.sizes) * rest * x.element_size())
     request.problem = _misjoined(request, request.sizes)
@@ -93,12 +93,12 @@ def _agree_on_sizes(request: Request, compared: bool) -> None:
 def _misjoined(request: Request, sizes: list[int]) -> MeshcommError | None:
     """What is wrong with these sizes for this rank alone."""
     comm, axis, joined, x = request.comm, request.axis, request.joined, request.source
-    if request.received not in (None, sizes):
+    if request.output_split_sizes not in (None, sizes):
         return ShapeError(
             f"{request.where()}: the other ranks send something else than this one expects",
-            given=f"received={request.received}",
-            expected=f"received={sizes}, which is in the splits of coords 0 to {comm.size - 1}",
-            hint="leave out received, which costs a small exchange before each call",
+            given=f"output_split_sizes={request.output_split_sizes}",
+            expected=f"output_split_sizes={sizes}, which is in the input_split_sizes of coords 0 to {comm.size - 1}",
+            hint="leave out output_split_sizes, which costs a small exchange before each call",
         )
     if joined != axis and len(set(sizes)) > 1:
         return ShapeError(

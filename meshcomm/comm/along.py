@@ -63,8 +63,8 @@ class Joined(Out, total=False):
 
 
 class Moved(Out, total=False):
-    splits: Sequence[int] | None
-    received: Sequence[int] | None
+    input_split_sizes: Sequence[int] | None
+    output_split_sizes: Sequence[int] | None
 
 
 @outside_graphs
@@ -389,8 +389,8 @@ class AlongDims:
         """Slice c of `split_axis` goes to coord c; what arrives is joined along `concat_axis`.
 
         Shape:      (b, n*h, s) -> (b, h, n*s) for split_axis=1, concat_axis=2.
-        splits:     how much of `split_axis` goes to each coord, where that is not equal.
-        received:   how much then comes from each, where that is known: on all ranks or on none. Without it
+        input_split_sizes: how much of `split_axis` goes to each coord, where that is not equal.
+        output_split_sizes: how much then comes from each, where that is known: on all ranks or on none. Without it
                     that is exchanged first, and the host waits for it; with it only while calls are compared
                     (mesh.validate_calls), when another size is a ShapeError.
         Called by:  every rank along `dims`, in the same program order.

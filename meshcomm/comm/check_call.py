@@ -63,10 +63,10 @@ def _check_x(request: Request) -> None:
         return
     request.concat = normal_axis(source, request.concat, where)
     request.axis = axis = normal_axis(source, request.axis, where)
-    if request.received is not None:
-        request.received = _plain_received(request, request.received)
-    if request.splits is not None:
-        request.splits = _plain_splits(request, request.splits)
+    if request.output_split_sizes is not None:
+        request.output_split_sizes = _plain_received(request, request.output_split_sizes)
+    if request.input_split_sizes is not None:
+        request.input_split_sizes = _plain_splits(request, request.input_split_sizes)
     elif row.splits:
         check_divisible(x, axis, comm.size, where, comm.who)
     if request.out is not None and request.gets and not request.differs:
@@ -87,8 +87,8 @@ def _facts(request: Request) -> dict[str, object]:
         return {"src": request.root, "out": given, "x_is": "not to be scattered" if refused else None}
     facts: dict[str, object] = {} if row.in_place or row is BARRIER else {"axis": axis}
     if row is ALL_TO_ALL:
-        facts = {"split_axis": axis, "concat_axis": request.concat, "splits": request.splits is not None}
-        facts |= {"received": True} if request.received is not None else {}
+        facts = {"split_axis": axis, "concat_axis": request.concat, "input_split_sizes": request.input_split_sizes is not None}
+        facts |= {"output_split_sizes": True} if request.output_split_sizes is not None else {}
     elif row.joins:
         facts["uneven"] = bool(request.uneven)
     # Each rank has a factor of its own, so it is not compared.
@@ -124,30 +124,30 @@ def misfit(request: Request, out: Tensor, shape: Sequence[int]) -> MeshcommError
     )
 
 
-def _plain_received(request: Request, received: Sequence[int]) -> list[int]:
+def _plain_received(request: Request, output_split_sizes: Sequence[int]) -> list[int]:
     """`received` as plain sizes, one for each coord, beside `splits`."""
-    sizes = _indices(received)
-    if request.splits is None or len(sizes) != request.comm.size or min(sizes) < 0:
+    sizes = _indices(output_split_sizes)
+    if request.input_split_sizes is None or len(sizes) != request.comm.size or min(sizes) < 0:
         raise ShapeError(
-            f"{request.where()}: received does not say what comes from each coord",
-            given=f"received={received}, splits={request.splits}",
-            expected=f"{request.comm.size} sizes of 0 or more, beside the splits",
-            hint="leave out received, or give both",
+            f"{request.where()}: output_split_sizes does not say what comes from each coord",
+            given=f"output_split_sizes={output_split_sizes}, input_split_sizes={request.input_split_sizes}",
+            expected=f"{request.comm.size} sizes of 0 or more, beside the input_split_sizes",
+            hint="leave out output_split_sizes, or give both",
         )
     return sizes
 
 
-def _plain_splits(request: Request, splits: Sequence[int]) -> list[int]:
+def _plain_splits(request: Request, input_split_sizes: Sequence[int]) -> list[int]:
     """`splits` as plain sizes, which must cut the axis into one part for each coord."""
-    x, axis, size, sizes = request.x, request.axis, request.comm.size, _indices(splits)
+    x, axis, size, sizes = request.x, request.axis, request.comm.size, _indices(input_split_sizes)
     length = x.shape[axis]
     if len(sizes) != size or sum(sizes) != length or min(sizes) < 0:
         even = length % size == 0
         raise ShapeError(
-            f"{request.where()}: splits do not cut axis {axis}",
-            given=f"splits={splits}, x of shape {tuple(x.shape)}",
+            f"{request.where()}: input_split_sizes do not cut axis {axis}",
+            given=f"input_split_sizes={input_split_sizes}, x of shape {tuple(x.shape)}",
             expected=f"{size} sizes of 0 or more whose sum is {length}",
-            hint=f"splits={[length // size] * size}" if even else "one size for each coord",
+            hint=f"input_split_sizes={[length // size] * size}" if even else "one size for each coord",
         )
     return sizes
 

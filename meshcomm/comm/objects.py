@@ -66,10 +66,10 @@ class Objects:
     that only another rank has is refused.
     """
 
-    def __init__(self, directory: CommunicatorCache, device: torch.device, pretended: bool = False) -> None:
+    def __init__(self, directory: CommunicatorCache, device: torch.device, is_fake: bool = False) -> None:
         self._at = directory
         self._device = device
-        self._pretended = pretended
+        self._is_fake = is_fake
         # What this rank has sent to itself, by dims and tag.
         self._own: dict[tuple[str, int], deque[tuple[_Offer, Tensor]]] = {}
 
@@ -82,7 +82,7 @@ class Objects:
         Raises:    ObjectError, on every rank along `dims`; LayoutError for a src that is no coord.
         """
         call = self._call(dims, "broadcast", src, pickle, max_bytes)
-        if self._pretended:
+        if self._is_fake:
             if call.comm.coord != src:
                 self._nobody(call)
             return self._own_of(call, obj)
@@ -100,7 +100,7 @@ class Objects:
         Raises:    ObjectError, on every rank along `dims`.
         """
         call = self._call(dims, "all_gather", -1, pickle, max_bytes)
-        if self._pretended:
+        if self._is_fake:
             return [self._own_of(call, obj, call.comm.size)] * call.comm.size
         with call.begun() as (comm, moves):
             mine, sizes = call.agree(comm, lambda: [obj], moves)
@@ -116,7 +116,7 @@ class Objects:
         Raises:    ObjectError, on every rank along `dims`; LayoutError for a dst that is no coord.
         """
         call = self._call(dims, "gather", dst, pickle, max_bytes)
-        if self._pretended:
+        if self._is_fake:
             found = [self._own_of(call, obj, call.comm.size)] * call.comm.size
             return found if call.comm.coord == dst else None
         with call.begun() as (comm, moves):
@@ -140,14 +140,14 @@ class Objects:
                    than the dims; LayoutError for a src that is no coord.
         """
         call = self._call(dims, "scatter", src, pickle, max_bytes)
-        if self._pretended and call.comm.coord == src:
+        if self._is_fake and call.comm.coord == src:
             return self._own_of(call, _one_each(objs, call.comm.size)[src], call.comm.size)
-        if self._pretended:
+        if self._is_fake:
             self._nobody(call)
         with call.begun() as (comm, moves):
             mine, _ = call.agree(comm, lambda: _one_each(objs, comm.size) if comm.coord == src else [], moves)
-            splits = [message.numel() for message in mine] or [0] * comm.size
-            own = comm.collective(ALL_TO_ALL, torch.cat(mine) if mine else call.blank(0), splits=splits)
+            input_split_sizes = [message.numel() for message in mine] or [0] * comm.size
+            own = comm.collective(ALL_TO_ALL, torch.cat(mine) if mine else call.blank(0), input_split_sizes=input_split_sizes)
         return call.decoded(own)
 
     def send(
@@ -169,7 +169,7 @@ class Objects:
         Raises: ObjectError, on both ranks; LayoutError for a dst that is no coord.
         """
         call = self._call(dims, "send", dst, pickle, max_bytes, tag)
-        if self._pretended and dst != call.comm.coord:
+        if self._is_fake and dst != call.comm.coord:
             self._own_of(call, obj, group=False)
             return
         mine = call.encoded(lambda: [obj])
@@ -236,7 +236,7 @@ class Objects:
                 expected="an objects.send to the own coord before",
                 hint="send first, or receive from another coord",
             )
-        if self._pretended:
+        if self._is_fake:
             self._nobody(call)
         with call.begun(group=False) as (comm, moves):
             if comm.messages.ordered and src is not None:

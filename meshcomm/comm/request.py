@@ -67,8 +67,8 @@ class Request:
 
     factor: Any = None
     uneven: bool = False
-    splits: Sequence[int] | None = None
-    received: Sequence[int] | None = None
+    input_split_sizes: Sequence[int] | None = None
+    output_split_sizes: Sequence[int] | None = None
     algorithm: Algorithm | None = None
 
     source: Tensor | None = field(default=None, init=False)
@@ -103,7 +103,7 @@ class Request:
     @property
     def differs(self) -> bool:
         """Whether the sizes of parts may differ from rank to rank."""
-        return self.uneven or self.splits is not None
+        return self.uneven or self.input_split_sizes is not None
 
     @property
     def joined(self) -> int:

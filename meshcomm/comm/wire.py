@@ -20,7 +20,7 @@ def load(request: Request) -> None:
     """Make the call that the transport is given: its tensors dense, and of dtypes that backends carry."""
     if request.sizes is None:
         _load_even(request)
-    elif request.splits is None and request.root < 0 and request.comm.size > 1:
+    elif request.input_split_sizes is None and request.root < 0 and request.comm.size > 1:
         _load_uneven_gather(request, request.sizes)
     else:
         _load_uneven(request, request.sizes)
@@ -122,12 +122,12 @@ def _load_uneven_gather(request: Request, sizes: list[int]) -> None:
 
 def _load_uneven(request: Request, sizes: list[int]) -> None:
     """An all_to_all with lengths; of a gather only its root gets anything."""
-    comm, splits = request.comm, request.splits
+    comm, input_split_sizes = request.comm, request.input_split_sizes
     sent, count = _flat(request)
     coming = [size * count if request.gets else 0 for size in sizes]
     leaving = [sent.numel() if request.root in (-1, coord) else 0 for coord in range(comm.size)]
-    if splits is not None:
-        leaving = [size * count for size in splits]
+    if input_split_sizes is not None:
+        leaving = [size * count for size in input_split_sizes]
     request.arrived, source = sent.new_empty(sum(coming)), wire(sent)
     # Lengths count what is carried: bytes where the dtype travels as bytes.
     unit = 1 if source.dtype == sent.dtype else sent.element_size()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from meshcomm.config.problems import Problem as Problem
     from meshcomm.config.process import NetworkConfig as NetworkConfig
     from meshcomm.config.process import ProcessConfig as ProcessConfig
-    from meshcomm.config.read import load as load
+    from meshcomm.config.read import load_config as load_config
     from meshcomm.config.read import plan as plan
     from meshcomm.config.root import Config as Config
     from meshcomm.config.rules import Resolved as Resolved
@@ -41,7 +41,7 @@ _PUBLIC = {
     "Section": "section",
     "TopologyConfig": "topology",
     "TrainConfig": "train",
-    "load": "read",
+    "load_config": "read",
     "plan": "read",
 }
 

@@ -26,7 +26,7 @@ class DimOptions(Section):
     """Seconds until an operation that does not end is an error. None: mesh.timeout_s."""
     backend: Text | None = None
     """As mesh.backend, for this dim. None: mesh.backend."""
-    lane: str = ""
+    comm_id: str = ""
     """Dims with the same ranks and options share groups unless their lanes differ. Default "": the common lane."""
     high_priority: bool = False
     """NCCL only: whether the group's kernels run on a high-priority stream of their own. Blocking calls run on the
@@ -172,7 +172,7 @@ class MeshConfig(Section):
         return GroupOptions(
             backend=self.backend if options.backend is None else options.backend,
             timeout_s=self.timeout_s if options.timeout_s is None else options.timeout_s,
-            lane=options.lane,
+            comm_id=options.comm_id,
             extra=options.backend_options(),
         )
 

@@ -20,7 +20,7 @@ def _fact(example: int) -> Any:
     return Field(default=None, ge=1, examples=[example])
 
 
-FACTS = ("layers", "width", "heads", "kv_heads", "ff")
+FACTS = ("layers", "width", "heads", "num_kv_heads", "ff")
 
 
 def _facts(model: ModelConfig) -> Iterator[Problem]:
@@ -81,37 +81,37 @@ def _dropout(model: ModelConfig) -> Iterator[Problem]:
 
 
 def _shared_kv_heads(model: ModelConfig) -> Iterator[Problem]:
-    heads, kv_heads = model.heads, model.kv_heads
-    if None not in (heads, kv_heads) and heads % kv_heads:
+    num_heads, num_kv_heads = model.num_heads, model.num_kv_heads
+    if None not in (num_heads, num_kv_heads) and num_heads % num_kv_heads:
         yield Problem(
-            "kv_heads",
-            f"heads is not divisible by kv_heads: {remainder(heads, kv_heads)}",
-            "heads divisible by kv_heads: equally many query heads share each of them",
+            "num_kv_heads",
+            f"heads is not divisible by num_kv_heads: {remainder(num_heads, num_kv_heads)}",
+            "heads divisible by num_kv_heads: equally many query heads share each of them",
             [
-                *(f"model.kv_heads = {n}" for n in nearest(kv_heads, divisors(heads))),
-                *(f"model.heads = {n}" for n in multiples(heads, kv_heads, 1)),
+                *(f"model.num_kv_heads = {n}" for n in nearest(num_kv_heads, divisors(num_heads))),
+                *(f"model.num_heads = {n}" for n in multiples(num_heads, num_kv_heads, 1)),
             ],
-            model.written("heads kv_heads"),
+            model.written("heads num_kv_heads"),
         )
 
 
 def _head_size(model: ModelConfig) -> Iterator[Problem]:
-    width, heads = model.width, model.heads
-    if not model.is_built_in or model.head is not None or None in (width, heads):
+    hidden_size, num_heads = model.hidden_size, model.num_heads
+    if not model.is_built_in or model.head_dim is not None or None in (hidden_size, num_heads):
         return
-    fitting = [f"model.width = {n}" for n in multiples(width, 2 * heads)]
+    fitting = [f"model.hidden_size = {n}" for n in multiples(hidden_size, 2 * num_heads)]
     given = model.written("width heads")
-    if width % heads:
-        what = f"width is not divisible by heads: {remainder(width, heads)}"
+    if hidden_size % num_heads:
+        what = f"width is not divisible by heads: {remainder(hidden_size, num_heads)}"
         expected = "heads of equal, even size: width divisible by 2*heads"
         yield Problem("width", what, expected, fitting, given)
     elif model.head_size % 2:
-        what = f"the size of a head is odd: {width} / {heads} = {model.head_size}"
+        what = f"the size of a head is odd: {hidden_size} / {num_heads} = {model.head_size}"
         yield Problem("width", what, "an even size: rotary embeddings turn pairs of elements", fitting, given)
 
 
 def _experts(model: ModelConfig) -> Iterator[Problem]:
-    each, experts, every, layers = model.experts_per_token, model.experts, model.experts_every, model.layers
+    each, experts, every, num_layers = model.experts_per_token, model.experts, model.experts_every, model.num_layers
     if 0 < experts < each:
         ways = [f"model.experts_per_token = {experts}", f"model.experts = {each}"]
         what, given = (
@@ -119,13 +119,13 @@ def _experts(model: ModelConfig) -> Iterator[Problem]:
             model.written("experts_per_token experts"),
         )
         yield Problem("experts_per_token", what, f"1 to {experts}", ways, given)
-    if experts and layers is not None and every > layers:
-        ways = [f"model.experts_every = {layers}", f"model.layers = {every}"]
+    if experts and num_layers is not None and every > num_layers:
+        ways = [f"model.experts_every = {num_layers}", f"model.num_layers = {every}"]
         what, given = (
-            f"no layer has experts: {every} > {layers}",
+            f"no layer has experts: {every} > {num_layers}",
             model.written("experts_every layers experts"),
         )
-        yield Problem("experts_every", what, f"1 to {layers}", ways, given)
+        yield Problem("experts_every", what, f"1 to {num_layers}", ways, given)
 
 
 class ModelConfig(Section):
@@ -149,21 +149,21 @@ class ModelConfig(Section):
     """With pretrained: weights are drawn from train.seed, not read."""
     build: Function | None = Field(default=None, examples=["my_package.models:gpt"])
     """module:function, which returns an nn.Module or a meshcomm.models.ModelSpec. None: pretrained, or built in."""
-    args: Arguments = Field(default_factory=Table, examples=[{"layers": 4}])
+    args: Arguments = Field(default_factory=Table, examples=[{"num_layers": 4}])
     """With build: what the function is called with, by name."""
-    layers: int = _fact(4)
+    num_layers: int = _fact(4)
     """Number of transformer blocks."""
-    width: int = _fact(128)
+    hidden_size: int = _fact(128)
     """Elements of a token's vector."""
-    heads: int = _fact(8)
+    num_heads: int = _fact(8)
     """Attention heads of the queries; width divides by it."""
-    kv_heads: int = _fact(4)
+    num_kv_heads: int = _fact(4)
     """Attention heads of keys and values; heads divides by it."""
-    ff: int = _fact(384)
+    intermediate_size: int = _fact(384)
     """Elements inside the feed-forward block."""
-    vocabulary: int = Field(default=256, ge=1)
+    vocab_size: int = Field(default=256, ge=1)
     """Number of different tokens. Default 256: bytes."""
-    head: int | None = Field(default=None, ge=1)
+    head_dim: int | None = Field(default=None, ge=1)
     """Elements of one head. None: width / heads."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary angles."""
@@ -197,15 +197,15 @@ class ModelConfig(Section):
     @property
     def head_size(self) -> int:
         """Elements of one head."""
-        return self.width // self.heads if self.head is None else self.head
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Of each layer, how many keys a query meets at most; None: all before it."""
         if self.pretrained is not None:
             with contextlib.suppress(ValueError, OSError):
-                return windows_of(Path(self.pretrained), self.layers)
-        return (None,) * self.layers
+                return windows_of(Path(self.pretrained), self.num_layers)
+        return (None,) * self.num_layers
 
     @property
     def ff_matrices(self) -> int:

@@ -31,25 +31,25 @@ def _one_part_each(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 def _kept_in_halves(parallel: ParallelConfig) -> Iterator[Problem]:
-    if parallel.reshard and parallel.schedule == "zero_bubble" and parallel.pipeline is not None:
+    if parallel.options.reshard and parallel.options.schedule == "zero_bubble" and parallel.pipeline is not None:
         yield Problem(
             "reshard",
             "zero_bubble looks in the second half of a backward pass for the weights that the forward pass used",
             "weights that stay gathered",
-            ["parallel.reshard = false", 'parallel.schedule = "interleaved_1f1b"'],
+            ["parallel.options.reshard = false", 'parallel.options.schedule = "interleaved_1f1b"'],
             parallel.written("reshard schedule"),
         )
 
 
 def _stages_of_the_schedule(parallel: ParallelConfig) -> Iterator[Problem]:
     stages, schedule, given = (
-        parallel.stages_per_rank,
-        parallel.schedule,
+        parallel.options.stages_per_rank,
+        parallel.options.schedule,
         parallel.written("stages_per_rank schedule"),
     )
     if parallel.pipeline is None:
         if stages > 1:
-            ways = [_A_DIM.format("pipeline"), "remove parallel.stages_per_rank"]
+            ways = [_A_DIM.format("pipeline"), "remove parallel.options.stages_per_rank"]
             yield Problem(
                 "stages_per_rank", "no effect without parallel.pipeline", "parallel.pipeline", ways, given
             )
@@ -57,12 +57,12 @@ def _stages_of_the_schedule(parallel: ParallelConfig) -> Iterator[Problem]:
         what = f"no effect with schedule = {toml(schedule)}, which runs one stage on each rank"
         expected = f"schedule = {' or '.join(map(toml, _MANY_STAGES))}"
         ways = [
-            *(f"parallel.schedule = {toml(name)}" for name in _MANY_STAGES),
-            "parallel.stages_per_rank = 1",
+            *(f"parallel.options.schedule = {toml(name)}" for name in _MANY_STAGES),
+            "parallel.options.stages_per_rank = 1",
         ]
         yield Problem("stages_per_rank", what, expected, ways, given)
     elif schedule in _MANY_STAGES and stages < 2:
-        ways = ["parallel.stages_per_rank = 2", 'parallel.schedule = "1f1b"']
+        ways = ["parallel.options.stages_per_rank = 2", 'parallel.options.schedule = "1f1b"']
         yield Problem(
             "stages_per_rank", f"{schedule} needs several stages on each rank", "2 or more", ways, given
         )

@@ -12,19 +12,19 @@ from meshcomm.config.problems import Problem
 
 # Our name -> theirs, the first that is there.
 _NAMES: dict[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer"),
-    "width": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head"),
-    "kv_heads": ("num_key_value_heads",),
-    "ff": ("intermediate_size", "n_inner"),
-    "vocabulary": ("vocab_size",),
-    "head": ("head_dim",),
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "num_kv_heads": ("num_key_value_heads",),
+    "intermediate_size": ("intermediate_size", "n_inner"),
+    "vocab_size": ("vocab_size",),
+    "head_dim": ("head_dim",),
     "tied_embeddings": ("tie_word_embeddings",),
     "experts": ("num_local_experts", "num_experts"),
     "experts_per_token": ("num_experts_per_tok",),
     "experts_every": ("decoder_sparse_step",),
 }
-_NAMES_WITH_EXPERTS = {**_NAMES, "ff": ("moe_intermediate_size",)}
+_NAMES_WITH_EXPERTS = {**_NAMES, "intermediate_size": ("moe_intermediate_size",)}
 
 
 class _Type(NamedTuple):
@@ -49,14 +49,14 @@ _GPT2 = (
     "vocab_size n_positions n_embd n_layer n_head n_inner activation_function layer_norm_epsilon scale_attn_weights "
     "scale_attn_by_inverse_layer_idx add_cross_attention tie_word_embeddings"
 )
-_LLAMA: Final = {"layers": 32, "width": 4096, "heads": 32, "ff": 11008, "vocabulary": 32000}
-_MISTRAL: Final = {**_LLAMA, "kv_heads": 8, "ff": 14336}
-_QWEN: Final = {**_LLAMA, "kv_heads": 32, "ff": 22016, "vocabulary": 151936}
+_LLAMA: Final = {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "intermediate_size": 11008, "vocab_size": 32000}
+_MISTRAL: Final = {**_LLAMA, "num_kv_heads": 8, "intermediate_size": 14336}
+_QWEN: Final = {**_LLAMA, "num_kv_heads": 32, "intermediate_size": 22016, "vocab_size": 151936}
 _QWEN_MOE: Final = {
-    "layers": 24,
-    "width": 2048,
-    "kv_heads": 4,
-    "ff": 768,
+    "num_layers": 24,
+    "hidden_size": 2048,
+    "num_kv_heads": 4,
+    "intermediate_size": 768,
     "experts": 128,
     "experts_per_token": 8,
 }
@@ -65,7 +65,7 @@ _QWEN_MOE: Final = {
 TYPES: Final[dict[str, _Type]] = {
     "gpt2": _Type(
         _keys(_GPT2),
-        {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50257, "tied_embeddings": True},
+        {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "vocab_size": 50257, "tied_embeddings": True},
     ),
     "llama": _Type(_keys(_DECODER, "attention_bias mlp_bias"), _LLAMA),
     "mistral": _Type(_keys(_DECODER, "sliding_window"), _MISTRAL),
@@ -74,7 +74,7 @@ TYPES: Final[dict[str, _Type]] = {
         {**_MISTRAL, "experts": 8, "experts_per_token": 2},
     ),
     "qwen2": _Type(_keys(_DECODER, _WINDOWS), _QWEN),
-    "qwen3": _Type(_keys(_DECODER, _WINDOWS, "attention_bias"), {**_QWEN, "head": 128}),
+    "qwen3": _Type(_keys(_DECODER, _WINDOWS, "attention_bias"), {**_QWEN, "head_dim": 128}),
     "qwen3_moe": _Type(
         _keys(
             _DECODER,
@@ -140,9 +140,9 @@ def sizes_of(folder: Path) -> dict[str, Any]:
             value = kind.left_out.get(ours)
         if value is not None:
             found[ours] = value
-    found.setdefault("kv_heads", found["heads"])
+    found.setdefault("num_kv_heads", found["num_heads"])
     if said["model_type"] == "gpt2":
-        found.setdefault("ff", 4 * found["width"])
+        found.setdefault("ff", 4 * found["hidden_size"])
     if not found.get("experts"):
         found.pop("experts", None)
         found.pop("experts_per_token", None)
@@ -225,7 +225,7 @@ def dropouts_of(folder: Path) -> dict[str, float]:
     }
 
 
-def windows_of(folder: Path, layers: int) -> tuple[int | None, ...]:
+def windows_of(folder: Path, num_layers: int) -> tuple[int | None, ...]:
     """Of each layer, the sliding window that `folder`/config.json says, as transformers reads it. Raises as `sizes_of`."""
     _, said = _said(folder)
     kind, window = said.get("model_type"), said.get("sliding_window")
@@ -236,10 +236,10 @@ def windows_of(folder: Path, layers: int) -> tuple[int | None, ...]:
     elif kind not in ("mistral", "mixtral"):
         window = None
     if kind not in _SWITCHED[:2]:
-        return (window,) * layers
+        return (window,) * num_layers
     first = said.get("max_window_layers", _LATER_LAYERS)
     named = said.get("layer_types") or [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(layers)
+        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
     ]
     return tuple(window if each == "sliding_attention" else None for each in named)
 

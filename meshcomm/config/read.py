@@ -27,7 +27,7 @@ _PART = r'(?:[\w-]+|"[^"\\]+")'
 _WORD = r"[^\s\"'\[\]{}=#,]+"
 
 
-def load(
+def load_config(
     source: str | PathLike[str] | Mapping[str, Any] | Config,
     overrides: Sequence[str] | str = (),
     kind: type[Config] | None = None,
@@ -57,7 +57,7 @@ def load(
             f"no configuration can be read from {type(source).__name__}",
             given=repr(source),
             expected="a file's path, a mapping, or a Config",
-            hint='meshcomm.config.load("configs/mesh.toml")',
+            hint='meshcomm.config.load_config("configs/mesh.toml")',
         )
     label += "".join(f" {shown(change)}" for change in changes)
     problems = apply(data, changes)
@@ -84,7 +84,7 @@ def plan(
     """
     if isinstance(config, MeshConfig):
         config = Config(mesh=config)
-    return load(config, overrides).plan(world_size)
+    return load_config(config, overrides).plan(world_size)
 
 
 # -- files ------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ class Config(Section):
                 expected="all of [parallel] [model] [data] [train]",
                 hint="add the four sections",
             )
-        return self.train.global_batch // self.parallel.copies(sizes) // self.train.microbatch
+        return self.train.global_batch_size // self.parallel.copies(sizes) // self.train.micro_batch_size
 
     def _check(self, world: int | None) -> None:
         problems = [problem.under("mesh") for problem in self.mesh.world_problems(world)]

@@ -119,7 +119,7 @@ class Resolved:
         return _present(sizes.get(self.dim(part)))
 
     def written(self, names: str) -> str:
-        """Settings (`model.heads`) and sizes of parts (`tensor`) as a report shows them. names: with spaces between them."""
+        """Settings (`model.num_heads`) and sizes of parts (`tensor`) as a report shows them. names: with spaces between them."""
         return ", ".join(filter(None, map(self._written, names.split())))
 
     def _written(self, name: str) -> str:
@@ -373,29 +373,29 @@ def _expert_view(resolved: Resolved) -> Iterator[Problem]:
 
 def _global_batch(resolved: Resolved) -> Iterator[Problem]:
     train, ranks = resolved.train, resolved.size("data") * resolved.size("shard")
-    batch, micro = train.global_batch, train.microbatch
+    batch, micro = train.global_batch_size, train.micro_batch_size
     batches = multiples(batch, ranks * micro)
     if batch % ranks:
         parts: list[Part] = [part for part in resolved.parallel.parts if part in ("data", "shard")]
         names = [resolved.dim(part) for part in parts]
         yield Problem(
-            "train.global_batch",
+            "train.global_batch_size",
             f"not divisible by {'*'.join(names)}: {remainder(batch, ranks)}",
             f"equally many samples for each of the {ranks} ranks along {' and '.join(names)}",
-            [*(f"train.global_batch = {n}" for n in batches), *map(Fit, parts)],
-            resolved.written("train.global_batch data shard"),
+            [*(f"train.global_batch_size = {n}" for n in batches), *map(Fit, parts)],
+            resolved.written("train.global_batch_size data shard"),
         )
     elif batch // ranks % micro:
         samples = batch // ranks
         yield Problem(
-            "train.microbatch",
+            "train.micro_batch_size",
             f"does not divide a rank's samples: {quotient(batch, ranks)}{remainder(samples, micro)}",
             f"a divisor of {samples}",
             [
-                *(f"train.microbatch = {n}" for n in nearest(micro, divisors(samples))),
-                f"train.global_batch = {batches[0]}",
+                *(f"train.micro_batch_size = {n}" for n in nearest(micro, divisors(samples))),
+                f"train.global_batch_size = {batches[0]}",
             ],
-            resolved.written("train.global_batch train.microbatch data shard"),
+            resolved.written("train.global_batch_size train.micro_batch_size data shard"),
         )
 
 
@@ -403,7 +403,7 @@ def _microbatches(resolved: Resolved) -> Iterator[Problem]:
     """As many micro-batches as the pipeline's schedule runs."""
     parallel, train, ranks = resolved.parallel, resolved.train, resolved.size("pipeline")
     copies = resolved.size("data") * resolved.size("shard")
-    batch, micro, schedule = train.global_batch, train.microbatch, parallel.schedule
+    batch, micro, schedule = train.global_batch_size, train.micro_batch_size, parallel.options.schedule
     number = batch // (copies * micro)
     if batch % (copies * micro) or runs(schedule, number, ranks):
         return
@@ -429,43 +429,43 @@ def _microbatches(resolved: Resolved) -> Iterator[Problem]:
         expected = (
             f"as many micro-batches in each round of {schedule}, at least one for each rank along {dim}"
         )
-    one_stage = " and parallel.stages_per_rank = 1" if parallel.stages_per_rank > 1 else ""
+    one_stage = " and parallel.options.stages_per_rank = 1" if parallel.options.stages_per_rank > 1 else ""
     ways = [
-        f"train.global_batch = {-(-number // ranks) * ranks * copies * micro}",
-        f'parallel.schedule = "gpipe"{one_stage}',
+        f"train.global_batch_size = {-(-number // ranks) * ranks * copies * micro}",
+        f'parallel.options.schedule = "gpipe"{one_stage}',
     ]
-    given = resolved.written("train.microbatch train.global_batch data shard pipeline parallel.schedule")
-    yield Problem("train.microbatch", what, expected, ways, given)
+    given = resolved.written("train.micro_batch_size train.global_batch_size data shard pipeline parallel.options.schedule")
+    yield Problem("train.micro_batch_size", what, expected, ways, given)
 
 
 def _tokens(resolved: Resolved) -> Iterator[Problem]:
     """Equal chunks of a sample along context, and along tensor with sequence_parallel."""
-    parallel, sequence = resolved.parallel, resolved.data.sequence
+    parallel, seq_len = resolved.parallel, resolved.data.seq_len
     context = resolved.size("context")
-    ring = parallel.attention == "ring"
+    ring = parallel.options.attention == "ring"
     chunks = context * (2 if ring and context > 1 else 1)
-    tensor = resolved.size("tensor") if parallel.sequence_parallel else 1
-    fitting = [f"data.sequence = {n}" for n in multiples(sequence, math.lcm(chunks, context * tensor))]
-    if sequence % chunks:
+    tensor = resolved.size("tensor") if parallel.options.sequence_parallel else 1
+    fitting = [f"data.seq_len = {n}" for n in multiples(seq_len, math.lcm(chunks, context * tensor))]
+    if seq_len % chunks:
         dim = resolved.dim("context")
         yield Problem(
-            "data.sequence",
-            f"not divisible by {'2*' if ring else ''}{dim}: {remainder(sequence, chunks)}",
+            "data.seq_len",
+            f"not divisible by {'2*' if ring else ''}{dim}: {remainder(seq_len, chunks)}",
             "two chunks of equal length for each rank, one early and one late: zig-zag"
             if ring
             else f"equally many tokens for each of the {context} ranks along {dim}",
             [*fitting, Fit("context")],
-            resolved.written("data.sequence context parallel.attention"),
+            resolved.written("data.seq_len context parallel.options.attention"),
         )
-    elif sequence // context % tensor:
+    elif seq_len // context % tensor:
         dim = resolved.dim("tensor")
         yield Problem(
-            "data.sequence",
-            f"a rank's tokens are not divisible by {dim}: {quotient(sequence, context)}"
-            f"{remainder(sequence // context, tensor)}",
+            "data.seq_len",
+            f"a rank's tokens are not divisible by {dim}: {quotient(seq_len, context)}"
+            f"{remainder(seq_len // context, tensor)}",
             f"equally many tokens for each of the {tensor} ranks along {dim}",
-            [*fitting, "parallel.sequence_parallel = false"],
-            resolved.written("data.sequence context tensor parallel.sequence_parallel"),
+            [*fitting, "parallel.options.sequence_parallel = false"],
+            resolved.written("data.seq_len context tensor parallel.options.sequence_parallel"),
         )
 
 
@@ -477,7 +477,7 @@ def _split_along_tensor(name: str, resolved: Resolved) -> Iterator[Problem]:
     number = getattr(model, name)
     if number is not None and number % size:
         dim = resolved.dim("tensor")
-        fitting = [f"model.ff = {n}" for n in multiples(number, size, 1)] if name == "ff" else []
+        fitting = [f"model.intermediate_size = {n}" for n in multiples(number, size, 1)] if name == "ff" else []
         yield Problem(
             f"model.{name}",
             f"{name} is not divisible by {dim}: {remainder(number, size)}",
@@ -487,9 +487,9 @@ def _split_along_tensor(name: str, resolved: Resolved) -> Iterator[Problem]:
         )
 
 
-def _vocabulary(resolved: Resolved) -> Iterator[Problem]:
+def _vocab_size(resolved: Resolved) -> Iterator[Problem]:
     # Embedding and head of a folder stay whole where they cannot be split; code says itself what it can.
-    tokens, size = resolved.model.vocabulary, resolved.size("tensor")
+    tokens, size = resolved.model.vocab_size, resolved.size("tensor")
     if resolved.model.is_built_in and tokens % size:
         dim = resolved.dim("tensor")
         what = f"the vocabulary of {tokens} is not divisible by {dim}: {remainder(tokens, size)}"
@@ -498,54 +498,54 @@ def _vocabulary(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _overlap(resolved: Resolved) -> Iterator[Problem]:
-    if not resolved.parallel.overlap:
+    if not resolved.parallel.options.overlap:
         return
     if not resolved.model.is_built_in:
         what = "layers that a plan splits gather the sequence at once: overlap has no effect on them"
-        ways, given = ["parallel.overlap = false"], resolved.written("parallel.overlap")
-        yield Problem("parallel.overlap", what, "the built-in model", ways, given)
+        ways, given = ["parallel.options.overlap = false"], resolved.written("parallel.options.overlap")
+        yield Problem("parallel.options.overlap", what, "the built-in model", ways, given)
 
 
 def _stages(resolved: Resolved) -> Iterator[Problem]:
-    layers, ranks, each = resolved.model.layers, resolved.size("pipeline"), resolved.parallel.stages_per_rank
-    if layers is not None and ranks > 1 and layers < ranks * each:
+    num_layers, ranks, each = resolved.model.num_layers, resolved.size("pipeline"), resolved.parallel.options.stages_per_rank
+    if num_layers is not None and ranks > 1 and num_layers < ranks * each:
         stages = str(ranks) if each == 1 else f"{ranks}*{each} = {ranks * each}"
-        fewer = [layers // ranks] if layers // ranks > 1 else []
+        fewer = [num_layers // ranks] if num_layers // ranks > 1 else []
         yield Problem(
-            "model.layers",
-            f"fewer layers than stages: {layers} < {stages}",
+            "model.num_layers",
+            f"fewer layers than stages: {num_layers} < {stages}",
             "at least one layer for each stage",
             [
-                f"model.layers = {ranks * each}",
-                *(f"parallel.stages_per_rank = {n}" for n in fewer),
+                f"model.num_layers = {ranks * each}",
+                *(f"parallel.options.stages_per_rank = {n}" for n in fewer),
                 Fit("pipeline"),
             ],
-            resolved.written("model.layers pipeline parallel.stages_per_rank"),
+            resolved.written("model.num_layers pipeline parallel.options.stages_per_rank"),
         )
 
 
 def _ulysses(resolved: Resolved) -> Iterator[Problem]:
     model, tensor, context = resolved.model, resolved.size("tensor"), resolved.size("context")
-    if resolved.parallel.attention != "ulysses" or context == 1 or None in (model.heads, model.kv_heads):
+    if resolved.parallel.options.attention != "ulysses" or context == 1 or None in (model.num_heads, model.num_kv_heads):
         return
-    if model.heads % tensor or model.kv_heads % tensor:
+    if model.num_heads % tensor or model.num_kv_heads % tensor:
         return
-    heads, kv_heads, dim = model.heads // tensor, model.kv_heads // tensor, resolved.dim("context")
-    ways: list[str | Fit] = [Fit("context"), 'parallel.attention = "ring"']
-    given = resolved.written("model.heads model.kv_heads tensor context parallel.attention")
-    if heads % context:
+    num_heads, num_kv_heads, dim = model.num_heads // tensor, model.num_kv_heads // tensor, resolved.dim("context")
+    ways: list[str | Fit] = [Fit("context"), 'parallel.options.attention = "ring"']
+    given = resolved.written("model.num_heads model.num_kv_heads tensor context parallel.options.attention")
+    if num_heads % context:
         yield Problem(
-            "model.heads",
-            f"a rank's heads are not divisible by {dim}: {quotient(model.heads, tensor)}{remainder(heads, context)}",
+            "model.num_heads",
+            f"a rank's heads are not divisible by {dim}: {quotient(model.num_heads, tensor)}{remainder(num_heads, context)}",
             f"equally many heads for each of the {context} ranks along {dim}, which exchange tokens for heads",
             ways,
             given,
         )
-    elif kv_heads % context and context % kv_heads:
-        arithmetic = quotient(model.kv_heads, tensor) + remainder(kv_heads, context)
+    elif num_kv_heads % context and context % num_kv_heads:
+        arithmetic = quotient(model.num_kv_heads, tensor) + remainder(num_kv_heads, context)
         yield Problem(
-            "model.kv_heads",
-            f"neither a rank's kv_heads nor {dim} divides the other: {arithmetic}, {remainder(context, kv_heads)}",
+            "model.num_kv_heads",
+            f"neither a rank's num_kv_heads nor {dim} divides the other: {arithmetic}, {remainder(context, num_kv_heads)}",
             f"equally many for each of the {context} ranks along {dim}, or each on equally many of them",
             ways,
             given,
@@ -588,18 +588,18 @@ def _experts(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _compiled_overlap(resolved: Resolved) -> Iterator[Problem]:
-    if resolved.train.compile and resolved.parallel.overlap:
+    if resolved.train.compile and resolved.parallel.options.overlap:
         what = "overlap has no effect in compiled blocks, which gather the sequence at once"
-        ways = ["parallel.overlap = false", "train.compile = false"]
+        ways = ["parallel.options.overlap = false", "train.compile = false"]
         yield Problem(
-            "parallel.overlap", what, "one of both", ways, resolved.written("train.compile parallel.overlap")
+            "parallel.options.overlap", what, "one of both", ways, resolved.written("train.compile parallel.options.overlap")
         )
 
 
 def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
     # torch 2.13 refuses modules from torch.compile here; compiled in place, the backward graph
     # ran twice for each micro-batch, once for the inputs and once for the weights.
-    if not resolved.train.compile or resolved.parallel.schedule != "zero_bubble":
+    if not resolved.train.compile or resolved.parallel.options.schedule != "zero_bubble":
         return
     if resolved.parallel.pipeline is not None and resolved.sizes.get(resolved.parallel.pipeline) != 1:
         yield Problem(
@@ -607,8 +607,8 @@ def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
             "cannot compile for zero_bubble: a compiled block's backward pass is one piece, and this schedule "
             "runs the halves for inputs and weights at different times",
             "one of them",
-            ["train.compile = false", 'parallel.schedule = "interleaved_1f1b"'],
-            resolved.written("train.compile parallel.schedule"),
+            ["train.compile = false", 'parallel.options.schedule = "interleaved_1f1b"'],
+            resolved.written("train.compile parallel.options.schedule"),
         )
 
 
@@ -630,6 +630,6 @@ RULES: Final[tuple[Rule, ...]] = (
     _sections, _device_to_bind, _network_of_nccl, _tokenizer, _evaluation,
     _parts, _expert_dim, _expert_view,
     _global_batch, _microbatches, _tokens,
-    *(partial(_split_along_tensor, name) for name in ("heads", "kv_heads", "ff")), _vocabulary, _overlap, _stages, _ulysses, _experts,
+    *(partial(_split_along_tensor, name) for name in ("heads", "num_kv_heads", "ff")), _vocab_size, _overlap, _stages, _ulysses, _experts,
     _compiled_overlap, _compiled_halves, _profiled_ranks,
 )  # fmt: skip

@@ -38,7 +38,7 @@ def _refuse(what: str) -> NoReturn:
         "a configuration does not change",
         given=f"a change of {what}",
         expected="a new configuration",
-        hint='meshcomm.config.load(config, ["mesh.dims.tp=4"])',
+        hint='meshcomm.config.load_config(config, ["mesh.dims.tp=4"])',
     )
 
 

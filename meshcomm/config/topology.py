@@ -61,7 +61,7 @@ class TopologyConfig(Section):
     devices_per_node: int | None = Field(default=None, ge=1)
     """Accelerators of a node; for `meshcomm lint`. None: not known."""
     memory_gbytes: float | None = Field(default=None, gt=0)
-    """Gigabytes (10^9 bytes) of memory of one rank; for `meshcomm place` and `lint`. None: not known."""
+    """Gigabytes (10^9 bytes) of memory of one rank; for `meshcomm tune` and `lint`. None: not known."""
     tflops: float | None = Field(default=None, gt=0)
-    """10^12 floating-point operations that one rank does in a second of training; for `meshcomm place`. None: not
+    """10^12 floating-point operations that one rank does in a second of training; for `meshcomm tune`. None: not
     known."""

@@ -38,10 +38,10 @@ _WITH_EPS: Final = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta")
 def _one_sample(data: DataConfig) -> Iterator[Problem]:
     if data.max_bytes is None or data.source != "files" or data.tokenizer not in (None, BYTES):
         return
-    if data.max_bytes <= data.sequence:
-        what = f"does not hold one sample: {data.sequence} + 1 > {data.max_bytes}"
+    if data.max_bytes <= data.seq_len:
+        what = f"does not hold one sample: {data.seq_len} + 1 > {data.max_bytes}"
         expected = "max_bytes above sequence: a sample is its tokens and the one that follows"
-        ways = [f"data.max_bytes = {data.sequence + 1}", f"data.sequence = {data.max_bytes - 1}"]
+        ways = [f"data.max_bytes = {data.seq_len + 1}", f"data.seq_len = {data.max_bytes - 1}"]
         yield Problem("max_bytes", what, expected, ways, data.written("max_bytes sequence"))
 
 
@@ -113,7 +113,7 @@ class DataConfig(Section):
     eos: Text | None = Field(default=None, examples=["<|endoftext|>"])
     """With a tokenizer: the token that ends a document, which is a file, or a row of dataset. None: the eos_token that
     the tokenizer's folder names, if any."""
-    sequence: int = Field(ge=1, examples=[128])
+    seq_len: int = Field(ge=1, examples=[128])
     """Tokens of a sample."""
     max_bytes: int | None = Field(default=None, ge=2, examples=[8_000_000])
     """With text: bytes that are read at most, of all files or rows in order. None: all of them."""
@@ -179,12 +179,12 @@ def _decay(train: TrainConfig) -> Iterator[Problem]:
 
 
 def _selective(train: TrainConfig) -> Iterator[Problem]:
-    if train.compile and train.recompute == "selective":
+    if train.compile and train.activation_checkpointing == "selective":
         yield Problem(
             "compile",
             "a compiled block is one operator: which results in it to keep cannot be said",
             "recompute that keeps nothing of a block, or no compile",
-            ["train.recompute = true", "train.compile = false"],
+            ["train.activation_checkpointing = true", "train.compile = false"],
             train.written("compile recompute"),
         )
 
@@ -225,9 +225,9 @@ class TrainConfig(Section):
     )
     steps: int = Field(ge=1, examples=[60])
     """Optimiser steps."""
-    global_batch: int = Field(ge=1, examples=[32])
+    global_batch_size: int = Field(ge=1, examples=[32])
     """Samples of a step, over all ranks."""
-    microbatch: int = Field(ge=1, examples=[4])
+    micro_batch_size: int = Field(ge=1, examples=[4])
     """Samples of one rank in one micro step."""
     lr: float = Field(default=3e-3, gt=0)
     """Learning rate after the warm-up."""
@@ -257,7 +257,7 @@ class TrainConfig(Section):
     """By patterns of parameters' names, what lr and weight_decay are multiplied by; the first that matches counts."""
     clip_norm: float | None = Field(default=None, gt=0)
     """Gradients whose norm over all weights is larger are scaled down to it. None: never."""
-    nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a step whose loss or gradient norm is not finite does on every rank; it is never applied. "stop": the run
     ends. "skip": it goes on with the next step, for 10 such steps in a row at most."""
     seed: int = Field(default=0, ge=0)
@@ -271,7 +271,7 @@ class TrainConfig(Section):
     """How exactly float32 matrices are multiplied during the run, as torch.set_float32_matmul_precision has it: high
     and medium let GPUs use TF32. A CPU without units for it computes as before. None: as the process has it, highest
     where nothing was set."""
-    recompute: bool | Literal["selective"] | Positive = False
+    activation_checkpointing: bool | Literal["selective"] | Positive = False
     """Which blocks' activations are computed again in the backward pass instead of kept. True: all blocks'. N: every
     N-th block's. "selective": all blocks', but for products of matrices, attention and what ranks sent each other."""
     compile: bool = False
@@ -301,9 +301,9 @@ class TrainConfig(Section):
     """With checkpoint_every: how many of the last checkpoints stay."""
     resume: bool = False
     """Go on from the last complete checkpoint in out, if there is one."""
-    resume_changed: FrozenList[Literal["data", "sequence", "global_batch"]] = ()
+    resume_changed: FrozenList[Literal["data", "sequence", "global_batch_size"]] = ()
     """With resume: what may be another one than the checkpoint's; without it, that is refused. After another data or
-    sequence the samples begin again, with another global_batch they go on. Default []: nothing."""
+    sequence the samples begin again, with another global_batch_size they go on. Default []: nothing."""
     eval_every: int = Field(default=0, ge=0)
     """With validation data: steps from one evaluation to the next; one more follows the last step. 0: none."""
     eval_batches: int | None = Field(default=None, ge=1)

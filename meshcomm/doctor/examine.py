@@ -92,9 +92,9 @@ def _plan(settings: Config, world: int | None, launch: Launch) -> tuple[Plan, to
     if world is None and -1 in settings.mesh.dims.values():
         raise ConfigError(
             "limits and devices were not compared with the mesh: its size is open",
-            given=f"{settings.source}, a size of -1, no --world",
+            given=f"{settings.source}, a size of -1, no --world-size",
             expected="a number of processes",
-            hint="meshcomm doctor CONFIG --world N",
+            hint="meshcomm doctor CONFIG --world-size N",
         )
     device = choose_device(settings.mesh.device, launch)
     return settings.resolved(world).plan(world).on(device.type, choose_backend(device)), device

@@ -70,14 +70,14 @@ def _less(part: str, settings: Config | None) -> str:
     dims: list[Part]
     if part in ("activations", "rest"):
         dims = ["context", "tensor"]
-        if train is not None and train.recompute is not True:
-            ways.append("train.recompute = true" if train.recompute else "train.recompute")
-        if train is not None and train.microbatch > 1:
-            ways.append(f"train.microbatch = {train.microbatch // 2}")
+        if train is not None and train.activation_checkpointing is not True:
+            ways.append("train.activation_checkpointing = true" if train.activation_checkpointing else "train.activation_checkpointing")
+        if train is not None and train.micro_batch_size > 1:
+            ways.append(f"train.micro_batch_size = {train.micro_batch_size // 2}")
     else:
         dims = ["tensor", "pipeline"] if part == "gathered" else ["shard", "pipeline", "tensor"]
-        if part == "gathered" and parallel is not None and parallel.reshard is False:
-            ways.append("parallel.reshard = true")
+        if part == "gathered" and parallel is not None and parallel.options.reshard is False:
+            ways.append("parallel.options.reshard = true")
     for name in dims:
         dim = None if parallel is None else parallel.parts.get(name)
         ways.append(f"a dim for parallel.{name}" if dim is None else f"more ranks along {dim}")
@@ -150,9 +150,9 @@ def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Fa
     flops = sum(max(step.part_flops for step in ran) for ran in stages.values()) / len(stages)
     sums = met.dims[last]
     train, data = (None, None) if settings is None else (settings.train, settings.data)
-    tokens = None if train is None or data is None else train.global_batch * data.sequence
+    tokens = None if train is None or data is None else train.global_batch_size * data.seq_len
     peak = None if train is None else train.peak_flops
-    again = train is not None and train.recompute is not False
+    again = train is not None and train.activation_checkpointing is not False
     tflops = topology.tflops or ASSUMED_TFLOPS
     return {
         "seconds": seconds,

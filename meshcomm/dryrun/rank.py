@@ -184,7 +184,7 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
         # What the first steps compare is no part of the others.
         engine.checked_steps = 0
         parameters = [parameter for _, parameter in engine.named_parameters()]
-        samples = (known.train.microbatch * engine.microbatches, known.data.sequence)
+        samples = (known.train.micro_batch_size * engine.microbatches, known.data.seq_len)
         tokens = torch.zeros(samples, dtype=torch.int64, device=mesh.device)
         mesh.metrics.trace_into(passes)
         name_parts = partial(_name_parts, ledger, engine, parameters)
@@ -240,7 +240,7 @@ def summed(counts: Iterable[Row]) -> list[Row]:
 def alone(settings: Settings) -> Settings:
     """What a mesh is made from in a world of which only one rank exists."""
     mesh = settings.mesh
-    options = Table({name: DimOptions(lane=each.lane) for name, each in mesh.options.items()})
+    options = Table({name: DimOptions(comm_id=each.comm_id) for name, each in mesh.options.items()})
     changed = {"device": "cpu", "backend": "fake", "options": options, "validate_calls": 0, "reports": ""}
     mesh = mesh.model_copy(update={**changed, "warm_up": False})
     if isinstance(settings, MeshOnly):

@@ -158,7 +158,7 @@ def chosen(
     for ends in product((0, 1), repeat=len(wide)):
         at = dict.fromkeys(layout.dims, 0)
         at |= {dim: end * (layout.size(dim) - 1) for dim, end in zip(wide, ends, strict=True)}
-        found.add(layout.rank_at(**at))
+        found.add(layout.get_rank(**at))
     draw = random.Random(seed)
     while sample and len(found) < world:
         found.add(layout.rank_of(draw.randrange(world)))

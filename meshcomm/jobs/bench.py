@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from meshcomm.bench.facts import Asked, chosen_dims, items, measured_facts
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.config.write import check_ending, write_whole
 from meshcomm.errors import ConfigError
 from meshcomm.jobs.starting import start_job, world_of
@@ -47,7 +47,7 @@ def bench(
     Outside a launcher, starts all ranks here. Without a config: a mesh of one dim on the CPU. All that is asked for is
     checked before any process starts.
     """
-    settings = load(config or _ONE_DIM, overrides)
+    settings = load_config(config or _ONE_DIM, overrides)
     here = find_launch(os.environ)
     if config is None and here.kind == "single":
         world = _WORLD if world is None and -1 in settings.mesh.dims.values() else world

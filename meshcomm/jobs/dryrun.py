@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from meshcomm.config import Config, TopologyConfig, load
+from meshcomm.config import Config, TopologyConfig, load_config
 from meshcomm.dryrun.rank import pretended_step
 from meshcomm.dryrun.script import Script, mesh_of_script, script_step
 from meshcomm.dryrun.training import dry_training, priced, told
@@ -59,7 +59,7 @@ def dryrun(
     began = time.perf_counter()
     if config is None and world is None:
         raise how_many_ranks("dryrun")
-    settings: Config | None = None if config is None else load(config, overrides)
+    settings: Config | None = None if config is None else load_config(config, overrides)
     if script is None:
         assert settings is not None
         return dry_training(settings, world_of(settings, world), *sample, trace)
@@ -91,7 +91,7 @@ def exactly(settings: Config, ranking: Ranking, topology: TopologyConfig) -> tup
     """
     found: list[tuple[bool, float, int, Exact]] = []
     for number, placement in enumerate(ranking.placements):
-        placed = load(placed_data(settings, placement)).resolved(ranking.world)
+        placed = load_config(placed_data(settings, placement)).resolved(ranking.world)
         assert placed.parallel is not None
         world = dry_world(
             partial(pretended_step, placed),

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, LaunchError
 
 # What a launcher tells a rank; its ranks say nothing of their start.
@@ -27,7 +27,7 @@ def train(config: Path, overrides: Sequence[str], world: int | None, max_restart
 
     max_restarts: how often all ranks are started again after one of them has failed.
     """
-    settings = load(config, overrides)
+    settings = load_config(config, overrides)
     if settings.train is None or settings.model is None:
         what = (
             "training"
@@ -92,7 +92,7 @@ def run(
 
     Without `config`: `world` ranks of a script that says its own mesh.
     """
-    settings = None if config is None else load(config, overrides)
+    settings = None if config is None else load_config(config, overrides)
     _announce(settings, world)
     from meshcomm.jobs.starting import start_job
     from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
@@ -124,7 +124,7 @@ def parity(
     script: with its arguments, makes the Trainer, on the mesh of meshcomm.init(); None: the training that `config` describes.
     """
     # A script's ranks read the configuration from another folder.
-    settings = load(config if script is None else config.resolve(), overrides)
+    settings = load_config(config if script is None else config.resolve(), overrides)
     if world is not None:
         settings.resolved(world)
     from meshcomm.jobs.starting import label_of, world_of

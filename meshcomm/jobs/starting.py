@@ -59,13 +59,13 @@ def start_job(
 
 
 def refuse_other_world(here: Launch, world: int | None) -> None:
-    """Raise LaunchError where `--world` contradicts the launcher."""
+    """Raise LaunchError where `--world-size` contradicts the launcher."""
     if world is not None and world != here.world_size:
         raise LaunchError(
-            f"--world {world} inside a job of {here.world_size} processes",
-            given=f"--world {world}, launcher {here.kind} with {here.world_size}",
-            expected="no --world: the launcher decides",
-            hint="leave --world out",
+            f"--world-size {world} inside a job of {here.world_size} processes",
+            given=f"--world-size {world}, launcher {here.kind} with {here.world_size}",
+            expected="no --world-size: the launcher decides",
+            hint="leave --world-size out",
         )
 
 

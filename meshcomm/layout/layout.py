@@ -404,7 +404,7 @@ class Layout:
         """The coord of `rank` along `dims`."""
         return self.digits(dims).coord(self.position(rank))
 
-    def rank_at(self, **coords: int) -> int:
+    def get_rank(self, **coords: int) -> int:
         """The rank at these coords: every dim of the base, or every dim of one view, once."""
         sizes = next((s for s in self._factorisations.values() if set(s) == set(coords)), None)
         if sizes is None:
@@ -439,10 +439,10 @@ class Layout:
         return self.others(dims).coord(self.position(rank))
 
     @overload
-    def peer_rank(self, rank: int, dims: Dims, offset: int, *, wrap: Literal[True] = ...) -> int: ...
+    def neighbor_rank(self, rank: int, dims: Dims, offset: int, *, wrap: Literal[True] = ...) -> int: ...
     @overload
-    def peer_rank(self, rank: int, dims: Dims, offset: int, *, wrap: bool) -> int | None: ...
-    def peer_rank(self, rank: int, dims: Dims, offset: int, *, wrap: bool = True) -> int | None:
+    def neighbor_rank(self, rank: int, dims: Dims, offset: int, *, wrap: bool) -> int | None: ...
+    def neighbor_rank(self, rank: int, dims: Dims, offset: int, *, wrap: bool = True) -> int | None:
         """The rank `offset` coords further along `dims`; None past the edge without `wrap`."""
         digits, position = self.digits(dims), self.position(rank)
         coord = digits.coord(position)

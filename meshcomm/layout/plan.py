@@ -27,7 +27,7 @@ class GroupOptions:
 
     backend: str = "auto"
     timeout_s: float = 600.0
-    lane: str = ""
+    comm_id: str = ""
     extra: tuple[tuple[str, Scalar], ...] = ()
 
     def facts(self) -> dict[str, Any]:

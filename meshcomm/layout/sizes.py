@@ -153,7 +153,7 @@ def resolve(sizes: Mapping[str, int], world: int | None, what: str = "the mesh")
             f"{what} leaves {unknown[0]} = -1 open and the world's size is not known",
             given=given,
             expected="a number of processes, or a size for every dim",
-            hint=f"--world {known * 2}, or --set mesh.dims.{unknown[0]}=2",
+            hint=f"--world-size {known * 2}, or --set mesh.dims.{unknown[0]}=2",
         )
     if world is None or (known == world and not unknown):
         return dict(sizes)

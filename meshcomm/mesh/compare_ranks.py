@@ -58,7 +58,7 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StatsOfAll:
-    """The result of `Mesh.stats_of_all_ranks`, the same on every rank."""
+    """The result of `Mesh.global_stats`, the same on every rank."""
 
     seconds: float
     rows: tuple[Spread, ...]

@@ -336,9 +336,9 @@ def how_many_ranks(command: str) -> LaunchError:
     """The error where neither a config nor the user says how many ranks a script has."""
     return LaunchError(
         "how many ranks?",
-        given="a script without CONFIG, and no --world",
-        expected="--world, or a CONFIG whose dims say it",
-        hint=f"meshcomm {command} --world 8 SCRIPT",
+        given="a script without CONFIG, and no --world-size",
+        expected="--world-size, or a CONFIG whose dims say it",
+        hint=f"meshcomm {command} --world-size 8 SCRIPT",
     )
 
 

@@ -85,10 +85,10 @@ class Mesh(AlongDims):
         self._topology = runtime.topology
         self._data_dims = runtime.data_dims
         # On torch's fake backend: there are no other ranks, and results have a shape and no values.
-        self.pretended = runtime.pretended
+        self.is_fake = runtime.is_fake
         self._store = prefixed("mesh", runtime.store)
         self.store = MeshStore(
-            prefixed("user", self._store), self.label, plan.defaults.timeout_s, self.pretended
+            prefixed("user", self._store), self.label, plan.defaults.timeout_s, self.is_fake
         )
         # Seconds that this rank spent on "agree", waiting for the others included, and on "create".
         self.startup_s = startup_s
@@ -104,7 +104,7 @@ class Mesh(AlongDims):
         self._watch = runtime.watch
         self._at = CommunicatorCache(self._explain)
         self.functional = Functional(self._at)
-        self.objects = Objects(self._at, self.device, self.pretended)
+        self.objects = Objects(self._at, self.device, self.is_fake)
         self.metrics = Metrics()
         self._torch = TorchMesh(self.layout, self.rank, self.device, self._transports, runtime.prefix)
         # Barriers at the store by group, and calls of `breakpoint` by line.
@@ -114,7 +114,7 @@ class Mesh(AlongDims):
         self._outside: OutsideGroups | None = None
         if self.is_member:
             self._connect()
-            if self._watch is not None and self._watch.timed and not self.pretended:
+            if self._watch is not None and self._watch.timed and not self.is_fake:
                 self._outside = OutsideGroups(
                     self._watch, self.layout.ranks.tolist(), self.device, self.label, runtime.validate_calls
                 )
@@ -149,7 +149,7 @@ class Mesh(AlongDims):
         """This rank's coords, by base dim."""
         return self.layout.coords(self._member())
 
-    def coords_of(self, rank: int, view: str | None = None) -> dict[str, int]:
+    def get_coords(self, rank: int, view: str | None = None) -> dict[str, int]:
         """The coords of any rank, in the base or in a view."""
         return self.layout.coords(rank, view)
 
@@ -172,7 +172,7 @@ class Mesh(AlongDims):
         return self.coord(dims) if dims else 0
 
     @property
-    def data_world(self) -> int:
+    def data_world_size(self) -> int:
         """In how many shares the samples are divided: a DistributedSampler's `num_replicas`. Raises as `data_rank`."""
         dims = self._samples_differ_along()
         return self.size(dims) if dims else 1
@@ -195,20 +195,20 @@ class Mesh(AlongDims):
         ranks: list[int] = self.layout.group_of(self._member(), dims).tolist()
         return ranks
 
-    def rank_at(self, **coords: int) -> int:
+    def get_rank(self, **coords: int) -> int:
         """The global rank at these coords."""
-        return self.layout.rank_at(**coords)
+        return self.layout.get_rank(**coords)
 
     @overload
-    def peer_rank(self, dims: Dims, offset: int, *, wrap: Literal[True] = ...) -> int: ...
+    def neighbor_rank(self, dims: Dims, offset: int, *, wrap: Literal[True] = ...) -> int: ...
     @overload
-    def peer_rank(self, dims: Dims, offset: int, *, wrap: bool) -> int | None: ...
-    def peer_rank(self, dims: Dims, offset: int, *, wrap: bool = True) -> int | None:
+    def neighbor_rank(self, dims: Dims, offset: int, *, wrap: bool) -> int | None: ...
+    def neighbor_rank(self, dims: Dims, offset: int, *, wrap: bool = True) -> int | None:
         """The global rank `offset` coords further along `dims`; None past the edge without `wrap`.
 
         For what counts in ranks, a log say. Messages take the coord: `dst=mesh.coord(dims) + offset`.
         """
-        return self.layout.peer_rank(self._member(), dims, offset, wrap=wrap)
+        return self.layout.neighbor_rank(self._member(), dims, offset, wrap=wrap)
 
     @property
     def label(self) -> str:
@@ -221,13 +221,13 @@ class Mesh(AlongDims):
         return self._topology()
 
     @property
-    def asynchronous(self) -> bool:
+    def is_async(self) -> bool:
         """Whether calls return when they are queued on the device, as with NCCL: to look at a result waits for it.
 
         So it is in a pretended world, where there is nothing to look at.
         """
         return (
-            self.pretended
+            self.is_fake
             or self.device.type != "cpu"
             or any(each.ordered for each in self._transports.values())
         )
@@ -380,7 +380,7 @@ class Mesh(AlongDims):
         """
         self._usable()
         at = {**dict.fromkeys(self.layout.dims, 0), **coords}
-        stopped = self.layout.rank_at(**at)
+        stopped = self.layout.get_rank(**at)
         frame = users_frame()
         line = (frame.f_code.co_filename, frame.f_lineno)
         self._breakpoints[line] = number = self._breakpoints.get(line, 0) + 1
@@ -477,7 +477,7 @@ class Mesh(AlongDims):
         return stats(self.label, seconds, counters, self.plan, machine(self._topology()))
 
     @outside_graphs
-    def stats_of_all_ranks(self) -> StatsOfAll:
+    def global_stats(self) -> StatsOfAll:
         """As `stats`, summed up over all ranks, with the fastest and the slowest of them.
 
         Called by: every rank of the mesh, in the same program order.
@@ -539,14 +539,14 @@ class Mesh(AlongDims):
 
     # -- life -----------------------------------------------------------------------------------
 
-    def create(
+    def create_group(
         self,
         name: str,
         dims: tuple[str, ...],
         *,
         backend: str | None = None,
         timeout_s: float | None = None,
-        lane: str = "",
+        comm_id: str = "",
     ) -> None:
         """Declare the merged dim `name` on the live mesh and create its groups.
 
@@ -554,11 +554,11 @@ class Mesh(AlongDims):
         Raises:    LayoutError, UnknownDim; MeshMismatchError where ranks ask for different groups.
         """
         self._usable()
-        plan = self._merged_plan(name, dims, backend, timeout_s, lane)
+        plan = self._merged_plan(name, dims, backend, timeout_s, comm_id)
         agree(
             prefixed(f"create/{name}", self._runtime.store),
             self.rank,
-            [self.rank] if self.pretended else plan.layout.ranks.tolist(),
+            [self.rank] if self.is_fake else plan.layout.ranks.tolist(),
             plan.facts(),
             plan.defaults.timeout_s,
             f"the merged dim {name}",
@@ -578,7 +578,7 @@ class Mesh(AlongDims):
         self._rearranger = None
 
     def _merged_plan(
-        self, name: str, dims: tuple[str, ...], backend: str | None, timeout_s: float | None, lane: str
+        self, name: str, dims: tuple[str, ...], backend: str | None, timeout_s: float | None, comm_id: str
     ) -> Plan:
         """The plan with one merged dim more; see `create` for the arguments and errors."""
         self.layout.digits(dims)
@@ -603,7 +603,7 @@ class Mesh(AlongDims):
         layout = Layout(self.layout.dims, self.layout.rank_order, self.layout.views, merge)
         defaults = self.plan.defaults
         options = GroupOptions(
-            backend=backend or defaults.backend, timeout_s=timeout_s or defaults.timeout_s, lane=lane
+            backend=backend or defaults.backend, timeout_s=timeout_s or defaults.timeout_s, comm_id=comm_id
         )
         plan = Plan(layout, defaults, {**self.plan.options, name: options}, self.plan.device)
         if WORLD.get() is None:
@@ -786,7 +786,7 @@ class Mesh(AlongDims):
             given=f"({listed}) on {self.label}",
             expected="one dim, or dims that a merged dim covers: " + (", ".join(self.layout.merge) or "none"),
             hint=f"merge = {{ {joined} = [{listed}] }} in the config, or, on every rank, "
-            f'mesh.create("{joined}", ({listed}))',
+            f'mesh.create_group("{joined}", ({listed}))',
         )
 
 

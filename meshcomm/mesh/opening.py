@@ -210,7 +210,7 @@ class Opening:
             prefix = f"meshcomm{store.add(f'meshcomm/opened/{rank}', 1)}"
             # Torch has one list of group names. A mesh that started the default group, and one that was opened on that
             # group since, count in different parts of the store.
-            if self._world is None and dist.is_initialized() and not self._meeting.pretended:
+            if self._world is None and dist.is_initialized() and not self._meeting.is_fake:
                 outer = default_store()
                 prefix = f"{outer.get(_PREFIX).decode()}.{prefix}" if outer.check([_PREFIX]) else prefix
         except RuntimeError as error:
@@ -268,7 +268,7 @@ class Opening:
 
     def _agree(self, facts: Mapping[str, Any]) -> Agreed:
         meeting, store = self._meeting, prefixed("agree", self._store)
-        ranks = range(1 if meeting.pretended else meeting.world_size)
+        ranks = range(1 if meeting.is_fake else meeting.world_size)
         try:
             agreed = agree(store, meeting.rank, ranks, facts, self._settings.mesh.timeout_s)
         except MeshMismatchError as error:
@@ -333,7 +333,7 @@ class Opening:
             )
             watch = self._watch(compared)
         roles = getattr(settings, "parallel", None)
-        per_host = None if meeting.pretended else self._agreed.ranks_per_host
+        per_host = None if meeting.is_fake else self._agreed.ranks_per_host
         return Runtime(
             launch=meeting.launch,
             rank=meeting.rank,
@@ -347,7 +347,7 @@ class Opening:
             create=self._open_group,
             resources=self._resources,
             data_dims=None if roles is None else roles.data_dims,
-            pretended=meeting.pretended,
+            is_fake=meeting.is_fake,
         )
 
     def _open_group(self, group: Group, split: bool) -> Transport:
@@ -378,14 +378,14 @@ class Opening:
             partial(_end, meeting.launch, plan.layout.label(meeting.rank)),
             reports=_reports(self._settings.mesh.reports, self._agreed.moment),
             compared=compared,
-            alone=meeting.pretended,
+            alone=meeting.is_fake,
             process_of=partial(state_of_rank, meeting.store),
             refused=partial(_refused, meeting, last),
         )
         store = dist.PrefixStore("watch", dist.PrefixStore("mesh", self._store))
         watchdog = Watchdog(store, meeting.rank, coords, plan.layout.world_size, options)
         ranks = plan.layout.ranks.tolist()
-        if not meeting.pretended and meeting.rank == min(ranks):
+        if not meeting.is_fake and meeting.rank == min(ranks):
             leave_names({other: plan.layout.label(other) for other in ranks})
         return watchdog
 

@@ -41,7 +41,7 @@ class Meeting:
     rank: int
     world_size: int
     launch: Launch
-    pretended: bool = False
+    is_fake: bool = False
     kept: bool = False
 
 

@@ -47,7 +47,7 @@ class Runtime:
     create: Callable[[Group, bool], Transport]
     resources: ExitStack
     data_dims: tuple[str, ...] | None = None
-    pretended: bool = False
+    is_fake: bool = False
 
 
 class Watching(ABC):

@@ -150,7 +150,7 @@ def new_job() -> Iterator[None]:
 
 
 def _of_the_job(overrides: Sequence[str]) -> Config:
-    from meshcomm.config import load
+    from meshcomm.config import load_config
 
     path = os.environ.get(CONFIG_VARIABLE)
     if path is None:
@@ -161,7 +161,7 @@ def _of_the_job(overrides: Sequence[str]) -> Config:
             hint='meshcomm.init("configs/mesh.toml"), meshcomm.init(dims={"dp": -1}), '
             "or meshcomm run CONFIG script.py",
         )
-    settings = load(path, [*_overrides(), *overrides])
+    settings = load_config(path, [*_overrides(), *overrides])
     _TAKEN.set(path)
     return settings
 
@@ -179,9 +179,9 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
             hint='overrides=["mesh.dims.tp=4"] changes a config',
         )
     if config is not None and not isinstance(config, (MeshConfig, DeviceMesh)):
-        from meshcomm.config import load
+        from meshcomm.config import load_config
 
-        return load(config, overrides)
+        return load_config(config, overrides)
     if overrides:
         what = f"a {type(config).__name__}" if config is not None else ", ".join(given)
         raise LaunchError(
@@ -206,9 +206,9 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
 
 def _refuse_unused(path: str, own: Settings) -> None:
     """Raise LaunchError where the mesh of `own` ignores settings of the job's configuration."""
-    from meshcomm.config import load
+    from meshcomm.config import load_config
 
-    asked = load(path, _overrides())
+    asked = load_config(path, _overrides())
     lost = []
     for name in _SECTIONS:
         section, mine = getattr(asked, name), getattr(own, name)
@@ -224,7 +224,7 @@ def _refuse_unused(path: str, own: Settings) -> None:
         f"the script says its own mesh, and settings of {path} would have no effect",
         given=f"{path}{sets}: {', '.join(lost)}; the script's meshcomm.init(...) says otherwise, or nothing",
         expected="one of the two; or first the config's mesh, then beside it the script's own",
-        hint="meshcomm.init() without arguments, or no config: meshcomm run (or simulate) --world N script.py",
+        hint="meshcomm.init() without arguments, or no config: meshcomm run (or simulate) --world-size N script.py",
     )
 
 

@@ -28,11 +28,11 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
     if config.pretrained is not None:
         from meshcomm.models.families import hugging_face
 
-        spec = hugging_face(config, data.sequence, train.seed)
-        return SpecModel(spec, train, data.sequence, family=True)
+        spec = hugging_face(config, data.seq_len, train.seed)
+        return SpecModel(spec, train, data.seq_len, family=True)
     if config.build is not None:
         made = _built(config)
-        return made if isinstance(made, Model) else SpecModel(made, train, data.sequence)
+        return made if isinstance(made, Model) else SpecModel(made, train, data.seq_len)
     return BuiltIn(config, data, train)
 
 

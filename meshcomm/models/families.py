@@ -47,14 +47,14 @@ _GPT2_UNDIVIDED: dict[str, Any] = {
 }
 
 
-def gpt2(config: Any, weights: Path | None, seed: int, sequence: int) -> ModelSpec:
+def gpt2(config: Any, weights: Path | None, seed: int, seq_len: int) -> ModelSpec:
     """The spec of a GPT-2. Raises UnsupportedOp for longer samples than it has positions, and cross attention."""
-    if sequence > config.n_positions:
+    if seq_len > config.n_positions:
         raise UnsupportedOp(
             "samples are longer than this GPT-2 has positions",
-            given=f"data.sequence = {sequence}, n_positions = {config.n_positions} in its config.json",
+            given=f"data.seq_len = {seq_len}, n_positions = {config.n_positions} in its config.json",
             expected=f"at most {config.n_positions}",
-            hint=f"data.sequence = {config.n_positions}",
+            hint=f"data.seq_len = {config.n_positions}",
         )
     if config.add_cross_attention:
         raise UnsupportedOp(
@@ -65,8 +65,8 @@ def gpt2(config: Any, weights: Path | None, seed: int, sequence: int) -> ModelSp
         )
     return ModelSpec(
         module=partial(_with_linear, config),
-        width=config.n_embd,
-        vocabulary=config.vocab_size,
+        hidden_size=config.n_embd,
+        vocab_size=config.vocab_size,
         layers="transformer.h",
         first=("transformer.wte", "transformer.wpe"),
         last=("transformer.ln_f", "lm_head"),
@@ -133,7 +133,7 @@ _EXPERTS: Mapping[str, tuple[str, tuple[str, str, str]]] = {
 }
 
 
-def llama(config: Any, weights: Path | None, seed: int, sequence: int) -> ModelSpec:
+def llama(config: Any, weights: Path | None, seed: int, seq_len: int) -> ModelSpec:
     """The spec of a configuration of one of them. Raises UnsupportedOp for what none of them can be trained with."""
     cannot: dict[str, str] = {}
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -144,8 +144,8 @@ def llama(config: Any, weights: Path | None, seed: int, sequence: int) -> ModelS
         _check_experts(config)
     return ModelSpec(
         module=partial(make, config),
-        width=config.hidden_size,
-        vocabulary=config.vocab_size,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
         layers="model.layers",
         first=("model.embed_tokens",),
         last=("model.norm", "lm_head"),
@@ -194,8 +194,8 @@ def _check_experts(config: Any) -> None:
 
 def _with_experts(config: Any, module: nn.Module) -> Mapping[str, Mapping[str, Any]]:
     settings = {
-        "width": config.hidden_size,
-        "ff": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
         "experts": config.num_local_experts,
         "experts_per_token": config.num_experts_per_tok,
         "normalised": getattr(config, "norm_topk_prob", True),
@@ -230,7 +230,7 @@ FAMILIES: dict[str, Family] = {
 _DROPPED = ("attn", "self_attn", "mlp")
 
 
-def hugging_face(model: ModelConfig, sequence: int, seed: int) -> ModelSpec:
+def hugging_face(model: ModelConfig, seq_len: int, seed: int) -> ModelSpec:
     """The spec of the causal language model whose config.json lies in `model.pretrained`.
 
     With model.random_weights they are drawn by their names from the seed; else they are read from the folder.
@@ -247,7 +247,7 @@ def hugging_face(model: ModelConfig, sequence: int, seed: int) -> ModelSpec:
         if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
     config.use_cache = False
-    spec = FAMILIES[config.model_type](config, None if model.random_weights else folder, seed, sequence)
+    spec = FAMILIES[config.model_type](config, None if model.random_weights else folder, seed, seq_len)
     # So that stages are those that `plan --schedule` draws.
     costs = partial(part_costs, model)
     dropped = {f"{spec.layers}.*.{part}": model.dropout for part in _DROPPED}

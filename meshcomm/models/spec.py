@@ -62,13 +62,13 @@ class ModelSpec:
     width:      elements of a token's vector between layers; for pipelines.
     vocabulary: token ids are below it, and as many logits come out. 0: inputs are no tokens.
     layers:     dotted name of the ModuleList or ModuleDict of its blocks: what a pipeline divides, FSDP gathers one at
-                a time, and `train.recompute` and `train.compile` are about. "": it cannot be cut.
+                a time, and `train.activation_checkpointing` and `train.compile` are about. "": it cannot be cut.
     first:      dotted names of what only the first stage needs, such as an embedding.
     last:       of what only the last stage needs, such as a norm and a head.
     forward:    (module, x, here) -> y, for pipelines and context parallelism: what there is of the module, run on
                 tokens or hidden states. What another stage has is None. None: the module's own forward.
     split:      how it is split along the tensor's dim: a plan as of `tensor_parallel`.
-    sequence:   what is added to it, or replaced, with parallel.sequence_parallel.
+    sequence:   what is added to it, or replaced, with parallel.options.sequence_parallel.
     undivided:  what replaces entries of `split` where `vocabulary` is no multiple of the ranks: an embedding and a head
                 that stay whole, so that every rank computes all logits. None: refused.
     attention:  (module, attend) -> None: has every attention of the module call `attend`; for context parallelism.
@@ -91,8 +91,8 @@ class ModelSpec:
     """
 
     module: Callable[[], nn.Module]
-    width: int = 0
-    vocabulary: int = 0
+    hidden_size: int = 0
+    vocab_size: int = 0
     layers: str = ""
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()

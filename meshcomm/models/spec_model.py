@@ -39,14 +39,14 @@ class SpecModel(Model):
     Raises ConfigError for names in the spec that mean nothing, UnsupportedOp from `check` for what it does not say.
     """
 
-    def __init__(self, spec: ModelSpec, train: TrainConfig, sequence: int, *, family: bool = False) -> None:
-        self.spec, self._train, self._sequence = spec, train, sequence
+    def __init__(self, spec: ModelSpec, train: TrainConfig, seq_len: int, *, family: bool = False) -> None:
+        self.spec, self._train, self._seq_len = spec, train, seq_len
         with on_meta():
             whole = spec.module()
         if not family:
             check_names(spec, whole)
-        self.layers = max(1, len(blocks_of(whole, spec.layers)))
-        self.width, self.vocabulary = spec.width, spec.vocabulary
+        self.num_layers = max(1, len(blocks_of(whole, spec.layers)))
+        self.hidden_size, self.vocab_size = spec.hidden_size, spec.vocab_size
         self.tied = spec.tied[0] if spec.tied else ""
         self.drops = any(spec.dropped.values())
         self._batch_norms = batch_norms(whole)
@@ -55,9 +55,9 @@ class SpecModel(Model):
         self._ignored = tuple(getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ())
         self._base = str(getattr(whole, "base_model_prefix", ""))
 
-    def costs(self, sequence: int) -> PartCosts:
+    def costs(self, seq_len: int) -> PartCosts:
         """See Model."""
-        return super().costs(sequence) if self.spec.costs is None else self.spec.costs(sequence)
+        return super().costs(seq_len) if self.spec.costs is None else self.spec.costs(seq_len)
 
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
         """See Model."""
@@ -171,10 +171,10 @@ class SpecModel(Model):
 
     def outputs(self, splits: Splits) -> int:
         """See Model."""
-        return super().outputs(splits) if self._divides(splits) else self.vocabulary
+        return super().outputs(splits) if self._divides(splits) else self.vocab_size
 
     def _divides(self, splits: Splits) -> bool:
-        return self.vocabulary % splits.tensor.size == 0
+        return self.vocab_size % splits.tensor.size == 0
 
     def count(self, targets: Tensor, microbatches: int) -> Tensor:
         """See Model."""
@@ -196,9 +196,9 @@ class SpecModel(Model):
         if self._batch_norms:
             why = f"{self._batch_norms[0]} takes means over all tokens of a batch, of which a rank has a part"
             own = {"tensor": why, "context": why}
-        if self._batch_norms and self._train.recompute:
-            own["recompute"] = f"{self._batch_norms[0]} would follow each batch twice"
-            used["recompute"] = True
+        if self._batch_norms and self._train.activation_checkpointing:
+            own["activation_checkpointing"] = f"{self._batch_norms[0]} would follow each batch twice"
+            used["activation_checkpointing"] = True
         for part, why in {**own, **spec.cannot}.items():
             if used.get(part):
                 raise UnsupportedOp(
@@ -210,7 +210,7 @@ class SpecModel(Model):
         if splits.tensor.size > 1 and not spec.split:
             wanted.append(("parallel.tensor", "split", "a plan that says how each layer is split"))
         if splits.tensor.sequence_parallel and spec.sequence is None:
-            wanted.append(("parallel.sequence_parallel", "sequence", "what works on slices of the sequence"))
+            wanted.append(("parallel.options.sequence_parallel", "sequence", "what works on slices of the sequence"))
         if splits.context.size > 1 and (spec.attention is None or spec.forward is None):
             wanted.append(("parallel.context", "attention and forward", "where attention is computed"))
         if stages > 1 and (not spec.layers or spec.forward is None):
@@ -218,14 +218,14 @@ class SpecModel(Model):
                 ("parallel.pipeline", "layers and forward", "which blocks are divided among stages")
             )
         if splits.tensor.size > 1 and not self._divides(splits) and spec.undivided is None:
-            size = f"vocabulary = {self.vocabulary} is not divisible by {splits.tensor.size}"
+            size = f"vocab_size = {self.vocab_size} is not divisible by {splits.tensor.size}"
             wanted.append(
                 ("parallel.tensor", "undivided", f"an embedding and a head that stay whole, as {size}")
             )
         if self.drops and (not spec.layers or spec.forward is None):
             wanted.append(("ModelSpec.dropped", "layers and forward", "blocks that are told their samples"))
-        if self._train.recompute and (not spec.layers or spec.forward is None):
-            wanted.append(("train.recompute", "layers and forward", "which blocks run again in backward"))
+        if self._train.activation_checkpointing and (not spec.layers or spec.forward is None):
+            wanted.append(("train.activation_checkpointing", "layers and forward", "which blocks run again in backward"))
         if self._train.compile and not spec.layers:
             wanted.append(("train.compile", "layers", "which blocks are compiled"))
         if splits.expert and spec.experts is None:
@@ -240,7 +240,7 @@ class SpecModel(Model):
             )
 
 
-_SECTION = {"recompute": "train"}
+_SECTION = {"activation_checkpointing": "train"}
 
 
 class _Facts:
@@ -251,10 +251,10 @@ class _Facts:
         self.numbers = dict(zip(map(id, layers), stage.layers, strict=True)) if layers else {}
         train = model._train
         self.seed = train.seed
-        self.recompute = train.recompute
+        self.activation_checkpointing = train.activation_checkpointing
         self.compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
         self.between = self.compute or getattr(torch, train.dtype)
-        self.positions = splits.context.positions(model._sequence) if model.vocabulary else torch.empty(0)
+        self.positions = splits.context.positions(model._seq_len) if model.vocab_size else torch.empty(0)
         # Of a split stage that has not run yet.
         self.rules: Mapping[str, Rule] | None = None
 
@@ -290,7 +290,7 @@ class _Facts:
             call = _told(block, Drops.at(self.seed, drops[0], drops[1], here))
         if draws is not None:
             call = draws.seeded(number, call)
-        return run(self.recompute, number, call, *args, **named)
+        return run(self.activation_checkpointing, number, call, *args, **named)
 
 
 # Of the block that runs. It is set again where a block is computed again, whatever microbatch has begun since.

@@ -37,20 +37,20 @@ class BuiltIn(Model):
     draws = False
 
     def __init__(self, config: ModelConfig, data: DataConfig, train: TrainConfig) -> None:
-        self.layers, self.width, self.vocabulary = config.layers, config.width, config.vocabulary
+        self.num_layers, self.hidden_size, self.vocab_size = config.num_layers, config.hidden_size, config.vocab_size
         self.tied = "embed.weight" if config.tied_embeddings else ""
         self.drops = config.dropout > 0
-        self._config, self._sequence, self._train = config, data.sequence, train
+        self._config, self._seq_len, self._train = config, data.seq_len, train
 
-    def costs(self, sequence: int) -> PartCosts:
+    def costs(self, seq_len: int) -> PartCosts:
         """See Model."""
-        return part_costs(self._config, sequence)
+        return part_costs(self._config, seq_len)
 
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
         """See Model."""
         train = self._train
         with on_meta():
-            module = Transformer(splits, self._config, stage, self._sequence, train)
+            module = Transformer(splits, self._config, stage, self._seq_len, train)
         if train.compile:
             for block in module.layers.values():
                 block.compile()
@@ -96,9 +96,9 @@ class _RMSNormOnCPU(torch.autograd.Function):
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last axis. Its weight is equal on all ranks of the split, so not split."""
 
-    def __init__(self, split: TensorSplit, width: int, eps: float) -> None:
+    def __init__(self, split: TensorSplit, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self.weight = split.parameter(width, axis=None)
+        self.weight = split.parameter(hidden_size, axis=None)
         self.eps = eps
         split.partial(self, "weight")
 
@@ -113,21 +113,21 @@ class Attention(nn.Module):
 
     def __init__(self, splits: Splits, config: ModelConfig) -> None:
         super().__init__()
-        self.head = config.head_size
+        self.head_dim = config.head_size
         self.context = splits.context
         self.split = split = splits.tensor
-        split.share(config.kv_heads, "the key and value heads")
-        self.wq = ColumnParallel(split, config.width, config.heads * self.head)
-        self.wk = ColumnParallel(split, config.width, config.kv_heads * self.head)
-        self.wv = ColumnParallel(split, config.width, config.kv_heads * self.head)
-        self.wo = RowParallel(split, config.heads * self.head, config.width)
+        split.share(config.num_kv_heads, "the key and value heads")
+        self.wq = ColumnParallel(split, config.hidden_size, config.num_heads * self.head_dim)
+        self.wk = ColumnParallel(split, config.hidden_size, config.num_kv_heads * self.head_dim)
+        self.wv = ColumnParallel(split, config.hidden_size, config.num_kv_heads * self.head_dim)
+        self.wo = RowParallel(split, config.num_heads * self.head_dim, config.hidden_size)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
         """(batch, sequence, width), whole or split along the sequence -> the same shape; rotary (2, sequence, head / 2)
         of these tokens.
         """
         rows = columns(self.split, x, self.wq, self.wk, self.wv)
-        q, k, v = (each.unflatten(-1, (-1, self.head)).transpose(1, 2) for each in rows)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in rows)
         y = self.context.attend(rotate(q, rotary), rotate(k, rotary), v)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out
@@ -139,9 +139,9 @@ class FeedForward(nn.Module):
     def __init__(self, split: TensorSplit, config: ModelConfig) -> None:
         super().__init__()
         self.split = split
-        self.w1 = ColumnParallel(split, config.width, config.ff)
-        self.w3 = ColumnParallel(split, config.width, config.ff)
-        self.w2 = RowParallel(split, config.ff, config.width)
+        self.w1 = ColumnParallel(split, config.hidden_size, config.intermediate_size)
+        self.w3 = ColumnParallel(split, config.hidden_size, config.intermediate_size)
+        self.w2 = RowParallel(split, config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
@@ -156,17 +156,17 @@ class Block(nn.Module):
     def __init__(self, splits: Splits, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.split = split = splits.tensor
-        self.attn_norm = RMSNorm(split, config.width, config.norm_eps)
+        self.attn_norm = RMSNorm(split, config.hidden_size, config.norm_eps)
         self.attn = Attention(splits, config)
-        self.ff_norm = RMSNorm(split, config.width, config.norm_eps)
+        self.ff_norm = RMSNorm(split, config.hidden_size, config.norm_eps)
         self.ff: FeedForward | Experts
         if config.has_experts(layer):
             self.ff = Experts(
                 splits.mesh,
                 splits.expert,
                 split,
-                width=config.width,
-                ff=config.ff,
+                hidden_size=config.hidden_size,
+                intermediate_size=config.intermediate_size,
                 experts=config.experts,
                 experts_per_token=config.experts_per_token,
                 capacity_factor=config.capacity_factor,
@@ -210,7 +210,7 @@ class Transformer(nn.Module):
         splits: Splits,
         config: ModelConfig,
         stage: Stage,
-        sequence: int,
+        seq_len: int,
         train: TrainConfig | None = None,
     ) -> None:
         super().__init__()
@@ -222,17 +222,17 @@ class Transformer(nn.Module):
             None if train is None or train.compute_dtype is None else getattr(torch, train.compute_dtype)
         )
         self.compute: torch.dtype | None = compute
-        self.recompute: Recompute = False if train is None else train.recompute
-        vocab, width = config.vocabulary, config.width
-        self.embed = VocabParallelEmbedding(split, vocab, width, dtype=compute) if stage.is_first else None
+        self.activation_checkpointing: Recompute = False if train is None else train.activation_checkpointing
+        vocab, hidden_size = config.vocab_size, config.hidden_size
+        self.embed = VocabParallelEmbedding(split, vocab, hidden_size, dtype=compute) if stage.is_first else None
         self.layers = nn.ModuleDict({str(layer): Block(splits, config, layer) for layer in stage.layers})
-        self.norm = RMSNorm(split, width, config.norm_eps) if stage.is_last else None
-        self.head = ColumnParallel(split, width, vocab) if stage.is_last else None
+        self.norm = RMSNorm(split, hidden_size, config.norm_eps) if stage.is_last else None
+        self.head = ColumnParallel(split, hidden_size, vocab) if stage.is_last else None
         self.tied = config.tied_embeddings
         if self.tied and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
-        here = splits.context.positions(sequence)
-        table = rotary_table(sequence, config.head_size, config.rope_theta)[:, here.cpu()]
+        here = splits.context.positions(seq_len)
+        table = rotary_table(seq_len, config.head_size, config.rope_theta)[:, here.cpu()]
         self.register_buffer("rotary", table.to(split.device, split.dtype), persistent=False)
         self.register_buffer("positions", here, persistent=False)
 
@@ -267,15 +267,15 @@ class Transformer(nn.Module):
 
     def _through(self, layer: int, block: nn.Module, x: Tensor, drops: Drops | None) -> Tensor:
         # Nothing random is drawn from a generator: what is dropped follows from where it stands.
-        y: Tensor = run(self.recompute, layer, block, x, self.rotary, self.positions, drops)
+        y: Tensor = run(self.activation_checkpointing, layer, block, x, self.rotary, self.positions, drops)
         return y
 
 
-def rotary_table(sequence: int, head: int, theta: float) -> Tensor:
+def rotary_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
     """cos and sin of position * theta^(-2i / head), float64 (2, sequence, head / 2). Su et al. 2021."""
     angle = torch.outer(
-        torch.arange(sequence, dtype=torch.float64),
-        theta ** -(torch.arange(0, head, 2, dtype=torch.float64) / head),
+        torch.arange(seq_len, dtype=torch.float64),
+        theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim),
     )
     return torch.stack([angle.cos(), angle.sin()])
 
@@ -304,7 +304,7 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
             name = "head.weight"
         std = 1.0 if name.startswith("embed") else shape[-1] ** -0.5
         if name.endswith(("attn.wo.weight", "ff.w2.weight", "ff.experts.w2")):
-            std /= (2 * config.layers) ** 0.5
+            std /= (2 * config.num_layers) ** 0.5
         elif name.startswith("head"):
             std /= 5
         assign(parameter, normal(seed, name, shape, std))

@@ -33,7 +33,7 @@ class WrappedModule(Model):
     needs to know more of it.
     """
 
-    layers, width, vocabulary = 1, 0, 0
+    num_layers, hidden_size, vocab_size = 1, 0, 0
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class WrappedModule(Model):
             "parallel.pipeline": stages > 1,
             "parallel.context": splits.context.size > 1,
             "parallel.expert": splits.expert is not None,
-            "train.recompute": bool(train.recompute),
+            "train.activation_checkpointing": bool(train.activation_checkpointing),
             "train.compile": train.compile,
         }
         for setting in (setting for setting, wanted in asked.items() if wanted):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, load
+from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, load_config
 from meshcomm.errors import ConfigError, LayoutError
 from meshcomm.layout.names import merged_name
 from meshcomm.layout.sizes import toml_dims
@@ -49,9 +49,9 @@ def sections(mesh: Mesh, config: Config) -> Sections:
             "the mesh was opened with other dims than this configuration has",
             given=f"an open mesh of {toml_dims(live)}, mesh.dims = {toml_dims(given)}",
             expected="the configuration that the mesh was opened with",
-            hint=f"meshcomm.config.load(config, ['mesh.dims={toml_dims(live)}'])",
+            hint=f"meshcomm.config.load_config(config, ['mesh.dims={toml_dims(live)}'])",
         )
-    known = load(config, [f"mesh.dims={toml_dims(live)}"])
+    known = load_config(config, [f"mesh.dims={toml_dims(live)}"])
     if known.parallel is None or known.train is None:
         raise ConfigError(
             "this configuration describes a mesh and no training",
@@ -70,7 +70,7 @@ def merged(mesh: Mesh, dims: tuple[str, ...]) -> str:
     if len(dims) == 1:
         return dims[0]
     if dims not in mesh.layout.merge.values():
-        mesh.create(merged_name(dims, {*mesh.layout.names, *mesh.layout.views}), dims)
+        mesh.create_group(merged_name(dims, {*mesh.layout.names, *mesh.layout.views}), dims)
     return next(name for name, parts in mesh.layout.merge.items() if parts == dims)
 
 
@@ -83,7 +83,7 @@ def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
     if len(used) < 2:
         return used[0] if used else None
     if mesh.plan.covering(used) is None:
-        mesh.create(merged_name(used, {*mesh.layout.names, *mesh.layout.views}), used)
+        mesh.create_group(merged_name(used, {*mesh.layout.names, *mesh.layout.views}), used)
     return used
 
 
@@ -100,7 +100,7 @@ class LocalModel:
         parallel, train = self._parallel, self._train
         self.data_size = parallel.copies(dict(mesh.dims))
         self.data_coord = mesh.coord(parallel.data_dims) if parallel.data_dims else 0
-        self.microbatches = train.global_batch // (self.data_size * train.microbatch)
+        self.microbatches = train.global_batch_size // (self.data_size * train.micro_batch_size)
         self._ranks = mesh.size(parallel.pipeline) if parallel.pipeline else 1
         self.splits = self._split(known.model)
         self.stages = self._divide()
@@ -135,11 +135,11 @@ class LocalModel:
             raise ConfigError(
                 "a pipeline must be told how long a sample is",
                 given=f"parallel.pipeline = {parallel.pipeline!r} without [data]",
-                expected="data.sequence: stages receive into memory that is there before",
+                expected="data.seq_len: stages receive into memory that is there before",
                 hint="[data] sequence = 128",
             )
         split = self.splits.tensor
-        first = (train.microbatch, self._data.sequence // self.splits.context.size)
+        first = (train.micro_batch_size, self._data.seq_len // self.splits.context.size)
         tokens = first[1] // split.size if split.sequence_parallel else first[1]
         last = (*first, self.model.outputs(self.splits))
         return Pipelined(
@@ -148,8 +148,8 @@ class LocalModel:
             list(self.modules),
             loss,
             microbatches=self.microbatches,
-            schedule=parallel.schedule,
-            shapes=(first, (first[0], tokens, self.model.width), last),
+            schedule=parallel.options.schedule,
+            shapes=(first, (first[0], tokens, self.model.hidden_size), last),
             dtype=self._compute_dtype,
             draws=draws,
         )
@@ -199,9 +199,9 @@ class LocalModel:
         mesh, parallel, train = self.mesh, self._parallel, self._train
         dtype = getattr(torch, train.dtype)
         split = TensorSplit(
-            mesh, parallel.tensor, dtype, parallel.sequence_parallel, overlap=parallel.overlap
+            mesh, parallel.tensor, dtype, parallel.options.sequence_parallel, overlap=parallel.options.overlap
         )
-        context = ContextSplit(mesh, parallel.context, parallel.attention)
+        context = ContextSplit(mesh, parallel.context, parallel.options.attention)
         weight = settings.balance_loss if settings is not None and settings.experts else 0.0
         draws = None
         if self.model.draws:
@@ -212,17 +212,17 @@ class LocalModel:
     def _divide(self) -> list[Stage]:
         """The stages of this rank."""
         parallel, model = self._parallel, self.model
-        each = parallel.stages_per_rank if self._ranks > 1 else 1
+        each = parallel.options.stages_per_rank if self._ranks > 1 else 1
         count = self._ranks * each
         model.check(self.splits, count)
-        costs = model.costs(1 if self._data is None else self._data.sequence)
-        layers = split_layers(model.layers, count, costs.layers, first=costs.embedding, last=costs.head)
+        costs = model.costs(1 if self._data is None else self._data.seq_len)
+        layers = split_layers(model.num_layers, count, costs.layers, first=costs.embedding, last=costs.head)
         coord = self.mesh.coord(parallel.pipeline) if parallel.pipeline else 0
         return [Stage(index, count, layers[index]) for index in stages_of_rank(coord, self._ranks, each)]
 
     def _sharded(self) -> Sharded:
         mesh, parallel = self.mesh, self._parallel
-        dtype = getattr(torch, parallel.reduce_dtype or self._train.dtype)
+        dtype = getattr(torch, parallel.options.reduce_dtype or self._train.dtype)
         shard, copies = merged(mesh, parallel.shard_dims(dict(mesh.dims))), parallel.data
         return Sharded(
             mesh,
@@ -242,7 +242,7 @@ class LocalModel:
     def _synced(self) -> list[GradientSync | Sharded]:
         """The sums of gradients of dense parameters, and of experts, along other dims."""
         parallel, mesh = self._parallel, self.mesh
-        hooks = schedule_properties(parallel.schedule).hooks_fire or self._ranks == 1
+        hooks = schedule_properties(parallel.options.schedule).hooks_fire or self._ranks == 1
         kinds = [separate(module) for module in self.modules]
         expert_dims = parallel.gradient_dims
         if parallel.expert:
@@ -250,7 +250,7 @@ class LocalModel:
         found: list[GradientSync | Sharded] = []
         for kind, dims in enumerate((parallel.gradient_dims, expert_dims)):
             if parameters := [pair for each in kinds for pair in each[kind].items()]:
-                settings: dict[str, Any] = {"bucket_mb": parallel.bucket_mb, "hooks": hooks}
+                settings: dict[str, Any] = {"bucket_mb": parallel.options.bucket_mb, "hooks": hooks}
                 settings |= {"op": "sum", "microbatches": self.microbatches, "broadcast": False}
                 found.append(GradientSync(mesh, along(mesh, dims), parameters, **settings))
         return found

@@ -81,7 +81,7 @@ class Engine:
         self._state = State(list(self.modules), self.optimizer, self.named_parameters, model.tied)
         self._norm = GradientNorm(mesh, named, pipeline=parallel.pipeline, skip=copies)
         stage = self.stages[-1].index
-        self._results = Results(mesh, (parallel, train), self._norm, named, stage, model.vocabulary)
+        self._results = Results(mesh, (parallel, train), self._norm, named, stage, model.vocab_size)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """This rank's parameters by global name, each once, stage by stage.
@@ -109,7 +109,7 @@ class Engine:
         Called by: every rank; inputs and targets are equal along tensor, pipeline and context.
         Raises:    ShapeError for another number of samples; TrainingError where a parameter got no gradient, and in
                    the first `checked_steps` steps, 2, where ranks along these dims have different samples. Where the
-                   loss or the gradient norm is not finite the step is not applied, and with train.nonfinite = "stop"
+                   loss or the gradient norm is not finite the step is not applied, and with train.on_nonfinite = "stop"
                    no later step is.
         """
         number = self.done + 1 if number is None else number
@@ -129,36 +129,36 @@ class Engine:
         lr = self._update.set_rate(lr)
         self.done = number
         # The range of ids is known of tokens only; elsewhere the layers look at them.
-        looks = self.model.vocabulary and self.mesh.asynchronous
+        looks = self.model.vocab_size and self.mesh.is_async
         ids = (inputs, targets.where(targets != -100, 0)) if looks else ()
         self._update.step(number, self._results.add(number, lr, loss, norm, self._tokens, *ids))
 
     def _check(self, inputs: Tensor, targets: Tensor) -> None:
         train = self.sections.train
-        if self.checked_steps and not self.mesh.pretended:
+        if self.checked_steps and not self.mesh.is_fake:
             self.checked_steps -= 1
             check_inputs(self.mesh, self.sections.parallel, inputs, targets)
-        share = self.microbatches * train.microbatch
+        share = self.microbatches * train.micro_batch_size
         if {len(inputs), len(targets)} != {share}:
-            hint = f"train.global_batch = {len(inputs) * self.data_size}"
+            hint = f"train.global_batch_size = {len(inputs) * self.data_size}"
             if len(inputs) < share:
                 hint = f"drop_last=True in the DataLoader if this is the short batch at its end; else {hint}"
             raise ShapeError(
                 "a step does not get this rank's share of the global batch",
                 given=f"{len(inputs)} inputs and {len(targets)} targets on {self.mesh.label}",
-                expected=f"{share} of both: train.global_batch = {train.global_batch} / {self.data_size} ranks along "
+                expected=f"{share} of both: train.global_batch_size = {train.global_batch_size} / {self.data_size} ranks along "
                 "data and shard",
                 hint=hint,
             )
 
-    def look(self) -> list[Done]:
+    def results(self) -> list[Done]:
         """The results of the steps since the last look, in order. This waits for the device.
 
         Called by: every rank.
-        Raises:    TrainingError on every rank, with train.nonfinite = "stop", where the loss or the gradient norm
+        Raises:    TrainingError on every rank, with train.on_nonfinite = "stop", where the loss or the gradient norm
                    of one of them is not finite. It was not applied then, nor were those after it.
         """
-        return self._results.look()
+        return self._results.collect()
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
         """The mean loss over the tokens of some global batches, by forward passes alone, with the modules in eval mode.

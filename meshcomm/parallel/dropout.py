@@ -159,7 +159,7 @@ class Draws:
     """Sets the default generators, the CPU's and the device's, before each part of a forward pass.
 
     Random numbers follow from (seed, step, microbatch, block), with microbatches counted over all ranks along data and
-    shard and blocks through all stages: the same as in one process with the same train.microbatch. Ranks along context
+    shard and blocks through all stages: the same as in one process with the same train.micro_batch_size. Ranks along context
     have other tokens of the same microbatch, so their coord is a part of the key; along tensor all draw the same,
     except in what `drop_apart` finds. No state is kept: a resumed run and a recomputed block draw the same again.
 

@@ -66,9 +66,9 @@ class Model(ABC):
     drops:      whether its stages drop by the samples' numbers, which they are given then, and the attribute `step`.
     """
 
-    layers: int
-    width: int
-    vocabulary: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
     tied: str = ""
     draws: bool = True
     drops: bool = False
@@ -92,11 +92,11 @@ class Model(ABC):
 
     def outputs(self, splits: Splits) -> int:
         """How many logits of each token the last stage gives on a rank."""
-        return self.vocabulary // splits.tensor.size
+        return self.vocab_size // splits.tensor.size
 
-    def costs(self, sequence: int) -> PartCosts:
+    def costs(self, seq_len: int) -> PartCosts:
         """The relative costs of the parts, by which layers are divided among stages."""
-        return PartCosts(0, (1,) * self.layers, 0)
+        return PartCosts(0, (1,) * self.num_layers, 0)
 
     def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
         """The sum of the cross-entropy over those targets of a microbatch that are not -100."""

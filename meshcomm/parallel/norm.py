@@ -153,7 +153,7 @@ class GradientNorm:
         norm = self.norm()
         scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
         # Where calls are queued, looking would wait for them; multiplying by 1 does not.
-        if not self._mesh.asynchronous and scale.item() == 1.0:
+        if not self._mesh.is_async and scale.item() == 1.0:
             return norm
         gradients = [held.gradient() for held in self._held]
         for (device, dtype), places in _by_kind(gradients).items():

@@ -36,22 +36,22 @@ the sum is kept."""
 _BATCHED: Final = ("bmm", "baddbmm")
 
 
-def is_recomputed(recompute: Recompute, block: int) -> bool:
+def is_recomputed(activation_checkpointing: Recompute, block: int) -> bool:
     """Whether `block`, counted from 0 through the whole model, is run a second time, wholly or selectively."""
-    if isinstance(recompute, bool) or recompute == "selective":
-        return bool(recompute)
-    return (block + 1) % recompute == 0
+    if isinstance(activation_checkpointing, bool) or activation_checkpointing == "selective":
+        return bool(activation_checkpointing)
+    return (block + 1) % activation_checkpointing == 0
 
 
-def run(recompute: Recompute, number: int, block: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+def run(activation_checkpointing: Recompute, number: int, block: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
     """The result of `block`, the number-th of the model; tensors for backward are kept, or computed again.
 
     Nothing random is kept: a block must draw the same numbers when it is called again with the same arguments.
     """
-    if not torch.is_grad_enabled() or not is_recomputed(recompute, number):
+    if not torch.is_grad_enabled() or not is_recomputed(activation_checkpointing, number):
         return block(*args, **named)
     more: dict[str, Any] = {}
-    if recompute == "selective":
+    if activation_checkpointing == "selective":
         more["context_fn"] = _contexts
     return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **more, **named)
 

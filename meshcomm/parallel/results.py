@@ -37,17 +37,17 @@ def check_inputs(mesh: Mesh, parallel: ParallelConfig, *batch: Tensor) -> None:
         if dim in parallel.data_dims or dim not in mesh.layout.dims:
             continue
         for rank in sorted(found):
-            coords = mesh.coords_of(rank)
+            coords = mesh.get_coords(rank)
             if coords[dim]:
                 continue
-            others = [mesh.rank_at(**{**coords, dim: coord}) for coord in range(mesh.size(dim))]
+            others = [mesh.get_rank(**{**coords, dim: coord}) for coord in range(mesh.size(dim))]
             odd = [other for other in others if found[other] != found[rank]]
             if odd:
                 raise TrainingError(
                     f"ranks along {dim} ({role}) have different samples",
                     given=f"rank {fold(odd)} against rank {rank}, which differ only in their coord along {dim}",
                     expected=f"the same inputs and targets along {dim}: only data and shard divide the samples",
-                    hint="DistributedSampler(dataset, num_replicas=mesh.data_world, rank=mesh.data_rank); without the two it "
+                    hint="DistributedSampler(dataset, num_replicas=mesh.data_world_size, rank=mesh.data_rank); without the two it "
                     "divides by all ranks of the job. And the same seed and epoch on all ranks",
                 )
 
@@ -100,11 +100,11 @@ class Results:
         norm: GradientNorm,
         parameters: Sequence[tuple[str, nn.Parameter]],
         stage: int,
-        vocabulary: int,
+        vocab_size: int,
     ) -> None:
         self._parallel, train = settings
         self._mesh, self._norm, self._parameters, self._stage = mesh, norm, parameters, stage
-        self._vocabulary, self._lr, self._stop = vocabulary, train.lr, train.nonfinite == "stop"
+        self._vocab_size, self._lr, self._stop = vocab_size, train.lr, train.on_nonfinite == "stop"
         self._spoilt = torch.zeros((), dtype=torch.float32, device=mesh.device)
         self._steps: list[_Pending] = []
         self._seen: list[Done] = []
@@ -124,7 +124,7 @@ class Results:
         Returns:   float32 (): 0, or 1 where the step must not be applied; the same on every rank.
         """
         if len(self._steps) >= _MOST:
-            self._seen = self.look()
+            self._seen = self.collect()
         pipeline = self._parallel.pipeline
         own = torch.zeros_like(norm, dtype=count.dtype) if loss is None else loss
         spoilt = torch.where(norm.isfinite(), 0.0, norm)
@@ -141,7 +141,7 @@ class Results:
         self._spoilt = torch.maximum(self._spoilt, now) if self._stop else now
         return self._spoilt
 
-    def look(self) -> list[Done]:
+    def collect(self) -> list[Done]:
         """The steps since the last look, in order: the one wait for the device.
 
         Called by: every rank of the mesh.
@@ -171,9 +171,9 @@ class Results:
         if step.ids is not None:
             ends = step.ids.tolist()
             for what, lowest, highest in zip(("tokens", "targets"), ends[::2], ends[1::2], strict=True):
-                if lowest < 0 or highest >= self._vocabulary:
+                if lowest < 0 or highest >= self._vocab_size:
                     outside = (
-                        f"{what} are {lowest} to {highest}, the vocabulary has 0 to {self._vocabulary - 1}"
+                        f"{what} are {lowest} to {highest}, the vocabulary has 0 to {self._vocab_size - 1}"
                     )
         lost = step.loss is not None and not _finite(step.loss)
         return self._blamed(norms, lost, outside)
@@ -233,10 +233,10 @@ def _stopped(done: Done, lr: float, most: float, nothing: bool) -> TrainingError
         f"the {what} of step {done.number} is {size}",
         given=f"{done.fault}\nloss {done.loss:.4g}, gradient norm {done.gradient_norm:.4g}, lr {lr:.3g}",
         expected="finite numbers on every rank; this step is not applied, and nothing is saved after it",
-        hint='data with targets that are not -100 in each step, or train.nonfinite = "skip"'
+        hint='data with targets that are not -100 in each step, or train.on_nonfinite = "skip"'
         if nothing
         else f"go on from the last checkpoint (train.resume = true) with a smaller train.lr than "
-        f'{most:g}, or with train.nonfinite = "skip"',
+        f'{most:g}, or with train.on_nonfinite = "skip"',
     )
 
 
@@ -245,7 +245,7 @@ def _dims(mesh: Mesh, parallel: ParallelConfig, ranks: list[int]) -> list[str]:
     roles: dict[str, str] = {dim: role for role, dim in parallel.parts.items()}
     only, summed = [], []
     for dim, size in mesh.layout.dims.items():
-        coords = {mesh.coords_of(rank)[dim] for rank in ranks}
+        coords = {mesh.get_coords(rank)[dim] for rank in ranks}
         role = f" ({roles[dim]})" if dim in roles else ""
         if size > 1 and len(coords) == 1:
             only.append(f"{dim}={coords.pop()}{role}")

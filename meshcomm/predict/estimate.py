@@ -1,6 +1,6 @@
 """What does the rank with most layers hold and send in a step of training? Short formulas, by which `place` ranks meshes.
 
-`meshcomm dryrun`, and `meshcomm place --exact`, count both exactly. Left out here: messages of a few bytes for each token
+`meshcomm dryrun`, and `meshcomm tune --exact`, count both exactly. Left out here: messages of a few bytes for each token
 (losses, norms, routers), biases, windows of attention, the order in which memory is freed, and buffers of a pass.
 Bytes of a call are counted as `meshcomm.predict.times` does.
 """
@@ -66,13 +66,13 @@ class Flow(NamedTuple):
 def weights(work: Workload, sizes: Sizes) -> Weights:
     """Experts are split along expert and tensor, the others along tensor; a pipeline puts the two tables on two ranks."""
     layers, with_experts = work.layers_of_rank(sizes), work.expert_layers_of_rank(sizes)
-    norms, attention = 2 * work.width, work.attention_weights / sizes.tensor
+    norms, attention = 2 * work.hidden_size, work.attention_weights / sizes.tensor
     dense = work.expert_weights / sizes.tensor
     experts = work.experts * dense / sizes.expert
-    tables = work.width * work.vocabulary * (1 if sizes.pipeline > 1 or work.tied else 2)
+    tables = work.hidden_size * work.vocab_size * (1 if sizes.pipeline > 1 or work.tied else 2)
     # Ranks that do not divide the vocabulary have all of it.
-    ends = tables / (1 if work.vocabulary % sizes.tensor else sizes.tensor) + work.width
-    routers = with_experts * work.width * work.experts
+    ends = tables / (1 if work.vocab_size % sizes.tensor else sizes.tensor) + work.hidden_size
+    routers = with_experts * work.hidden_size * work.experts
     plain = layers * (attention + norms) + (layers - with_experts) * dense + ends + routers
     layer = attention + norms + (experts if work.expert_layers else dense)
     return Weights(plain, with_experts * experts, layer, ends)
@@ -90,7 +90,7 @@ def memory(work: Workload, sizes: Sizes) -> Memory:
     activations = _activations(work, sizes)
     if shards == spread == 1:
         # Autocast keeps its copies of weights for the backward pass.
-        if work.activation_bytes != work.weight_bytes and not work.recompute:
+        if work.activation_bytes != work.weight_bytes and not work.activation_checkpointing:
             activations += work.layers_of_rank(sizes) * here.layer * work.activation_bytes
         return Memory(share, share, 2 * share, activations, 0.0)
     every = here.plain + here.experts
@@ -106,17 +106,17 @@ def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float
 
     In the manner of Korthikanti et al. 2022; attention keeps no scores, experts are evenly loaded.
     """
-    split, with_experts = sizes.tensor, work.expert_layers / work.layers
+    split, with_experts = sizes.tensor, work.expert_layers / work.num_layers
     rows = with_experts * work.experts_per_token
-    inner = (work.ff_matrices - 1) * (1 - with_experts + rows) * work.ff / split
-    queries, keys = work.heads * work.head_size / split, work.kv_heads * work.head_size / split
-    entry = work.width / split if work.sequence_parallel else work.width
+    inner = (work.ff_matrices - 1) * (1 - with_experts + rows) * work.intermediate_size / split
+    queries, keys = work.num_heads * work.head_size / split, work.num_kv_heads * work.head_size / split
+    entry = work.hidden_size / split if work.sequence_parallel else work.hidden_size
     selective = (
-        3 * entry + 2 * queries + 2 * keys + inner + (3 if sizes.expert > 1 else 1) * rows * work.width
+        3 * entry + 2 * queries + 2 * keys + inner + (3 if sizes.expert > 1 else 1) * rows * work.hidden_size
     )
     if work.sequence_parallel:
-        selective += 2 * work.width
-    everything = 2 * entry + 2 * work.width + 3 * queries + 2 * keys + 2 * inner + 2 * rows * work.width
+        selective += 2 * work.hidden_size
+    everything = 2 * entry + 2 * work.hidden_size + 3 * queries + 2 * keys + 2 * inner + 2 * rows * work.hidden_size
     element = work.tokens(sizes) * work.activation_bytes
     return entry * element, selective * element, everything * element
 
@@ -125,11 +125,11 @@ def _activations(work: Workload, sizes: Sizes) -> float:
     """The larger of two ranks of a pipeline: the first has the most micro-batches in flight, the last has the logits."""
     entry, selective, everything = layer_activations(work, sizes)
     layers, again = work.layers_of_rank(sizes), work.layers_again(sizes)
-    usual = selective if work.recompute == "selective" else everything
+    usual = selective if work.activation_checkpointing == "selective" else everything
     kept = (layers - again) * usual + again * entry
     recomputed = everything - (entry if again else usual)
-    split = 1 if work.vocabulary % sizes.tensor else sizes.tensor
-    logits = work.tokens(sizes) * work.vocabulary / split * max(4, work.activation_bytes)
+    split = 1 if work.vocab_size % sizes.tensor else sizes.tensor
+    logits = work.tokens(sizes) * work.vocab_size / split * max(4, work.activation_bytes)
     first = microbatches_held(work.schedule, sizes.pipeline, work.stages_per_rank, sizes.microbatches)
     last = first if work.schedule in ("gpipe", "zero_bubble") else 1
     # Logits, their logarithms and gradients.
@@ -163,7 +163,7 @@ def expected(settings: Config, world: int) -> list[Flow]:
     copies = tuple(dim for dim in parallel.expert_gradient_dims(mesh.views) if sizes[dim] > 1)
     shards = copies[-1:] if "shard" in work.parts else ()
     dims |= {REPLICA: copies[: len(copies) - len(shards)], EXPERT_SHARD: shards}
-    number = work.global_batch // (parallel.copies(mesh.dims) * work.microbatch)
+    number = work.global_batch_size // (parallel.copies(mesh.dims) * work.micro_batch_size)
     played = {part: sizes[dims[part][0]] for part in (*BASE, "expert") if part in dims}
     replicas = math.prod(sizes[dim] for dim in dims[REPLICA]) if shards else 1
     found = []
@@ -183,8 +183,8 @@ def _tensor(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     """
     layers, again = work.layers_of_rank(sizes), work.layers_again(sizes)
     tables = 1 if sizes.pipeline > 1 else 2
-    sums = 4 * layers + again + (0 if work.vocabulary % sizes.tensor else tables)
-    size = work.tokens(sizes) * work.width * work.activation_bytes
+    sums = 4 * layers + again + (0 if work.vocab_size % sizes.tensor else tables)
+    size = work.tokens(sizes) * work.hidden_size * work.activation_bytes
     if not work.sequence_parallel:
         yield Flow("tensor", ("tensor",), "all_reduce", sums, size, True, "activations")
         return
@@ -199,14 +199,14 @@ def _context(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     rows = work.tokens(sizes) * work.head_size
     if work.ulysses:
         # Keys and values are repeated where the dim has more ranks than there are heads of them.
-        queries, keys = work.heads / sizes.tensor, max(work.kv_heads / sizes.tensor, sizes.context)
+        queries, keys = work.num_heads / sizes.tensor, max(work.num_kv_heads / sizes.tensor, sizes.context)
         size = rows * work.activation_bytes
         yield Flow(
             "context", along, "all_to_all", passes, size * (queries + 2 * keys), True, "q, k, v for heads"
         )
         yield Flow("context", along, "all_to_all", passes, size * queries, True, "results for tokens")
         return
-    block, turns = rows * 2 * work.kv_heads / sizes.tensor, sizes.context - 1
+    block, turns = rows * 2 * work.num_kv_heads / sizes.tensor, sizes.context - 1
     size = block * work.activation_bytes
     yield Flow("context", along, "sendrecv", turns * passes, size, True, "keys and values")
     back, size = layers * sizes.context if turns else 0, block * max(work.activation_bytes, 4)
@@ -215,7 +215,7 @@ def _context(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 def _expert(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     """The rows of each token to its experts and back, twice forward and twice backward."""
-    size = work.tokens(sizes) * work.experts_per_token * work.width * work.activation_bytes
+    size = work.tokens(sizes) * work.experts_per_token * work.hidden_size * work.activation_bytes
     calls = 4 * work.expert_layers_of_rank(sizes) + 2 * work.expert_layers_again(sizes)
     yield Flow("expert", ("expert",), "all_to_all", calls, size, True, "tokens to experts and back")
 
@@ -224,7 +224,7 @@ def _pipeline(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     """Each stage receives and sends an activation and a gradient; of two ranks each lacks one neighbour."""
     calls = 4 * work.stages_per_rank - (2 if sizes.pipeline == 2 else 0) if sizes.pipeline > 1 else 0
     split = sizes.tensor if work.sequence_parallel else 1
-    size = work.tokens(sizes) * work.width * work.activation_bytes / split
+    size = work.tokens(sizes) * work.hidden_size * work.activation_bytes / split
     what = "activations and their gradients"
     yield Flow("pipeline", ("pipeline",), "sendrecv", calls, size, True, what, sent=0.5)
 

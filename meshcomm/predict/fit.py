@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from meshcomm.config import Config, Link, Links, TopologyConfig, load
+from meshcomm.config import Config, Link, Links, TopologyConfig, load_config
 from meshcomm.config.write import plain, toml_text
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Plan
@@ -216,7 +216,7 @@ def measured_text(settings: Config, topology: TopologyConfig, links: Mapping[str
             f"the model is {found.error:.0%} off in the median, {found.worst:.0%} at most{notes}"
         )
     # What is written must be what was measured, before anyone plans by it.
-    assert load({"mesh": mesh, "topology": whole}).topology == written
+    assert load_config({"mesh": mesh, "topology": whole}).topology == written
     rest = {name: value for name, value in whole.items() if name != "links" and value != {}}
     mesh = {name: value for name, value in mesh.items() if value != {}}
     return toml_text(head, {"mesh": mesh, "topology": rest, "topology.links": whole["links"]})

@@ -30,9 +30,9 @@ def trainable(work: Workload, world: int) -> Iterator[Sizes]:
     for factors in _factors(world, sum(part in work.parts for part in BASE)):
         sizes = Sizes(**dict(zip([part for part in BASE if part in work.parts], factors, strict=True)))
         copies = sizes.data * sizes.shard
-        if work.global_batch % (copies * work.microbatch) or not _splits(work, sizes):
+        if work.global_batch_size % (copies * work.micro_batch_size) or not _splits(work, sizes):
             continue
-        sizes = sizes._replace(microbatches=work.global_batch // (copies * work.microbatch))
+        sizes = sizes._replace(microbatches=work.global_batch_size // (copies * work.micro_batch_size))
         if "pipeline" in work.parts and not runs(work.schedule, sizes.microbatches, sizes.pipeline):
             continue
         experts = divisors(copies * sizes.context) if "expert" in work.parts else [1]
@@ -92,17 +92,17 @@ def _factors(world: int, count: int) -> Iterator[Sequence[int]]:
 def _splits(work: Workload, sizes: Sizes) -> bool:
     """Whether heads, layers and tokens can be split so: the rules of meshcomm.config.rules."""
     tensor, context, pipeline = sizes.tensor, sizes.context, sizes.pipeline
-    divided = [work.heads, work.kv_heads, work.ff, *([] if work.whole_tables else [work.vocabulary])]
+    divided = [work.num_heads, work.num_kv_heads, work.intermediate_size, *([] if work.whole_tables else [work.vocab_size])]
     if any(number % tensor for number in divided):
         return False
-    if pipeline > 1 and work.layers < pipeline * work.stages_per_rank:
+    if pipeline > 1 and work.num_layers < pipeline * work.stages_per_rank:
         return False
-    if work.sequence % (context * (2 if context > 1 and not work.ulysses else 1)):
+    if work.seq_len % (context * (2 if context > 1 and not work.ulysses else 1)):
         return False
-    if work.sequence_parallel and work.sequence // context % tensor:
+    if work.sequence_parallel and work.seq_len // context % tensor:
         return False
     if work.ulysses and context > 1:
         # Heads are split evenly, and kv heads too or each equally often.
-        mine = work.kv_heads // tensor
-        return work.heads // tensor % context == 0 and (mine % context == 0 or context % mine == 0)
+        mine = work.num_kv_heads // tensor
+        return work.num_heads // tensor % context == 0 and (mine % context == 0 or context % mine == 0)
     return True

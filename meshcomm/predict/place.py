@@ -114,9 +114,9 @@ def rank_placements(
         raise ConfigError(
             f"no sizes that multiply to {world} can train this",
             given=f"{world} ranks along {', '.join(work.parts) or 'no part'}{fixed}, "
-            f"global_batch = {work.global_batch}, microbatch = {work.microbatch}",
+            f"global_batch_size = {work.global_batch_size}, micro_batch_size = {work.micro_batch_size}",
             expected="sizes that divide heads, layers, tokens and samples as the checks of a config want it",
-            hint="a larger train.global_batch, or more parts in [parallel]",
+            hint="a larger train.global_batch_size, or more parts in [parallel]",
         )
     held = [sum(memory(work, sizes)) for sizes in legal]
     fitting = [sizes for sizes, size in zip(legal, held, strict=True) if size <= memory_gb * 1e9]
@@ -125,7 +125,7 @@ def rank_placements(
             f"no mesh of {world} ranks holds this in {memory_gb:g} GB a rank",
             given=f"at least {min(held) / 1e9:.1f} GB a rank, over {len(legal)} legal sizes",
             expected=f"at most {memory_gb:g} GB",
-            hint="train.recompute = true, parallel.shard, a smaller train.microbatch, or more ranks",
+            hint="train.activation_checkpointing = true, parallel.shard, a smaller train.micro_batch_size, or more ranks",
         )
     model = _Model(work, world, machine, tflops)
     found: list[_Found] = []

@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from meshcomm.config import Config, TopologyConfig, load
+from meshcomm.config import Config, TopologyConfig, load_config
 from meshcomm.config.parallel import Part
 from meshcomm.config.parse import parse_toml
 from meshcomm.config.write import check_ending, plain, toml_text, write_whole
@@ -54,13 +54,13 @@ def write_placement(settings: Config, ranking: Ranking, number: int, path: Path)
         )
     check_ending(path, "--write", ".toml")
     data = placed_data(settings, ranking.placements[number - 1])
-    head = f"{settings.source} on {ranking.world} ranks, number {number} of `meshcomm place`"
+    head = f"{settings.source} on {ranking.world} ranks, number {number} of `meshcomm tune`"
     text = toml_text([head], data)
     # What is written must say what was chosen, before anyone trains by it.
     assert parse_toml(text, str(path))["mesh"]["dims"] == data["mesh"]["dims"]
-    load(data).resolved(ranking.world)
+    load_config(data).resolved(ranking.world)
     write_whole(path, text, given=f"--write {path}")
-    return load(path)
+    return load_config(path)
 
 
 def placed_data(settings: Config, placement: Placement) -> dict[str, Any]:

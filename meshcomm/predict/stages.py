@@ -118,30 +118,30 @@ class PartCosts(NamedTuple):
         return costs
 
 
-def part_costs(model: ModelConfig, sequence: int) -> PartCosts:
+def part_costs(model: ModelConfig, seq_len: int) -> PartCosts:
     """What the matrices of each part cost; norms, rotations and the loss are not counted.
 
     sequence: tokens of a sample: each query meets all of their keys, also those that the causal
     mask then hides; within a window, which is computed some queries at a time, twice as many as it has.
     The embedding looks rows up and multiplies nothing.
     """
-    queries = model.heads * model.head_size
-    keys = model.kv_heads * model.head_size
-    projections = 2 * model.width * (queries + keys)
-    met = [sequence if window is None else min(sequence, 2 * window) for window in model.windows]
-    dense = model.ff_matrices * model.width * model.ff
-    experts = model.width * model.experts + min(model.experts_per_token, model.experts) * dense
+    queries = model.num_heads * model.head_size
+    keys = model.num_kv_heads * model.head_size
+    projections = 2 * model.hidden_size * (queries + keys)
+    met = [seq_len if window is None else min(seq_len, 2 * window) for window in model.windows]
+    dense = model.ff_matrices * model.hidden_size * model.intermediate_size
+    experts = model.hidden_size * model.experts + min(model.experts_per_token, model.experts) * dense
     layers = (
         projections + 2 * each * queries + (experts if model.has_experts(i) else dense)
         for i, each in enumerate(met)
     )
-    return PartCosts(0, tuple(layers), model.width * model.vocabulary)
+    return PartCosts(0, tuple(layers), model.hidden_size * model.vocab_size)
 
 
-def model_stages(model: ModelConfig, sequence: int, stages: int) -> list[range]:
+def model_stages(model: ModelConfig, seq_len: int, stages: int) -> list[range]:
     """The layers of each stage of this model, balanced by `part_costs`; see `split_layers`."""
-    costs = part_costs(model, sequence)
-    return split_layers(model.layers, stages, costs.layers, first=costs.embedding, last=costs.head)
+    costs = part_costs(model, seq_len)
+    return split_layers(model.num_layers, stages, costs.layers, first=costs.embedding, last=costs.head)
 
 
 def _whole_numbers(layers: int, costs: Sequence[float], first: float, last: float) -> list[int]:

@@ -40,19 +40,19 @@ class Workload(NamedTuple):
     """
 
     parts: tuple[Part, ...]
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    ff: int
-    vocabulary: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    vocab_size: int
     tied: bool
     experts: int
     experts_per_token: int
     expert_layers: int
-    sequence: int
-    global_batch: int
-    microbatch: int
+    seq_len: int
+    global_batch_size: int
+    micro_batch_size: int
     layer_macs: float
     head_macs: float
     activation_bytes: int
@@ -62,9 +62,9 @@ class Workload(NamedTuple):
     schedule: PipelineSchedule
     stages_per_rank: int
     ulysses: bool
-    recompute: bool | Literal["selective"] | int
+    activation_checkpointing: bool | Literal["selective"] | int
     bucket_bytes: float
-    head: int | None = None
+    head_dim: int | None = None
     reshard: bool | None = None
     ff_matrices: int = 3
     whole_tables: bool = False
@@ -76,42 +76,42 @@ class Workload(NamedTuple):
     @property
     def head_size(self) -> int:
         """Elements of one head."""
-        return self.head or self.width // self.heads
+        return self.head_dim or self.hidden_size // self.num_heads
 
     @property
     def attention_weights(self) -> int:
         """Weights of a layer's attention, without norms."""
-        return self.width * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        return self.hidden_size * self.head_size * (2 * self.num_heads + 2 * self.num_kv_heads)
 
     @property
     def expert_weights(self) -> int:
         """Weights of one feed-forward block."""
-        return self.ff_matrices * self.width * self.ff
+        return self.ff_matrices * self.hidden_size * self.intermediate_size
 
     def tokens(self, sizes: Sizes) -> float:
         """Tokens of a micro-batch on one rank."""
-        return self.microbatch * self.sequence / sizes.context
+        return self.micro_batch_size * self.seq_len / sizes.context
 
     def layers_of_rank(self, sizes: Sizes) -> int:
         """Layers of the rank that has most, as if stages were cut evenly."""
         each = self.stages_per_rank if sizes.pipeline > 1 else 1
-        return -(-self.layers // (sizes.pipeline * each)) * each
+        return -(-self.num_layers // (sizes.pipeline * each)) * each
 
     def expert_layers_of_rank(self, sizes: Sizes) -> int:
         """Of these the ones with experts: where only every n-th has them, a rank's share, rounded up."""
-        return -(-self.layers_of_rank(sizes) * self.expert_layers // self.layers)
+        return -(-self.layers_of_rank(sizes) * self.expert_layers // self.num_layers)
 
     def layers_again(self, sizes: Sizes) -> int:
         """Layers of that rank whose whole forward pass runs a second time; none where it does so selectively."""
         layers = self.layers_of_rank(sizes)
-        if isinstance(self.recompute, bool) or self.recompute == "selective":
-            return layers if self.recompute is True else 0
+        if isinstance(self.activation_checkpointing, bool) or self.activation_checkpointing == "selective":
+            return layers if self.activation_checkpointing is True else 0
         # Of a run of them as many, or one less.
-        return layers // self.recompute if sizes.pipeline == 1 else -(-layers // self.recompute)
+        return layers // self.activation_checkpointing if sizes.pipeline == 1 else -(-layers // self.activation_checkpointing)
 
     def expert_layers_again(self, sizes: Sizes) -> int:
         """Of these the ones with experts: a share, rounded up."""
-        return -(-self.layers_again(sizes) * self.expert_layers // self.layers)
+        return -(-self.layers_again(sizes) * self.expert_layers // self.num_layers)
 
     def shards(self, sizes: Sizes) -> int:
         """Ranks that weights are sharded over: those of shard and, with them, of context."""
@@ -130,8 +130,8 @@ class Workload(NamedTuple):
         """
         macs = 6 * (self.layers_of_rank(sizes) * self.layer_macs + self.head_macs)
         macs += 2 * self.layers_again(sizes) * self.layer_macs
-        if self.recompute == "selective" and sizes.tensor > 1:
-            macs += 2 * self.layers_of_rank(sizes) * self.width * self.heads * self.head_size
+        if self.activation_checkpointing == "selective" and sizes.tensor > 1:
+            macs += 2 * self.layers_of_rank(sizes) * self.hidden_size * self.num_heads * self.head_size
         return self.tokens(sizes) * macs / sizes.tensor
 
 
@@ -147,36 +147,36 @@ def workload(settings: Config) -> Workload:
         )
     model = model.sized("bytes and memory")
     _check_mesh(settings)
-    costs = part_costs(model, data.sequence)
-    expert_layers = sum(model.has_experts(layer) for layer in range(model.layers))
+    costs = part_costs(model, data.seq_len)
+    expert_layers = sum(model.has_experts(layer) for layer in range(model.num_layers))
     return Workload(
         parts=tuple(parallel.parts),
-        layers=model.layers,
-        width=model.width,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        ff=model.ff,
-        vocabulary=model.vocabulary,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        intermediate_size=model.intermediate_size,
+        vocab_size=model.vocab_size,
         tied=model.tied_embeddings,
         experts=model.experts,
         experts_per_token=min(model.experts_per_token, model.experts),
         expert_layers=expert_layers,
-        sequence=data.sequence,
-        global_batch=train.global_batch,
-        microbatch=train.microbatch,
-        layer_macs=sum(costs.layers) / model.layers,
+        seq_len=data.seq_len,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        layer_macs=sum(costs.layers) / model.num_layers,
         head_macs=costs.head,
         activation_bytes=_BYTES[train.compute_dtype or train.dtype],
         weight_bytes=_BYTES[train.dtype],
-        reduced_bytes=_BYTES[parallel.reduce_dtype or train.dtype],
-        sequence_parallel=parallel.sequence_parallel,
-        schedule=parallel.schedule,
-        stages_per_rank=parallel.stages_per_rank,
-        ulysses=parallel.attention == "ulysses",
-        recompute=train.recompute,
-        bucket_bytes=parallel.bucket_mb * 1e6,
-        head=model.head,
-        reshard=parallel.reshard,
+        reduced_bytes=_BYTES[parallel.options.reduce_dtype or train.dtype],
+        sequence_parallel=parallel.options.sequence_parallel,
+        schedule=parallel.options.schedule,
+        stages_per_rank=parallel.options.stages_per_rank,
+        ulysses=parallel.options.attention == "ulysses",
+        activation_checkpointing=train.activation_checkpointing,
+        bucket_bytes=parallel.options.bucket_mb * 1e6,
+        head_dim=model.head_dim,
+        reshard=parallel.options.reshard,
         ff_matrices=model.ff_matrices,
         whole_tables=not model.is_built_in,
     )

@@ -18,7 +18,7 @@ Facts = dict[str, Any]
 
 
 def place_facts(ranking: Ranking, names: Mapping[Part, str]) -> Facts:
-    """What `meshcomm place` shows, as data that JSON can hold. names: the dim of each part."""
+    """What `meshcomm tune` shows, as data that JSON can hold. names: the dim of each part."""
     return {
         "world_size": ranking.world,
         "meshes": ranking.meshes,

@@ -109,8 +109,8 @@ def _rank_facts(plan: Plan, seen: RankPlan, topology: TopologyConfig | None) -> 
             "index": layout.group_index(rank, name),
             "ranks": ranks,
             "shares": family.shares,
-            "prev": None if alone else layout.peer_rank(rank, name, -1),
-            "next": None if alone else layout.peer_rank(rank, name, +1),
+            "prev": None if alone else layout.neighbor_rank(rank, name, -1),
+            "next": None if alone else layout.neighbor_rank(rank, name, +1),
             "first": coord == 0,
             "last": coord == family.size - 1,
         }
@@ -180,8 +180,8 @@ def _dims_table(dims: list[Facts]) -> Cells:
         "backend": _backend,
         ">timeout": "{timeout_s:g} s",
     }
-    if any(dim["lane"] for dim in dims):
-        columns["lane"] = lambda dim: dim["lane"] or None
+    if any(dim["comm_id"] for dim in dims):
+        columns["comm_id"] = lambda dim: dim["comm_id"] or None
     if any(dim["shares"] for dim in dims):
         columns["shared with"] = "shares"
     if "nodes" in dims[0]:

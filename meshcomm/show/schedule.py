@@ -47,20 +47,20 @@ def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
         )
         raise _nothing(f"{given}, mesh.dims = {toml(sizes)}", "a dim of 2 or more ranks in parallel.pipeline")
     model = model.sized("a schedule")
-    ranks, each = sizes[parallel.pipeline], parallel.stages_per_rank
-    microbatches = train.global_batch // (parallel.copies(sizes) * train.microbatch)
-    if max(microbatches * ranks * each, model.layers) > _PASSES:
+    ranks, each = sizes[parallel.pipeline], parallel.options.stages_per_rank
+    microbatches = train.global_batch_size // (parallel.copies(sizes) * train.micro_batch_size)
+    if max(microbatches * ranks * each, model.num_layers) > _PASSES:
         raise ConfigError(
             f"{config.source}: a schedule of so many passes is not drawn",
-            given=f"{microbatches} micro-batches through {ranks * each} stages, layers = {model.layers}",
+            given=f"{microbatches} micro-batches through {ranks * each} stages, layers = {model.num_layers}",
             expected=f"at most {_PASSES:,} passes, and as many layers",
-            hint="a smaller train.global_batch, with which the drawing looks the same",
+            hint="a smaller train.global_batch_size, with which the drawing looks the same",
         )
-    times = timeline(orders(parallel.schedule, ranks, each, microbatches), Costs())
-    parts = model_stages(model, data.sequence, ranks * each)
-    costs = part_costs(model, data.sequence).of_stages(parts)
+    times = timeline(orders(parallel.options.schedule, ranks, each, microbatches), Costs())
+    parts = model_stages(model, data.seq_len, ranks * each)
+    costs = part_costs(model, data.seq_len).of_stages(parts)
     return {
-        "name": parallel.schedule,
+        "name": parallel.options.schedule,
         "dim": parallel.pipeline,
         "ranks": ranks,
         "stages_per_rank": each,

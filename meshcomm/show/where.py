@@ -128,7 +128,7 @@ def exchange_facts(settings: Config, layout: Layout, rank: int) -> list[Facts]:
             continue
         if wraps is not None:
             ranks = None
-            after, before = (layout.peer_rank(rank, along, step, wrap=wraps) for step in (1, -1))
+            after, before = (layout.neighbor_rank(rank, along, step, wrap=wraps) for step in (1, -1))
         said_by = "name" if settings.parallel is None else "parallel"
         found.append({**facts, "ranks": ranks, "to": after, "from": before, "said_by": said_by})
     return found

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from meshcomm.collectives import ALL_TO_ALL, Collective
-from meshcomm.config import Config, MeshConfig, load
+from meshcomm.config import Config, MeshConfig, load_config
 from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.mesh.environment import how_many_ranks, with_variables
 from meshcomm.mesh.opening import init
@@ -116,7 +116,7 @@ def _settings(
             hint='simulate(fn, dims={"dp": 4, "tp": 2})',
         )
     source = MeshConfig(**given) if config is None else config
-    return load(Config(mesh=source) if isinstance(source, MeshConfig) else source, overrides)
+    return load_config(Config(mesh=source) if isinstance(source, MeshConfig) else source, overrides)
 
 
 def simulate_script(
@@ -136,7 +136,7 @@ def simulate_script(
     if config is None and world is None:
         raise how_many_ranks("simulate")
     # The script says its own mesh; what matters of this one is the number of ranks.
-    settings = load({"mesh": {"dims": {"rank": -1}}} if config is None else config, overrides)
+    settings = load_config({"mesh": {"dims": {"rank": -1}}} if config is None else config, overrides)
     size = world_of_mesh(settings.mesh) if world is None else world
     settings.resolved(size)
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import pytest
 
-from meshcomm.config import Config, MeshConfig, load
+from meshcomm.config import Config, MeshConfig, load_config
 from meshcomm.errors import MeshcommError, MeshTestError, RankFailed
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ def read(args: Sequence[Any], keywords: Mapping[str, Any]) -> DryRequest:
     world = own.get("world")
     try:
         if isinstance(source, (str, Path)):
-            settings = load(source, own.get("overrides", ()))
+            settings = load_config(source, own.get("overrides", ()))
         else:
             keys = {name: value for name, value in rest.items() if name in MeshConfig.model_fields}
             dims = {**source, **{name: value for name, value in rest.items() if name not in keys}}
-            settings = load({"mesh": {"dims": dims, "device": "cpu", **keys}}, own.get("overrides", ()))
+            settings = load_config({"mesh": {"dims": dims, "device": "cpu", **keys}}, own.get("overrides", ()))
         settings = settings.resolved(world)
         size = settings.plan(world).layout.world_size
     except (TypeError, ValueError) as error:

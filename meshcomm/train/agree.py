@@ -55,7 +55,7 @@ def agree(mesh: Mesh, config: Config) -> Facts:
     return Facts(config, known, hosts.count(own), mesh.rank == lowest)
 
 
-def agreed_corpus(mesh: Mesh, facts: Facts, vocabulary: int) -> Corpus:
+def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
     """Load the data, and compare them with those of every other rank. There is a [data].
 
     vocabulary: of the model; 0: not known.
@@ -66,7 +66,7 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocabulary: int) -> Corpus:
     cache = Path(known.train.out)
 
     def read() -> Corpus:
-        return corpus_of(mesh, known, vocabulary, cache)
+        return corpus_of(mesh, known, vocab_size, cache)
 
     pretrained = None if known.model is None else known.model.pretrained
     if known.data is not None and known.data.tokenizer_of(pretrained) is not None:
@@ -80,15 +80,15 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocabulary: int) -> Corpus:
     return corpus
 
 
-def corpus_of(mesh: Mesh, known: Sections, vocabulary: int = 0, cache: Path | None = None) -> Corpus:
+def corpus_of(mesh: Mesh, known: Sections, vocab_size: int = 0, cache: Path | None = None) -> Corpus:
     """The data, as this rank reads it. vocabulary, cache: as of `agreed_corpus` and `load`."""
     part, model, data, train = known
     assert data is not None
     rank = mesh.coord(part.data_dims) if part.data_dims else 0
-    facts = {"seed": train.seed, "data_rank": rank, "data_world": part.copies(dict(mesh.dims))}
-    if not vocabulary and model is not None and model.given("vocabulary"):
-        vocabulary = model.vocabulary
-    return load(data, model=model, vocabulary=vocabulary or None, cache=cache, facts=facts)
+    facts = {"seed": train.seed, "data_rank": rank, "data_world_size": part.copies(dict(mesh.dims))}
+    if not vocab_size and model is not None and model.given("vocabulary"):
+        vocab_size = model.vocab_size
+    return load(data, model=model, vocab_size=vocab_size or None, cache=cache, facts=facts)
 
 
 def _same(mesh: Mesh, settings: dict[str, dict[str, Any]]) -> None:

@@ -68,7 +68,7 @@ class Step:
     seconds: float
     """Since the start of the first step."""
     skipped: int = 0
-    """Steps so far that were left out, as `train.nonfinite = "skip"` says."""
+    """Steps so far that were left out, as `train.on_nonfinite = "skip"` says."""
     fault: str = ""
     """Of a step that was left out: which rank's gradient of which parameter is not finite."""
     model_flops_per_s: float | None = None

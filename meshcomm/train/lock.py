@@ -29,8 +29,8 @@ _FORMAT = 2
 _FIXED = ("model.", "pretrained.", "train.seed", "train.dtype")
 # These too, unless train.resume_changed names them: what the samples of a step follow from, and by which name.
 _SAMPLES = {
-    "data.sequence": "sequence",
-    "train.global_batch": "global_batch",
+    "data.seq_len": "sequence",
+    "train.global_batch_size": "global_batch_size",
     **{f"data.{key}": "data" for key in ("sha256", "order", "weights", "validation", "build", "args")},
 }
 # What a run did before there was the setting, where that is not its default.
@@ -74,7 +74,7 @@ class Lock:
     """Steps so far that were left out, as their gradients were not finite."""
 
     samples: int | None = None
-    """Read so far of this data; None: step times global_batch."""
+    """Read so far of this data; None: step times global_batch_size."""
 
     best: tuple[Any, ...] = ()
     """Of the validation loss, as `early_stop.Best`; empty: nothing was evaluated, or nobody knows."""
@@ -200,7 +200,7 @@ def samples_read(saved: Lock, now: Lock) -> int:
         return 0
     if saved.samples is not None:
         return saved.samples
-    return int(saved.step * saved.config.get("train", {}).get("global_batch", 0))
+    return int(saved.step * saved.config.get("train", {}).get("global_batch_size", 0))
 
 
 def best_of(saved: Lock, now: Lock) -> tuple[Any, ...]:

@@ -100,7 +100,7 @@ def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) 
         corpus,
         order=data.order,
         after=after,
-        global_batch=train.global_batch,
+        global_batch_size=train.global_batch_size,
         seed=train.seed,
         coord=engine.data_coord,
         size=engine.data_size,

@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.batch_norm import batch_norms
@@ -77,7 +77,7 @@ def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
         raise _no_training(config)
     narrow = {
         "train.compute_dtype": train.compute_dtype,
-        "parallel.reduce_dtype": None if parallel is None else parallel.reduce_dtype,
+        "parallel.options.reduce_dtype": None if parallel is None else parallel.options.reduce_dtype,
         "train.float32_matmul_precision": train.float32_matmul_precision,
     }
     narrow = {key: value for key, value in narrow.items() if value is not None}
@@ -86,7 +86,7 @@ def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
     if train.dtype != "float64":
         changes.append('train.dtype="float64"')
         words.append(f'train.dtype = "float64", was "{train.dtype}"')
-    return (load(config, changes) if changes else config), tuple(words)
+    return (load_config(config, changes) if changes else config), tuple(words)
 
 
 def reference(config: Config) -> Config:
@@ -98,7 +98,7 @@ def reference(config: Config) -> Config:
         raise _no_training(config)
     facts = config.model_dump(exclude_unset=True, mode="python")
     train = {key: value for key, value in facts["train"].items() if key not in ("compile", "recompute")}
-    return load(
+    return load_config(
         {
             "mesh": {"dims": {"one": 1}, "device": config.mesh.device, "timeout_s": config.mesh.timeout_s},
             "parallel": {},
@@ -120,7 +120,7 @@ class _Recorder(Recorder):
     def __init__(
         self, config: Config, steps: int, *, script: bool, original: bool, copies: int | None = None
     ) -> None:
-        self.config, self._steps = load(config, ['train.nonfinite="skip"']), steps
+        self.config, self._steps = load_config(config, ['train.on_nonfinite="skip"']), steps
         self._script, self._compares, self._copies = script, original, copies
         self._original = ""
         self._done: list[Done] = []
@@ -135,7 +135,7 @@ class _Recorder(Recorder):
     def begins(self, engine: Engine, inputs: Tensor) -> None:
         """See Recorder."""
         if self._compares and all(size == 1 for size in engine.mesh.dims.values()):
-            some = inputs[: engine.sections.train.microbatch]
+            some = inputs[: engine.sections.train.micro_batch_size]
             try:
                 self._original = compare_forward(engine, some, from_folder=not self._script)
             except TrainingError as error:
@@ -145,7 +145,7 @@ class _Recorder(Recorder):
 
     def stepped(self, engine: Engine) -> None:
         """See Recorder."""
-        self._done += engine.look()
+        self._done += engine.results()
         if not self._script:
             engine.mesh.step(len(self._done))
         last = len(self._done) >= self._steps

@@ -17,7 +17,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, LaunchError, MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.launch.rank import as_rank
 from meshcomm.mesh.environment import find_launch
@@ -154,7 +154,7 @@ def prove(
             runs = replace(runs, batch_norms=True)
             known = runs.alone()
             notes += (
-                f"train.microbatch = {runs.together} on one process: batch norms see all ranks' samples",
+                f"train.micro_batch_size = {runs.together} on one process: batch norms see all ranks' samples",
             )
         for (kind, step), value in known.steps().items():
             if not math.isfinite(value):
@@ -197,7 +197,7 @@ class _Runs:
     def together(self) -> int:
         """Samples of one micro-batch over all ranks."""
         assert self.config.train is not None
-        return self.config.train.microbatch * _copies(self.config)
+        return self.config.train.micro_batch_size * _copies(self.config)
 
     def alone(self) -> Record:
         """The record of one process."""
@@ -226,15 +226,15 @@ class _Runs:
             return part
         train, copies = self.config.train, _copies(self.config)
         assert train is not None
-        if self.script is not None and train.global_batch != self.together:
+        if self.script is not None and train.global_batch_size != self.together:
             raise UnsupportedOp(
                 "a script with batch norms and several micro-batches in a step cannot be compared with one process",
-                given=f"train.global_batch = {train.global_batch}, train.microbatch = {train.microbatch} on "
+                given=f"train.global_batch_size = {train.global_batch_size}, train.micro_batch_size = {train.micro_batch_size} on "
                 f"{copies} ranks along data and shard",
                 expected="one micro-batch in a step: batch norms see one at a time, and the script says which samples it has",
-                hint=f"--set train.microbatch={train.global_batch // copies}",
+                hint=f"--set train.micro_batch_size={train.global_batch_size // copies}",
             )
-        return load(part, [f"train.microbatch={self.together // _copies(part)}"])
+        return load_config(part, [f"train.micro_batch_size={self.together // _copies(part)}"])
 
     def _job(self, part: Config) -> Path:
         """Run all ranks of a mesh; the folder with what they found. A script on one rank leaves its record there."""
@@ -349,7 +349,7 @@ def only(config: Config, dims: Iterable[str]) -> Config:
     options = {dim: value for dim, value in mesh.pop("options", {}).items() if dim in known}
     if options:
         mesh["options"] = options
-    return load({**facts, "mesh": {**mesh, "dims": sizes}, "parallel": section})
+    return load_config({**facts, "mesh": {**mesh, "dims": sizes}, "parallel": section})
 
 
 def _tried(config: Config, dims: Sequence[str], run: Run, tolerance: float) -> Blame | None:
@@ -384,7 +384,7 @@ def main(folder: Path) -> None:
     """Run as a rank, and leave its differences in `folder`; of a script without a reference, its record."""
     here = find_launch(os.environ)
     facts = json.loads((folder / _JOB).read_text())
-    config, steps, known = load(facts["config"]), facts["steps"], folder.parent / _REFERENCE
+    config, steps, known = load_config(facts["config"]), facts["steps"], folder.parent / _REFERENCE
 
     def body() -> None:
         if "script" not in facts:

@@ -200,8 +200,8 @@ def _model(known: Mapping[str, Any]) -> SpecModel:
         (Path(folder) / CONFIG).write_text(json.dumps(plain))
         made = model_of(
             ModelConfig(pretrained=folder, random_weights=True),
-            DataConfig(sequence=8),
-            TrainConfig(steps=1, global_batch=1, microbatch=1),
+            DataConfig(seq_len=8),
+            TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1),
         )
     assert isinstance(made, SpecModel)
     return made

@@ -132,7 +132,7 @@ def _end_of(path: Path, step: int) -> int:
 def recorded(folder: Path, config: Config, plan: Plan, start: Start) -> Iterator[list[Summary]]:
     """Write `folder`/config.json and `folder`/run.json now, and run.json again when the block ends.
 
-    config.json is `config` with the sizes of `plan`: `meshcomm.config.load` reads it. run.json has format;
+    config.json is `config` with the sizes of `plan`: `meshcomm.config.load_config` reads it. run.json has format;
     run, another text at every start; state: "running", "finished" or "stopped"; fingerprint, of the live
     plan, whose backends are known; dims; steps, tokens_per_step, parameters; resumed: the last step that
     was done before, or None; and from the end on ended: steps, tokens, seconds, late, stats and

@@ -37,7 +37,7 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     to `lr * min_lr_ratio` at the last step, or `lr` to the end. With wsd (warm-up, stable, decay: Hu et al. 2024)
     the straight line begins after the step `steps - decay_steps`.
 
-    >>> train = TrainConfig(steps=12, warmup_steps=4, global_batch=1, microbatch=1, lr=1.0, min_lr_ratio=0.2)
+    >>> train = TrainConfig(steps=12, warmup_steps=4, global_batch_size=1, micro_batch_size=1, lr=1.0, min_lr_ratio=0.2)
     >>> [round(learning_rate(train, step), 3) for step in range(1, 13)]
     [0.25, 0.5, 0.75, 1.0, 0.97, 0.883, 0.753, 0.6, 0.447, 0.317, 0.23, 0.2]
     >>> linear, constant = (train.model_copy(update={"schedule": name}) for name in ("linear", "constant"))
@@ -69,13 +69,13 @@ class Reading(NamedTuple):
         """Global batches of an evaluation. Raises TrainingError where there are none and one is asked for."""
         validation = None if self.corpus is None else self.corpus.validation
         samples = 0 if validation is None else validation.samples
-        whole = samples // train.global_batch
+        whole = samples // train.global_batch_size
         if train.eval_every and not whole:
             raise TrainingError(
                 "there is too little to evaluate",
-                given=f"{samples} samples for validation, train.global_batch = {train.global_batch}",
+                given=f"{samples} samples for validation, train.global_batch_size = {train.global_batch_size}",
                 expected="one global batch or more",
-                hint="a larger data.validation, more validation files, or a smaller train.global_batch",
+                hint="a larger data.validation, more validation files, or a smaller train.global_batch_size",
             )
         return min(whole, train.eval_batches or whole)
 
@@ -121,7 +121,7 @@ class Steps:
         self._callbacks = (self._early, *callbacks, *sinks)
         self._start = Start(
             steps=train.steps,
-            tokens_per_step=train.global_batch * (1 if data is None else data.sequence),
+            tokens_per_step=train.global_batch_size * (1 if data is None else data.seq_len),
             parameters=engine.parameters_of_all_stages(),
             text_bytes=0 if corpus is None else corpus.size,
             unit="data of its own" if corpus is None else corpus.unit,
@@ -193,9 +193,9 @@ class Steps:
             saves, evaluates = self._due(train.checkpoint_every, step), self._due(train.eval_every, step)
             logs = self._logs(step)
             # A look waits for the device where calls are queued on it.
-            if mesh.asynchronous and not saves and not evaluates and not logs:
+            if mesh.is_async and not saves and not evaluates and not logs:
                 continue
-            results = engine.look()
+            results = engine.results()
             now = time.perf_counter()
             self._seconds = now - began
             if logs:
@@ -303,6 +303,6 @@ def _nothing_finite(done: Done, train: TrainConfig) -> TrainingError:
     return TrainingError(
         f"steps {done.number - _IN_A_ROW} to {done.number} give nothing finite, so leaving them out does not help",
         given=done.fault,
-        expected=f'{_IN_A_ROW} such steps in a row at most, with train.nonfinite = "skip"',
+        expected=f'{_IN_A_ROW} such steps in a row at most, with train.on_nonfinite = "skip"',
         hint=f"a smaller train.lr than {train.lr:g}; or meshcomm parity, to look for a mistake",
     )

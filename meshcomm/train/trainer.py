@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
@@ -67,13 +67,13 @@ class Trainer:
     """Trains a model on a mesh: `meshcomm train` with what is yours put in.
 
         with meshcomm.init("train.toml") as mesh:
-            Trainer(mesh, meshcomm.load("train.toml"), module, loss=loss).run(batches)
+            Trainer(mesh, meshcomm.load_config("train.toml"), module, loss=loss).run(batches)
 
     Args:
         mesh: an open mesh that this rank is a member of.
         config: what it was opened with; None: that of `meshcomm run CONFIG`. [parallel] and [train] are needed,
             [model] where no model is given, [data] where no data is given to `run`, where [model] is there, and for
-            a pipeline, whose stages must know data.sequence.
+            a pipeline, whose stages must know data.seq_len.
         model: None: that of [model]. A ModelSpec or Model: built in parts, so that all kinds of parallelism can be
             had which it tells of. An nn.Module: as it is, for data and shard; for tensor once `tensor_parallel` has
             split it. The weights of the first rank along data and shard become those of all of them.
@@ -159,7 +159,7 @@ class Trainer:
                    config.json and run.json, into train.out; see meshcomm.train.run_files.
         Raises:    ConfigError where config and checkpoint do not fit; TrainingError where ranks have different
                    data, a parameter gets no gradient, the loss or the gradient norm is not finite (see
-                   train.nonfinite), or a checkpoint cannot be written or read; CallMismatchError where ranks
+                   train.on_nonfinite), or a checkpoint cannot be written or read; CallMismatchError where ranks
                    called differently in a step.
         """
         source = self._corpus() if data is None else data
@@ -174,7 +174,7 @@ class Trainer:
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         """One step of a loop of your own; `look` tells what it gave.
 
-        Shape:     (global_batch / ranks along data and shard, ...): this rank's share of the global batch. On any
+        Shape:     (global_batch_size / ranks along data and shard, ...): this rank's share of the global batch. On any
                    device; what is of a floating type is taken in train.dtype.
         Called by: every rank; inputs and targets are equal along tensor, pipeline and context.
         Raises:    ShapeError for another number of samples; TrainingError where a parameter got no gradient, or for
@@ -200,14 +200,14 @@ class Trainer:
         if self._recorder is not None:
             self._recorder.stepped(engine)
 
-    def look(self) -> list[Done]:
+    def results(self) -> list[Done]:
         """What the steps since the last look gave, in order. This waits for the device.
 
         Called by: every rank.
-        Raises:    TrainingError on every rank, with train.nonfinite = "stop", where the loss or the gradient norm
+        Raises:    TrainingError on every rank, with train.on_nonfinite = "stop", where the loss or the gradient norm
                    of one of them is not finite. It was not applied then, nor were those after it.
         """
-        return self.engine.look()
+        return self.engine.results()
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
         """The mean loss over some global batches, by forward passes alone, with the modules in eval mode.
@@ -253,8 +253,8 @@ class Trainer:
                 hint="trainer.run(data) with (inputs, targets) of each step, or [data] sequence = 128",
             )
         if self._recorder is not None:
-            return corpus_of(self._mesh, facts.sections, self._model.vocabulary)
-        return agreed_corpus(self._mesh, facts, self._model.vocabulary)
+            return corpus_of(self._mesh, facts.sections, self._model.vocab_size)
+        return agreed_corpus(self._mesh, facts, self._model.vocab_size)
 
     def _make(self, filled: bool) -> Engine:
         if self._made is None:
@@ -286,10 +286,10 @@ def _model(
         return given
     if given is None:
         return _configured(config, known)
-    sequence = 1 if known.data is None else known.data.sequence
+    seq_len = 1 if known.data is None else known.data.seq_len
     if isinstance(given, ModelSpec):
         spec = given if loss is None else replace(given, loss=loss)
-        return SpecModel(spec, known.train, sequence)
+        return SpecModel(spec, known.train, seq_len)
     return WrappedModule(given, known.parallel, known.train, loss)
 
 
@@ -302,9 +302,9 @@ def _of_the_job(config: Config | None) -> Config:
             "the trainer was not told how to train",
             given="no config, and no config from meshcomm run",
             expected="one of both",
-            hint='Trainer(mesh, meshcomm.load("train.toml"), ...), or meshcomm run CONFIG script.py',
+            hint='Trainer(mesh, meshcomm.load_config("train.toml"), ...), or meshcomm run CONFIG script.py',
         )
-    return load(path, os.environ.get(OVERRIDES_VARIABLE, "").splitlines())
+    return load_config(path, os.environ.get(OVERRIDES_VARIABLE, "").splitlines())
 
 
 def _configured(config: Config, known: Sections) -> Model:

@@ -58,10 +58,10 @@ def _trains(settings: Config, layout: Layout) -> Facts | None:
         return None
     return {
         "parts": {dim: part for part, dim in parallel.parts.items()},
-        "layers": model.layers,
-        "width": model.width,
+        "layers": model.num_layers,
+        "width": model.hidden_size,
         "steps": train.steps,
-        "tokens_per_step": train.global_batch * data.sequence,
+        "tokens_per_step": train.global_batch_size * data.seq_len,
         "microbatches": settings.microbatches(layout.dims),
     }
 

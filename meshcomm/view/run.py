@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import ViewError
 
 Facts = dict[str, Any]
@@ -44,7 +44,7 @@ def find_target(target: Path, overrides: Sequence[str] = ()) -> Target:
                 expected="the train.out of `meshcomm train`, which writes config.json, run.json and metrics.jsonl",
                 hint="the configuration's file: meshcomm view CONFIG waits for its run",
             )
-        return Target(load(config, overrides), target)
+        return Target(load_config(config, overrides), target)
     if not target.exists() and target.suffix.lower() not in (".toml", ".json", ".yaml", ".yml"):
         raise ViewError(
             f"there is no {target}",
@@ -52,7 +52,7 @@ def find_target(target: Path, overrides: Sequence[str] = ()) -> Target:
             expected="a configuration's file, or the folder of a run",
             hint="before a run has begun, meshcomm view CONFIG: it waits for train.out",
         )
-    settings = load(target, overrides)
+    settings = load_config(target, overrides)
     return Target(settings, None if settings.train is None else Path(settings.train.out))
 
 

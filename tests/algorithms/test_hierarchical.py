@@ -20,7 +20,7 @@ def reduced(mesh: Mesh, length: int, op: str) -> None:
             continue
         others = set(mesh.coords) - set(dims)
         ranks = [
-            r for r in range(mesh.world_size) if all(mesh.coords_of(r)[d] == mesh.coords[d] for d in others)
+            r for r in range(mesh.world_size) if all(mesh.get_coords(r)[d] == mesh.coords[d] for d in others)
         ]
         everyone = torch.stack([torch.arange(length) % 97 + rank for rank in ranks]).double()
         expected = everyone.sum(0) if op == "sum" else everyone.amax(0)

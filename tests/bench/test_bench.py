@@ -20,7 +20,7 @@ import meshcomm
 from meshcomm.bench.facts import Asked, chosen_dims, items, measured_facts
 from meshcomm.bench.measure import Item, Measured, in_turn
 from meshcomm.cli import app
-from meshcomm.config import Config, TopologyConfig, load
+from meshcomm.config import Config, TopologyConfig, load_config
 from meshcomm.errors import ConfigError, UnknownDim
 from meshcomm.layout import Plan
 from meshcomm.predict.fit import ASSUMED, MARK, Time, assumed, fit, fit_links, measured_text, work
@@ -93,7 +93,7 @@ def test_the_guide_has_the_sizes_and_factors() -> None:
 
 
 def plan(**mesh: Any) -> Plan:
-    return load({"mesh": {"device": "cpu", **mesh}}).plan(None).on("cpu", "gloo")
+    return load_config({"mesh": {"device": "cpu", **mesh}}).plan(None).on("cpu", "gloo")
 
 
 def test_dims_are_measured_once_and_the_others_are_named() -> None:
@@ -136,7 +136,7 @@ def test_rounds_go_forwards_and_backwards_and_the_device_is_waited_for() -> None
 
 
 def config(ranks_per_node: int = 4, **links: Any) -> Config:
-    return load(
+    return load_config(
         {
             "mesh": {"dims": {"dp": 2, "cp": 2, "tp": 2}, "device": "cpu"},
             "topology": {
@@ -243,7 +243,7 @@ def test_times_that_say_too_little_are_refused_or_noted() -> None:
 
 
 def test_an_exchange_over_two_kinds_of_link_is_left_out() -> None:
-    settings = load(
+    settings = load_config(
         {"mesh": {"dims": {"dp": 4}, "device": "cpu"}, "topology": {"ranks_per_node": 2, "links": TRUE}}
     )
     times, live = model_times(settings, "gloo", 0)
@@ -259,7 +259,7 @@ def test_what_is_written_loads_and_predicts_what_was_measured(tmp_path: Path) ->
     path = tmp_path / "measured.toml"
     path.write_text(measured_text(settings, settings.topology, found.links, "2026, here"))
     assert path.read_text().startswith(f"{MARK} --fit`: 2026, here\n# links.node: ")
-    written = load(path)
+    written = load_config(path)
     assert written.mesh.dims == settings.mesh.dims and written.topology.tflops == 5.0
     assert written.topology.ranks_per_node == 4 and written.topology.call_us == 0
     machine = known_machine(written.topology, "here")
@@ -460,7 +460,7 @@ def test_what_cannot_be_measured_is_refused_before_a_process_starts(
     assert "the mesh has no dim 'pp'" in refused(mesh, "--dim", "pp")
     assert "8 bytes are too few for all_gather along tp" in refused(mesh, "--bytes", "8")
     assert "'much' is not a number of bytes" in refused(mesh, "--bytes", "much")
-    assert "2*3 = 6" in refused(mesh, "--world", "8")
+    assert "2*3 = 6" in refused(mesh, "--world-size", "8")
     assert "--fit fit.toml" in refused(mesh, "--fit", "fit.json")
     assert "none/fit.toml cannot be written" in refused(mesh, "--fit", "none/fit.toml")
     assert "mesh.toml exists, and meshcomm bench did not write it" in refused(mesh, "--fit", mesh)
@@ -484,7 +484,7 @@ def job(folder: str, byte_s: float) -> tuple[str, str, str]:
         return [Measured(item, 1, t, t) for item, t in zip(wanted, times, strict=True)], []
 
     out, err, raised = StringIO(), StringIO(), ""
-    settings = load({"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "topology": {"ranks_per_node": 1}})
+    settings = load_config({"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "topology": {"ranks_per_node": 1}})
     asked = Asked(["sendrecv"], [1024, 1 << 22], (), 1)
     output = Output(True, Path(folder, "b.toml"))
     with redirect_stdout(out), redirect_stderr(err), patch("meshcomm.bench.facts.sweep", sweep):
@@ -501,7 +501,7 @@ def test_a_job_prints_json_and_writes_the_fit(pool: Pool, tmp_path: Path) -> Non
     assert (errors, other) == (["", ""], ("", "", ""))
     facts = json.loads(text)
     assert [row["bytes"] for row in facts["rows"]] == [1024, 1 << 22]
-    written = load(tmp_path / "b.toml")
+    written = load_config(tmp_path / "b.toml")
     assert written.topology.ranks_per_node == 1 and written.topology.links.node is None
     link = written.topology.links.network
     assert link is not None and (link.latency_us, link.bandwidth_gbytes_s) == (100.0, 1.0)
@@ -533,7 +533,7 @@ def test_the_ranks_are_asked_for_what_was_typed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("meshcomm.jobs.bench.body", lambda *given: bodies.append(given))
     monkeypatch.setattr("meshcomm.jobs.starting.as_rank", lambda body, *_: body())
     words = (
-        "bench mesh.toml --world 4 --op reduce --op all_reduce --bytes 4KiB --bytes 64 --dim tp --rounds 3"
+        "bench mesh.toml --world-size 4 --op reduce --op all_reduce --bytes 4KiB --bytes 64 --dim tp --rounds 3"
     )
     more = "--alone --json --fit b.toml --set mesh.timeout_s=50.0"
     assert CliRunner().invoke(app, [*words.split(), *more.split()]).exit_code == 0
@@ -547,4 +547,4 @@ def test_the_ranks_are_asked_for_what_was_typed(tmp_path: Path, monkeypatch: pyt
     assert settings.mesh.timeout_s == 50.0
     assert asked == Asked(("all_reduce", "reduce"), [4096, 64], ["tp"], 3, True)
     assert output == (True, Path("b.toml"))
-    assert "--world 8 inside a job of 4 processes" in refused("mesh.toml", "--world", "8")
+    assert "--world-size 8 inside a job of 4 processes" in refused("mesh.toml", "--world-size", "8")

@@ -75,7 +75,7 @@ def parts_of_a_step(mesh: Mesh, step: Callable[[], object], engine: Engine, step
     ]
     found, predicted = {COMPUTE: 0.0, OPTIMIZER: optimizing[0]}, {}
     if (dim := engine.sections.parallel.pipeline) is not None and mesh.size(dim) > 1:
-        kind, count = engine.sections.parallel.schedule, engine.stages[0].count
+        kind, count = engine.sections.parallel.options.schedule, engine.stages[0].count
         order = orders(kind, mesh.size(dim), count // mesh.size(dim), engine.microbatches)
         mine = [each for each in spans.found if each.lane == PASSES]
         bubble = bubble_of(mesh, dim, order, mine, steps, began)

@@ -105,7 +105,7 @@ class Piped:
         if len(made) > 1:
             self.schedule: Any = ScheduleInterleaved1F1B(list(made), microbatches, loss_fn=loss)
         else:
-            kind = ScheduleGPipe if engine.sections.parallel.schedule == "gpipe" else Schedule1F1B
+            kind = ScheduleGPipe if engine.sections.parallel.options.schedule == "gpipe" else Schedule1F1B
             self.schedule = kind(made[0], microbatches, loss_fn=loss)
 
     def step(self) -> None:
@@ -133,14 +133,14 @@ def by_torch(
     names: list[str] = []
     modules: list[Any] = []
     for stage in engine.stages:
-        module = Plain(settings, data.sequence, stage.layers).to(mesh.device, getattr(torch, train.dtype))
+        module = Plain(settings, data.seq_len, stage.layers).to(mesh.device, getattr(torch, train.dtype))
         initialise(module, settings, train.seed)
         modules.append(module)
     context = engine.splits.context
     if context.size > 1:
         names.append("keys and values gathered")
         every = [
-            sequence_positions(data.sequence, context.size, coord, context.order)
+            sequence_positions(data.seq_len, context.size, coord, context.order)
             for coord in range(context.size)
         ]
         for module in modules:

@@ -73,12 +73,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head, self.grouped = config.head_size, config.heads != config.kv_heads
-        inner, few = config.heads * self.head, config.kv_heads * self.head
-        self.wq = nn.Linear(config.width, inner, bias=False)
-        self.wk = nn.Linear(config.width, few, bias=False)
-        self.wv = nn.Linear(config.width, few, bias=False)
-        self.wo = nn.Linear(inner, config.width, bias=False)
+        self.head, self.grouped = config.head_size, config.num_heads != config.num_kv_heads
+        inner, few = config.num_heads * self.head, config.num_kv_heads * self.head
+        self.wq = nn.Linear(config.hidden_size, inner, bias=False)
+        self.wk = nn.Linear(config.hidden_size, few, bias=False)
+        self.wv = nn.Linear(config.hidden_size, few, bias=False)
+        self.wo = nn.Linear(inner, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
         """(batch, sequence, width) -> the same shape."""
@@ -100,9 +100,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.width, config.ff, bias=False)
-        self.w3 = nn.Linear(config.width, config.ff, bias=False)
-        self.w2 = nn.Linear(config.ff, config.width, bias=False)
+        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
@@ -113,7 +113,7 @@ class FeedForward(nn.Module):
 class _Weights(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        count, width, ff = config.experts, config.width, config.ff
+        count, width, ff = config.experts, config.hidden_size, config.intermediate_size
         self.w1 = nn.Parameter(torch.empty(count, ff, width))
         self.w3 = nn.Parameter(torch.empty(count, ff, width))
         self.w2 = nn.Parameter(torch.empty(count, width, ff))
@@ -132,7 +132,7 @@ class PlainExperts(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.slots, self.count = min(config.experts_per_token, config.experts), config.experts
-        self.router = nn.Linear(config.width, config.experts, bias=False)
+        self.router = nn.Linear(config.hidden_size, config.experts, bias=False)
         self.experts = _Weights(config)
         self.group: dist.ProcessGroup | None = None
 
@@ -182,9 +182,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attn_norm = nn.RMSNorm(config.width, config.norm_eps)
+        self.attn_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config)
-        self.ff_norm = nn.RMSNorm(config.width, config.norm_eps)
+        self.ff_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.ff = PlainExperts(config) if config.has_experts(layer) else FeedForward(config)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
@@ -203,14 +203,14 @@ class Plain(nn.Module):
 
     rotary: Tensor
 
-    def __init__(self, config: ModelConfig, sequence: int, layers: Sequence[int]) -> None:
+    def __init__(self, config: ModelConfig, seq_len: int, layers: Sequence[int]) -> None:
         super().__init__()
-        first, last = layers[0] == 0, layers[-1] == config.layers - 1
-        self.embed = nn.Embedding(config.vocabulary, config.width) if first else None
+        first, last = layers[0] == 0, layers[-1] == config.num_layers - 1
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size) if first else None
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in layers})
-        self.norm = nn.RMSNorm(config.width, config.norm_eps) if last else None
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False) if last else None
-        table = rotary_table(sequence, config.head_size, config.rope_theta)
+        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps) if last else None
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if last else None
+        table = rotary_table(seq_len, config.head_size, config.rope_theta)
         self.register_buffer("rotary", table.to(torch.get_default_dtype()), persistent=False)
 
     def forward(self, x: Any) -> Any:

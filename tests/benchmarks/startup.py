@@ -1,6 +1,6 @@
 """Starts of whole jobs, until every dim is used, beside torch's init_device_mesh.
 
-python -m tests.benchmarks.startup [--world 8] [--rounds 9] [--json]
+python -m tests.benchmarks.startup [--world-size 8] [--rounds 9] [--json]
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--world", type=int)
+    parser.add_argument("--world-size", type=int)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()

@@ -10,14 +10,14 @@ import torch
 import meshcomm
 from meshcomm.bench.facts import machine_facts
 from meshcomm.comm.spans import Span
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError
 from meshcomm.predict.passes import Costs, orders, timeline
 from meshcomm.testing import Pool
 from tests.benchmarks.breakdown import Bubble, bubble_of, expected_exposure, exposed, parts_of_a_step
 from tests.benchmarks.training import measured, trained, training_text, ways
 
-MODEL = "model={ layers = 2, width = 32, heads = 4, kv_heads = 2, ff = 64, vocabulary = 64 }"
+MODEL = "model={ num_layers = 2, hidden_size = 32, num_heads = 4, num_kv_heads = 2, intermediate_size = 64, vocab_size = 64 }"
 
 
 def config_of(dims: str, parallel: str, world: int, *more: str) -> Config:
@@ -26,10 +26,10 @@ def config_of(dims: str, parallel: str, world: int, *more: str) -> Config:
     model = MODEL
     if "expert" in parallel:
         model = MODEL.replace(" }", ", experts = 4, balance_loss = 1.0 }")
-        settings += ["mesh.views={ expert = { edp = 2, ep = 2 } }", model, "data={ sequence = 16 }"]
-        settings.append("train={ steps = 1, global_batch = 32, microbatch = 2 }")
-    base = load(mesh, settings)
-    return load(trained(base, world), [model, "data.sequence=16", 'train.dtype="float64"', *more])
+        settings += ["mesh.views={ expert = { edp = 2, ep = 2 } }", model, "data={ seq_len = 16 }"]
+        settings.append("train={ steps = 1, global_batch_size = 32, micro_batch_size = 2 }")
+    base = load_config(mesh, settings)
+    return load_config(trained(base, world), [model, "data.seq_len=16", 'train.dtype="float64"', *more])
 
 
 def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str, Any]]:
@@ -187,7 +187,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
     for sets, message in (
         ((), "which dim plays which part"),
         ((role, "mesh.ranks=[0, 1]"), "on all ranks of the job"),
-        ((role, "train={ steps = 1, global_batch = 8, microbatch = 4 }"), "how to train, but not what"),
+        ((role, "train={ steps = 1, global_batch_size = 8, micro_batch_size = 4 }"), "how to train, but not what"),
     ):
         with pytest.raises(ConfigError, match=message):
-            trained(load(mesh, sets), 2)
+            trained(load_config(mesh, sets), 2)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshcomm.bench.facts import machine_facts
 from meshcomm.bench.measure import in_turn, slowest
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.layout.sizes import coords_text
 from meshcomm.mesh import Mesh
@@ -42,8 +42,8 @@ from tests.benchmarks.loops import Loop, by_torch, no_counterpart
 # The training that meshes are compared with where the configuration has none: 4.3 million parameters, 4 microbatches
 # of 4 samples on each rank along data and shard.
 YARDSTICK: Final = (
-    "model={ layers = 4, width = 256, heads = 8, kv_heads = 8, ff = 1024 }",
-    "data={ sequence = 256 }",
+    "model={ num_layers = 4, hidden_size = 256, num_heads = 8, num_kv_heads = 8, intermediate_size = 1024 }",
+    "data={ seq_len = 256 }",
 )
 MICROBATCH: Final = 4
 MICROBATCHES: Final = 4
@@ -92,23 +92,23 @@ def ways(mesh: Mesh, config: Config) -> tuple[list[Way], list[Without], Engine]:
     part, settings, data, train = known
     assert settings is not None and data is not None
     model = model_of(settings, data, train)
-    if not model.vocabulary:
+    if not model.vocab_size:
         raise UnsupportedOp(
             "the samples of a measurement are tokens",
-            given="a model whose inputs are no tokens: vocabulary = 0",
+            given="a model whose inputs are no tokens: vocab_size = 0",
             expected="a model of tokens",
             hint="leave [model] out: the yardstick is trained",
         )
     engine = Engine(mesh, config, model)
-    each = train.microbatch * engine.microbatches * data.sequence
+    each = train.micro_batch_size * engine.microbatches * data.seq_len
     x, y = _samples(
-        mesh, model.vocabulary, train.microbatch * engine.microbatches, data.sequence, engine.data_coord
+        mesh, model.vocab_size, train.micro_batch_size * engine.microbatches, data.seq_len, engine.data_coord
     )
     losses: list[float] = []
 
     def ours() -> None:
         engine.step(x, y, train.lr, len(losses) + 1)
-        losses.extend(step.loss for step in engine.look())
+        losses.extend(step.loss for step in engine.results())
 
     found = [Way(OURS, each * engine.data_size, ours, losses)]
     independent = _alone(mesh)
@@ -116,7 +116,7 @@ def ways(mesh: Mesh, config: Config) -> tuple[list[Way], list[Without], Engine]:
     def whole() -> nn.Module:
         """All of it on this rank, split by nothing."""
         splits = Splits.of(TensorSplit(mesh, None, getattr(torch, train.dtype)))
-        stage = Stage(0, 1, range(model.layers))
+        stage = Stage(0, 1, range(model.num_layers))
         module = model.stage(splits, stage)
         materialise(module, mesh.device)
         model.fill(module, stage)
@@ -194,9 +194,9 @@ def _alone(mesh: Mesh) -> int:
     return mesh.world_size if mesh.device.type != "cpu" else min(mesh.world_size, os.cpu_count() or 1)
 
 
-def _samples(mesh: Mesh, vocabulary: int, count: int, sequence: int, coord: int) -> tuple[Tensor, Tensor]:
+def _samples(mesh: Mesh, vocab_size: int, count: int, seq_len: int, coord: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(coord)
-    tokens = torch.randint(vocabulary, (count, sequence + 1), generator=generator).to(mesh.device)
+    tokens = torch.randint(vocab_size, (count, seq_len + 1), generator=generator).to(mesh.device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -224,8 +224,8 @@ def trained(settings: Config, world: int) -> Config:
     if settings.model is None and settings.train is None:
         share = part.copies(settings.mesh.sizes(world))
         batch = share * MICROBATCH * MICROBATCHES
-        train = f"train={{ steps = 1, global_batch = {batch}, microbatch = {MICROBATCH} }}"
-        settings = load(settings, [*YARDSTICK, train])
+        train = f"train={{ steps = 1, global_batch_size = {batch}, micro_batch_size = {MICROBATCH} }}"
+        settings = load_config(settings, [*YARDSTICK, train])
     if settings.model is None:
         raise ConfigError(
             f"{settings.source} says how to train, but not what",
@@ -259,8 +259,8 @@ def _described(settings: Config) -> str:
     assert model is not None and data is not None and train is not None
     what = model.pretrained or model.build
     if what is None:
-        what = f"{model.layers} layers, width {model.width}, {model.heads} heads, feed-forward {model.ff}"
-    each = f"sequence {data.sequence}, microbatch {train.microbatch}, global batch {train.global_batch}"
+        what = f"{model.num_layers} layers, width {model.hidden_size}, {model.num_heads} heads, feed-forward {model.intermediate_size}"
+    each = f"sequence {data.seq_len}, microbatch {train.micro_batch_size}, global batch {train.global_batch_size}"
     return f"{what}, {each}, {train.compute_dtype or train.dtype}"
 
 
@@ -318,7 +318,7 @@ def _main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--set", action="append", default=[])
     given = parser.parse_args()
-    settings = trained(load(given.config or _DATA_ALONE, given.set), int(os.environ["WORLD_SIZE"]))
+    settings = trained(load_config(given.config or _DATA_ALONE, given.set), int(os.environ["WORLD_SIZE"]))
     facts = facts_of(settings, given.rounds, given.steps)
     if facts is not None:
         print(json.dumps(facts, indent=2) if given.json else training_text(facts))

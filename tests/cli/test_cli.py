@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from meshcomm import __version__
 from meshcomm.cli.app import GROUPS, app
-from meshcomm.config import load
+from meshcomm.config import load_config
 from meshcomm.layout import Layout, Plan
 
 SCRIPT = """
@@ -66,7 +66,7 @@ def test_a_terminal_is_told_of_the_start_before_torch_is_loaded() -> None:
     env = {name: value for name, value in os.environ.items() if name != "RANK"}
     for words, told in (
         (["train", str(config)], "starting the mesh pp=2 dp=2 tp=2"),
-        (["run", "--world", "2", __file__], "starting the mesh of 2 ranks"),
+        (["run", "--world-size", "2", __file__], "starting the mesh of 2 ranks"),
     ):
         subprocess.run([sys.executable, "-c", program, *words], stderr=terminal, env=env, timeout=200)
         first = os.read(leader, 1 << 16).decode().splitlines()[0]
@@ -98,10 +98,10 @@ def test_the_first_rank_of_a_host_reports_a_wrong_config_for_all(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--world", "2", "x.py", "--lr", "3", "name"], "2 --lr 3 name"),
-        (["--world", "2", "x.py", "--world", "3", "--help", "--", "-x"], "2 --world 3 --help -- -x"),
-        (["--world", "2", "x.py", "other.py"], "2 other.py"),
-        (["mesh.toml", "--world", "2", "--set", "mesh.timeout_s=9", "x.py", "a", "--set"], "2 a --set"),
+        (["--world-size", "2", "x.py", "--lr", "3", "name"], "2 --lr 3 name"),
+        (["--world-size", "2", "x.py", "--world-size", "3", "--help", "--", "-x"], "2 --world-size 3 --help -- -x"),
+        (["--world-size", "2", "x.py", "other.py"], "2 other.py"),
+        (["mesh.toml", "--world-size", "2", "--set", "mesh.timeout_s=9", "x.py", "a", "--set"], "2 a --set"),
     ],
 )
 def test_what_follows_a_script_is_the_scripts(
@@ -120,7 +120,7 @@ def test_what_follows_a_script_is_the_scripts(
 
 def test_a_config_has_one_plan_id_whatever_device_a_process_finds() -> None:
     for device in ("auto", "cpu", "cuda"):
-        plan = load({"mesh": {"dims": {"dp": 2, "tp": 2}, "device": device}}).plan(4)
+        plan = load_config({"mesh": {"dims": {"dp": 2, "tp": 2}, "device": device}}).plan(4)
         on_cpu, on_cuda = plan.on("cpu", "gloo"), plan.on("cuda", "nccl")
         assert plan.fingerprint == on_cpu.fingerprint == on_cuda.fingerprint
         assert on_cpu.facts() != on_cuda.facts()

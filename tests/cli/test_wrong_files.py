@@ -19,9 +19,9 @@ NOISE = bytes(range(255, -1, -1))
 
 # What each command is given beside the wrong file, where it wants more; "FILE" stands for the file.
 WORDS: dict[str, list[list[str]]] = {
-    "run": [["FILE", "good.py"], ["--world", "2", "FILE"], [QUICK, "FILE"]],
+    "run": [["FILE", "good.py"], ["--world-size", "2", "FILE"], [QUICK, "FILE"]],
     "train": [["FILE"]],
-    "simulate": [["FILE", "good.py"], ["--world", "2", "FILE"], [QUICK, "FILE"]],
+    "simulate": [["FILE", "good.py"], ["--world-size", "2", "FILE"], [QUICK, "FILE"]],
     "plan": [["FILE"], [QUICK, "--diff", "FILE"]],
     "where": [["FILE", "3"]],
     "lint": [["FILE"]],
@@ -32,8 +32,8 @@ WORDS: dict[str, list[list[str]]] = {
     "parity": [["FILE"], [QUICK, "FILE"]],
     "bench": [["FILE"], ["FILE", "--train"]],
     "costs": [["FILE"]],
-    "place": [["FILE", "--world", "8"], [QUICK, "--world", "8", "--write", "FILE"]],
-    "dryrun": [["FILE"], ["--world", "2", "FILE"], [QUICK, "FILE"]],
+    "tune": [["FILE", "--world-size", "8"], [QUICK, "--world-size", "8", "--write", "FILE"]],
+    "dryrun": [["FILE"], ["--world-size", "2", "FILE"], [QUICK, "FILE"]],
     "export": [["FILE", "out.safetensors"], ["FILE", "out", "--pretrained"]],
     "import": [["FILE", "out"]],
 }
@@ -101,7 +101,7 @@ def test_a_world_that_does_not_fit_is_an_error(folder: Path, world: str) -> None
         script = ["good.py"] * (command in ("run", "simulate"))
         place = ["3"] * (command == "where")
         export = ["--export", "out.html"] * (command == "view")
-        done = CliRunner().invoke(app, [command, QUICK, *place, *export, "--world", world, *script])
+        done = CliRunner().invoke(app, [command, QUICK, *place, *export, "--world-size", world, *script])
         assert isinstance(done.exception, SystemExit | None), (command, done.exception)
         # To doctor it is one more finding.
         wrong = 1 if command == "doctor" and world != "many" else 2

@@ -231,7 +231,7 @@ def uneven(mesh: Mesh) -> None:
                 for received in (None, [row[coord] for row in table]):
                     gives(
                         lambda out: mesh.all_to_all(
-                            dims, x, axis, axis, splits=splits, received=received, out=out
+                            dims, x, axis, axis, input_split_sizes=splits, output_split_sizes=received, out=out
                         ),
                         wanted, x, (dims, axis, 1),
                     )  # fmt: skip
@@ -275,7 +275,7 @@ def on_queues() -> None:
         x = torch.ones(4, 1)
         syncs = host_syncs()
         splits = [1] * 4
-        found = mesh.all_to_all("dp", x, splits=splits, received=splits)
+        found = mesh.all_to_all("dp", x, input_split_sizes=splits, output_split_sizes=splits)
         assert host_syncs() == syncs and torch.equal(found, x)
 
 
@@ -291,18 +291,18 @@ def wrongly_known(mesh: Mesh) -> None:
     for received in ([2, 2], [1, 3]):
         if coord == 1 and received == [2, 2]:
             with pytest.raises(ShapeError, match="send something else than this one expects") as refused:
-                mesh.all_to_all("dp", x, splits=splits, received=received)
-            assert "received=[1, 3], which is in the splits of coords 0 to 1" in refused.value.expected
+                mesh.all_to_all("dp", x, input_split_sizes=splits, output_split_sizes=received)
+            assert "output_split_sizes=[1, 3], which is in the input_split_sizes of coords 0 to 1" in refused.value.expected
         else:
             own = [3, 1] if coord == 0 else received
-            assert mesh.all_to_all("dp", x, splits=splits, received=own).numel() == 4
+            assert mesh.all_to_all("dp", x, input_split_sizes=splits, output_split_sizes=own).numel() == 4
 
 
 def test_a_wrong_known_size(pool: Pool) -> None:
     pool.run(on_processes, wrongly_known, {"dims": {"dp": 2}}, ranks=2)
     with pytest.raises(CallMismatchError, match="ranks differ in call 1"):
         meshcomm.simulate(
-            lambda mesh: mesh.all_to_all("dp", torch.ones(4), splits=[2, 2], received=[3, 1]), dims={"dp": 2}
+            lambda mesh: mesh.all_to_all("dp", torch.ones(4), input_split_sizes=[2, 2], output_split_sizes=[3, 1]), dims={"dp": 2}
         )
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import meshcomm
 from meshcomm.collectives import Call
 from meshcomm.comm.counters import CallCounter, PendingCall, counter_of
-from meshcomm.config import load
+from meshcomm.config import load_config
 from meshcomm.errors import MeshClosed
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.compare_ranks import StatsOfAll, records_of_all, stats_of_all
@@ -53,7 +53,7 @@ def program(mesh: Mesh) -> Counted:
     mesh.scatter("tp", torch.ones(4) if tp == 0 else None, src=0)
     mesh.reduce_scatter("tp", torch.ones(6))
     mesh.all_to_all("tp", torch.ones(6))
-    mesh.all_to_all("dp", torch.ones(5), splits=[2, 3])
+    mesh.all_to_all("dp", torch.ones(5), input_split_sizes=[2, 3])
     mesh.barrier("dp")
     mesh.functional.all_gather(
         "dp", torch.ones(2, requires_grad=True), grad="reduce_scatter"
@@ -147,7 +147,7 @@ def test_the_same_counts_and_the_time_on_real_ranks(mesh: Mesh) -> None:
     )  # 2 (n - 1) / n of it, n = 2
     assert (later.algbw, later.ratio) == (None, None)
     assert since.seconds > 0.2
-    everyone = mesh.stats_of_all_ranks()
+    everyone = mesh.global_stats()
     assert [*map(str, mesh.objects.all_gather("dp", str(everyone)))] == [str(everyone)] * 2
     spread = {(row.dim, row.call, row.async_op): row for row in everyone.rows}
     tp = spread["tp", "all_reduce", False]
@@ -183,7 +183,7 @@ def test_a_call_in_two_parts_is_one_that_lasts_until_the_data_is_there() -> None
         comm.transport.start = watched  # type: ignore[method-assign]
         comm.transport.start_p2p = watched_p2p  # type: ignore[method-assign]
         mesh.all_gather("dp", torch.ones(1 + mesh.rank), uneven=True)
-        mesh.all_to_all("dp", torch.ones(5), splits=[2, 3])
+        mesh.all_to_all("dp", torch.ones(5), input_split_sizes=[2, 3])
         assert not comm.recorder.inside
         return seen
 
@@ -224,7 +224,7 @@ def test_a_failed_call_ends_and_an_unwaited_one_does_not_count() -> None:
 
 
 def test_predicted_seconds_are_those_of_the_model() -> None:
-    settings = load(
+    settings = load_config(
         {
             "mesh": {"dims": {"dp": 2, "tp": 2}},
             "topology": {
@@ -257,9 +257,9 @@ def test_predicted_seconds_are_those_of_the_model() -> None:
 TRAIN: dict[str, Any] = {
     "mesh": {"dims": {"dp": 1, "tp": 1}, "device": "cpu"},
     "parallel": {"data": "dp", "tensor": "tp"},
-    "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ff": 64},
-    "data": {"sequence": 32, "max_bytes": 50_000},
-    "train": {"steps": 2, "global_batch": 8, "microbatch": 2},
+    "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 64},
+    "data": {"seq_len": 32, "max_bytes": 50_000},
+    "train": {"steps": 2, "global_batch_size": 8, "micro_batch_size": 2},
 }
 
 
@@ -301,7 +301,7 @@ def test_seconds_that_nobody_knows_are_none_and_a_dash() -> None:
         since = untimed.since(timed)
         assert since.rows == ()
         mesh.device = torch.device("cpu" if mesh.rank else "meta")
-        return untimed, mesh.stats_of_all_ranks()
+        return untimed, mesh.global_stats()
 
     for own, everyone in meshcomm.simulate(body, dims={"dp": 2}):
         (row,) = own.rows
@@ -353,7 +353,7 @@ def test_records_of_all_ranks_are_in_the_order_of_the_grid() -> None:
 def test_the_summary_of_a_run_has_a_table(tmp_path: Path) -> None:
     from meshcomm.train import Callback, run
 
-    settings = load(TRAIN, ["mesh.dims={ dp = 2, tp = 1 }", f'train.out="{tmp_path}"'])
+    settings = load_config(TRAIN, ["mesh.dims={ dp = 2, tp = 1 }", f'train.out="{tmp_path}"'])
     everyone = meshcomm.simulate(lambda mesh: run(mesh, settings, Callback()), settings, world_size=2)
     traffic = everyone[0].traffic
     assert everyone[0].traffic_steps == 2

@@ -65,7 +65,7 @@ CALLS: dict[str, tuple[Callable[[Any, Tensor, Tensor], object], Slices]] = {
     "all_to_all": (lambda m, x, out: m.all_to_all("dp", x, out=out), lambda c: (_HERE, _HERE)),
     "all_to_all, shifted": (lambda m, x, out: m.all_to_all("dp", x, out=out), lambda c: (_HERE, slice(1, 7))),
     "all_to_all, splits": (
-        lambda m, x, out: m.all_to_all("dp", x, splits=[2] * 3, out=out),
+        lambda m, x, out: m.all_to_all("dp", x, input_split_sizes=[2] * 3, out=out),
         lambda c: (_HERE, slice(1, 7)),
     ),
     "alone, all_gather": (lambda m, x, out: m.all_gather("one", x, out=out), lambda c: (_HERE, slice(1, 7))),

@@ -102,12 +102,12 @@ REFUSED: list[Refused] = [
     (lambda m: m.reduce_scatter("dp", ones(7)), ShapeError, "cannot split axis 0"),
     (lambda m: m.reduce_scatter("dp", ones(4, 5), axis=1), ShapeError, "cannot split axis 1"),
     (lambda m: m.functional.reduce_scatter("dp", ones(3)), ShapeError, "cannot split axis 0"),
-    (lambda m: m.all_to_all("dp", ones(), splits=[1.5, 2.5]), ShapeError, "splits do not cut axis 0"),
-    (lambda m: m.all_to_all("dp", ones(), splits=[1, 2]), ShapeError, "splits do not cut axis 0"),
-    (lambda m: m.all_to_all("dp", ones(), splits=4), ShapeError, "splits do not cut axis 0"),
-    (lambda m: m.all_to_all("dp", ones(), received=[2, 2]), ShapeError, "beside the splits"),
-    (lambda m: m.all_to_all("dp", ones(), splits=[2, 2], received=[4]), ShapeError, "received does not say"),
-    (lambda m: m.all_to_all("dp", ones(), splits=[2, 2], received=2), ShapeError, "received does not say"),
+    (lambda m: m.all_to_all("dp", ones(), input_split_sizes=[1.5, 2.5]), ShapeError, "input_split_sizes do not cut axis 0"),
+    (lambda m: m.all_to_all("dp", ones(), input_split_sizes=[1, 2]), ShapeError, "input_split_sizes do not cut axis 0"),
+    (lambda m: m.all_to_all("dp", ones(), input_split_sizes=4), ShapeError, "input_split_sizes do not cut axis 0"),
+    (lambda m: m.all_to_all("dp", ones(), output_split_sizes=[2, 2]), ShapeError, "beside the input_split_sizes"),
+    (lambda m: m.all_to_all("dp", ones(), input_split_sizes=[2, 2], output_split_sizes=[4]), ShapeError, "output_split_sizes does not say"),
+    (lambda m: m.all_to_all("dp", ones(), input_split_sizes=[2, 2], output_split_sizes=2), ShapeError, "output_split_sizes does not say"),
     (lambda m: m.gather("dp", ones(), dst=2), LayoutError, "dst=2 is not a coord"),
     (lambda m: m.broadcast("dp", ones(2), [1]), LayoutError, "is not a coord"),
     # A prepared call of src=1 is found for True as well.
@@ -271,7 +271,7 @@ ALONE: list[tuple[Callable[[Mesh], object], tuple[int, ...]]] = [
     (lambda m: m.gather("dp", ones(), 1, out=ones(3)), (1,)),
     (lambda m: m.gather("dp", ones(), 1, uneven=True, out=ones(3)), (1,)),
     (lambda m: m.all_gather("dp", ones(), uneven=True, out=ones(8 if m.coord("dp") else 3, 4)), (0,)),
-    (lambda m: m.all_to_all("dp", ones(), 0, 1, splits=[1, 3] if m.coord("dp") else [2, 2]), (0, 1)),
+    (lambda m: m.all_to_all("dp", ones(), 0, 1, input_split_sizes=[1, 3] if m.coord("dp") else [2, 2]), (0, 1)),
     (lambda m: m.scatter("dp", ones(7) if m.coord("dp") else None, 1), (0, 1)),
 ]
 

@@ -31,7 +31,7 @@ def collectives(mesh: Mesh, x: Tensor, xs: list[Tensor], later: bool) -> None:
     assert_type(mesh.all_gather("dp", xs, async_op=True), Handle[list[Tensor]])
     assert_type(mesh.gather("dp", x, dst=0), Tensor | None)
     assert_type(mesh.scatter("dp", None, src=0), Tensor)
-    assert_type(mesh.all_to_all("dp", x, splits=[1, 3]), Tensor)
+    assert_type(mesh.all_to_all("dp", x, input_split_sizes=[1, 3]), Tensor)
     assert_type(mesh.barrier("dp", async_op=True), Handle[None])
     assert_type(mesh.barrier("dp", async_op=later), Handle[None] | None)
 
@@ -47,9 +47,9 @@ def messages(mesh: Mesh, x: Tensor, open_line: bool) -> None:
 
 
 def places(mesh: Mesh, layout: Layout) -> None:
-    assert_type(mesh.peer_rank("dp", +1), int)
-    assert_type(mesh.peer_rank("dp", +1, wrap=False), int | None)
-    assert_type(layout.peer_rank(3, "dp", +1), int)
+    assert_type(mesh.neighbor_rank("dp", +1), int)
+    assert_type(mesh.neighbor_rank("dp", +1, wrap=False), int | None)
+    assert_type(layout.neighbor_rank(3, "dp", +1), int)
 
 
 def function(mesh: Mesh) -> float:

@@ -22,7 +22,7 @@ from meshcomm.config import (
     Resolved,
     Section,
     TrainConfig,
-    load,
+    load_config,
     plan,
 )
 from meshcomm.config.parse import parse_yaml
@@ -44,7 +44,7 @@ timeout_s = 30
 
 [mesh.options.pp]
 timeout_s = 60
-lane = "p2p"
+comm_id = "p2p"
 
 [process]
 init = "tcp"
@@ -64,24 +64,26 @@ links.node = { latency_us = 2, bandwidth_gbytes_s = 300.0 }
 data = "dp"
 tensor = "tp"
 pipeline = "pp"
+
+[parallel.options]
 schedule = "gpipe"
 
 [model]
-layers = 4
-width = 128
-heads = 8
-kv_heads = 4
-ff = 384
+num_layers = 4
+hidden_size = 128
+num_heads = 8
+num_kv_heads = 4
+intermediate_size = 384
 norm_eps = 1e-5
 
 [data]
-sequence = 128
+seq_len = 128
 files = ["*.txt", "/elsewhere/x"]
 
 [train]
 steps = 60
-global_batch = 32
-microbatch = 4
+global_batch_size = 32
+micro_batch_size = 4
 betas = [0.9, 0.99]
 lr = 3e-3
 """
@@ -95,16 +97,16 @@ mesh:
   device: cpu
   timeout_s: 30
   options:
-    pp: {timeout_s: 60, lane: p2p}
+    pp: {timeout_s: 60, comm_id: p2p}
 process: {init: tcp, address: "127.0.0.1:29500", rank: 3, world_size: 8, device_id: false}
 network: {interfaces: [eth0, eth1]}
 topology:
   ranks_per_node: 4
   links: {node: {latency_us: 2, bandwidth_gbytes_s: 300.0}}
 parallel: {data: dp, tensor: tp, pipeline: pp, schedule: gpipe}
-model: {layers: 4, width: 128, heads: 8, kv_heads: 4, ff: 384, norm_eps: 1e-5}
-data: {sequence: 128, files: ["*.txt", /elsewhere/x]}
-train: {steps: 60, global_batch: 32, microbatch: 4, betas: [0.9, 0.99], lr: 3e-3}
+model: {num_layers: 4, hidden_size: 128, num_heads: 8, num_kv_heads: 4, intermediate_size: 384, norm_eps: 1e-5}
+data: {seq_len: 128, files: ["*.txt", /elsewhere/x]}
+train: {steps: 60, global_batch_size: 32, micro_batch_size: 4, betas: [0.9, 0.99], lr: 3e-3}
 """
 
 
@@ -121,12 +123,12 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_all_languages_say_the_same(files: dict[str, Path]) -> None:
-    configs = [load(path) for path in files.values()]
+    configs = [load_config(path) for path in files.values()]
     assert all(config == configs[0] for config in configs)
     assert len({hash(config) for config in configs}) == 1
     config = configs[0]
     assert list(config.mesh.dims.items()) == [("pp", 2), ("dp", -1), ("tp", 2)]
-    assert config.mesh.options == {"pp": DimOptions(timeout_s=60, lane="p2p")}
+    assert config.mesh.options == {"pp": DimOptions(timeout_s=60, comm_id="p2p")}
     assert config.mesh.merge == {"grad": ("dp", "tp")}
     assert config.process.device_id is False
     assert config.topology.links.node == Link(latency_us=2.0, bandwidth_gbytes_s=300.0)
@@ -137,7 +139,7 @@ def test_all_languages_say_the_same(files: dict[str, Path]) -> None:
     assert config.model is not None
     assert config.model.norm_eps == 1e-5
     assert config.model.head_size == 16
-    assert config.model.vocabulary == 256
+    assert config.model.vocab_size == 256
 
 
 def test_data_files_start_at_the_folder_of_the_config(
@@ -145,18 +147,18 @@ def test_data_files_start_at_the_folder_of_the_config(
 ) -> None:
     folder = files["toml"].parent
     for path in (files["toml"], str(files["toml"])):
-        config = load(path)
+        config = load_config(path)
         assert config.data is not None
         assert config.data.files == (str(folder / "*.txt"), "/elsewhere/x")
     monkeypatch.chdir(folder.parent)
-    config = load(f"{folder.name}/mesh.toml", ["data.files=['a/b.txt']"])
+    config = load_config(f"{folder.name}/mesh.toml", ["data.files=['a/b.txt']"])
     assert config.data is not None
     assert config.data.files == (str(folder / "a/b.txt"),)
     odd = folder / "[odd]"
     odd.mkdir()
     (odd / "mesh.toml").write_text(TOML)
     (odd / "one.txt").write_text("x")
-    config = load(odd / "mesh.toml")
+    config = load_config(odd / "mesh.toml")
     assert config.data is not None
     import glob
 
@@ -164,7 +166,7 @@ def test_data_files_start_at_the_folder_of_the_config(
 
 
 def test_defaults() -> None:
-    config = load({"mesh": {"dims": {"dp": 2}}})
+    config = load_config({"mesh": {"dims": {"dp": 2}}})
     assert config == Config(mesh=MeshConfig(dims={"dp": 2}))
     mesh = config.mesh
     assert (mesh.device, mesh.backend, mesh.timeout_s) == ("auto", "auto", 600.0)
@@ -176,7 +178,7 @@ def test_defaults() -> None:
     assert config.network.nccl_debug is None
     assert config.topology.ranks_per_node is None
     assert (config.parallel, config.model, config.data, config.train) == (None, None, None, None)
-    train = TrainConfig(steps=1, global_batch=1, microbatch=1)
+    train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1)
     assert (train.lr, train.weight_decay, train.betas, train.eps) == (3e-3, 0.1, (0.9, 0.95), 1e-8)
     assert (train.dtype, train.seed, train.warmup_steps, train.log_every) == ("float32", 0, 0, 1)
 
@@ -184,19 +186,19 @@ def test_defaults() -> None:
 def test_a_file_with_a_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> None:
     path = tmp_path / "mesh.toml"
     path.write_bytes(b"\xef\xbb\xbf[mesh]\r\ndims = { dp = 2 }\r\n")
-    assert load(path).mesh.dims == {"dp": 2}
+    assert load_config(path).mesh.dims == {"dp": 2}
 
 
 # -- overrides --------------------------------------------------------------------------------------
 
 
 def test_overrides_change_values_and_keep_the_order_of_the_dims(files: dict[str, Path]) -> None:
-    config = load(
+    config = load_config(
         files["toml"],
         [
             "mesh.dims.dp=3",
             "mesh.dims.dp = 4",
-            "mesh.options.tp={ lane = 'x' }",
+            "mesh.options.tp={ comm_id = 'x' }",
             "train.lr=1e-3",
             "mesh.device='cpu'",
         ],
@@ -206,15 +208,15 @@ def test_overrides_change_values_and_keep_the_order_of_the_dims(files: dict[str,
     assert config.train is not None
     assert config.train.lr == 1e-3
     assert config.source.startswith(f"{files['toml']} --set mesh.dims.dp=3 --set mesh.dims.dp = 4 ")
-    whole = load(files["toml"], ["mesh.views=", "mesh.dims={ tp = 2, dp = 1, pp = 2 }"])
+    whole = load_config(files["toml"], ["mesh.views=", "mesh.dims={ tp = 2, dp = 1, pp = 2 }"])
     assert list(whole.mesh.dims) == ["tp", "dp", "pp"]
 
 
 def test_an_override_makes_tables_and_removes_keys() -> None:
     data: dict[str, Any] = {"mesh": {"dims": {"dp": 2}}, "process": None}
-    assert apply(data, ["mesh.options.dp.lane='a'", "process.init='env'", "mesh.dims=", "x.y.z=[1, 2]"]) == []
+    assert apply(data, ["mesh.options.dp.comm_id='a'", "process.init='env'", "mesh.dims=", "x.y.z=[1, 2]"]) == []
     assert data == {
-        "mesh": {"options": {"dp": {"lane": "a"}}},
+        "mesh": {"options": {"dp": {"comm_id": "a"}}},
         "process": {"init": "env"},
         "x": {"y": {"z": [1, 2]}},
     }
@@ -265,20 +267,20 @@ def test_an_override_that_is_a_bare_word_is_text() -> None:
 
 
 def test_a_config_can_be_loaded_with_changes(files: dict[str, Path]) -> None:
-    config = load(files["toml"])
-    changed = load(config, ["mesh.dims.dp=4"])
+    config = load_config(files["toml"])
+    changed = load_config(config, ["mesh.dims.dp=4"])
     assert config.mesh.dims["dp"] == -1
     assert changed.mesh.dims["dp"] == 4
-    assert load(config) == config
-    assert load(config.resolved(8), ["mesh.dims.dp=-1", "mesh.views.expert.ep=-1"]) == config
-    assert load(config.model_dump(exclude_unset=True)) == config
+    assert load_config(config) == config
+    assert load_config(config.resolved(8), ["mesh.dims.dp=-1", "mesh.views.expert.ep=-1"]) == config
+    assert load_config(config.model_dump(exclude_unset=True)) == config
 
 
 # -- values that do not change ----------------------------------------------------------------------
 
 
 def test_nothing_of_a_config_changes() -> None:
-    config = load({"mesh": {"dims": {"pp": 2, "dp": 2}, "merge": {"all": ["pp", "dp"]}}})
+    config = load_config({"mesh": {"dims": {"pp": 2, "dp": 2}, "merge": {"all": ["pp", "dp"]}}})
     mesh: Any = config.mesh
     changes: list[Callable[[], object]] = [
         lambda: setattr(mesh, "timeout_s", 3.0),
@@ -294,11 +296,11 @@ def test_nothing_of_a_config_changes() -> None:
     for change in changes:
         with pytest.raises(ConfigError, match=r"^a configuration does not change\n  given:    a change of "):
             change()
-    assert config == load({"mesh": {"dims": {"pp": 2, "dp": 2}, "merge": {"all": ["pp", "dp"]}}})
+    assert config == load_config({"mesh": {"dims": {"pp": 2, "dp": 2}, "merge": {"all": ["pp", "dp"]}}})
 
 
 def test_the_order_of_dims_is_part_of_a_config() -> None:
-    one, other = (load({"mesh": {"dims": dims}}) for dims in ({"a": 2, "b": 3}, {"b": 3, "a": 2}))
+    one, other = (load_config({"mesh": {"dims": dims}}) for dims in ({"a": 2, "b": 3}, {"b": 3, "a": 2}))
     assert one != other
     assert one.mesh != other.mesh
     assert one.mesh.dims == {"b": 3, "a": 2}
@@ -306,7 +308,7 @@ def test_the_order_of_dims_is_part_of_a_config() -> None:
 
 
 def test_configs_travel_between_processes(files: dict[str, Path]) -> None:
-    config = load(files["toml"], ["train.seed=1"])
+    config = load_config(files["toml"], ["train.seed=1"])
     copy = pickle.loads(pickle.dumps(config))
     assert copy == config
     assert hash(copy) == hash(config)
@@ -321,7 +323,7 @@ def test_configs_travel_between_processes(files: dict[str, Path]) -> None:
 
 
 def test_a_config_is_its_plan(files: dict[str, Path]) -> None:
-    config = load(files["toml"])
+    config = load_config(files["toml"])
     layout = Layout(
         {"pp": 2, "dp": 4, "tp": 2},
         views={"expert": {"pp": 2, "edp": 1, "ep": 8}},
@@ -340,10 +342,10 @@ def test_a_config_is_its_plan(files: dict[str, Path]) -> None:
 
 
 def test_resolved_fills_in_every_open_size(files: dict[str, Path]) -> None:
-    config = load(files["toml"]).resolved(16)
+    config = load_config(files["toml"]).resolved(16)
     assert config.mesh.dims == {"pp": 2, "dp": 4, "tp": 2}
     assert config.mesh.views == {"expert": {"pp": 2, "edp": 1, "ep": 8}}
-    assert config.plan(None) == load(files["toml"]).plan(16)
+    assert config.plan(None) == load_config(files["toml"]).plan(16)
     assert config.resolved(16) == config == config.resolved(None)
     assert config.microbatches(config.mesh.sizes(16)) == 32 // 4 // 4
     assert config.parallel is not None
@@ -353,7 +355,7 @@ def test_resolved_fills_in_every_open_size(files: dict[str, Path]) -> None:
 
 def test_a_mesh_alone_has_no_microbatches() -> None:
     with pytest.raises(ConfigError, match=r"^a configuration without training has no micro-batches\n"):
-        load({"mesh": {"dims": {"dp": 2}}}).microbatches({"dp": 2})
+        load_config({"mesh": {"dims": {"dp": 2}}}).microbatches({"dp": 2})
 
 
 def test_options_of_a_group() -> None:
@@ -364,7 +366,7 @@ def test_options_of_a_group() -> None:
         timeout_s=5,
         options={
             "pp": DimOptions(high_priority=True, max_ctas=4),
-            "tp": DimOptions(backend="gloo", timeout_s=7, lane="l"),
+            "tp": DimOptions(backend="gloo", timeout_s=7, comm_id="l"),
         },
     )
     pp, tp = mesh.plan(None).families
@@ -392,8 +394,8 @@ def test_a_rank_order_gives_the_size_of_an_open_mesh() -> None:
 def test_the_example_configs() -> None:
     for path in sorted((ROOT / "configs").glob("*.toml")):
         world = {"gpt_1024": 1024, "llama_405b": 16_384}.get(path.stem, 8)
-        assert load(path).resolved(world).plan(world).layout.world_size == world
-    big = load(ROOT / "configs/gpt_1024.toml")
+        assert load_config(path).resolved(world).plan(world).layout.world_size == world
+    big = load_config(ROOT / "configs/gpt_1024.toml")
     assert big.mesh.sizes(1024) == {"pp": 8, "dp": 16, "tp": 8}
     assert big.mesh.sizes(131_072) == {"pp": 8, "dp": 2048, "tp": 8}
 
@@ -424,28 +426,28 @@ class WithBudget(Config):
 def test_a_rule_of_ones_own_reads_numbers() -> None:
     raw = {"mesh": {"dims": {"dp": 4}}, "budget": {"ranks_of_data": 2}}
     with pytest.raises(ConfigError, match=r"^config: 1 problem\n  budget\.ranks_of_data: 4 > 2\n"):
-        load(raw, kind=WithBudget)
+        load_config(raw, kind=WithBudget)
     with pytest.raises(ConfigError, match=r"budget: unknown key"):
-        load(raw)
+        load_config(raw)
     # -1 is no size: the rule waits for the number of ranks, which a list of ranks says too.
-    waiting = load(raw, ["mesh.dims.dp=-1"], kind=WithBudget)
+    waiting = load_config(raw, ["mesh.dims.dp=-1"], kind=WithBudget)
     assert isinstance(waiting.resolved(2), WithBudget) and isinstance(
-        load(waiting, ["mesh.dims.dp=2"]), WithBudget
+        load_config(waiting, ["mesh.dims.dp=2"]), WithBudget
     )
     with pytest.raises(ConfigError, match=r"budget\.ranks_of_data: 4 > 2"):
         waiting.resolved(4)
     with pytest.raises(ConfigError, match=r"budget\.ranks_of_data: 4 > 2"):
-        load(waiting, ["mesh.ranks=[0, 1, 2, 3]"])
+        load_config(waiting, ["mesh.ranks=[0, 1, 2, 3]"])
     # What is wrong by itself hides no other problem, and no rule reads it.
     with pytest.raises(ConfigError, match=r"(?s)^config .*: 2 problems.*mesh\.dims\.dp.*timeout_s"):
-        load(raw, ["mesh.dims.dp='x'", "mesh.timeout_s=0"], kind=WithBudget)
+        load_config(raw, ["mesh.dims.dp='x'", "mesh.timeout_s=0"], kind=WithBudget)
 
 
 def test_a_key_that_was_renamed_is_refused_with_its_new_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RENAMED, "train.iterations", "train.steps")
     raw = {"mesh": {"dims": {"dp": 2}}, "parallel": {"data": "dp"}, "train": {"iterations": 9}}
     with pytest.raises(ConfigError) as caught:
-        load(raw, ["train.global_batch=2", "train.microbatch=1"])
+        load_config(raw, ["train.global_batch_size=2", "train.micro_batch_size=1"])
     assert str(caught.value).splitlines()[1:] == [
         "  train.iterations: was renamed",
         "    given:    iterations = 9",
@@ -453,7 +455,7 @@ def test_a_key_that_was_renamed_is_refused_with_its_new_name(monkeypatch: pytest
         "    try:      train.steps = 9",
     ]
     with pytest.raises(ConfigError, match=r"^TrainConfig: 1 problem\n  iterations: was renamed\n"):
-        TrainConfig(iterations=9, global_batch=2, microbatch=1)  # type: ignore[call-arg]
+        TrainConfig(iterations=9, global_batch_size=2, micro_batch_size=1)  # type: ignore[call-arg]
 
 
 # -- how the models are written ---------------------------------------------------------------------
@@ -482,7 +484,7 @@ def test_every_setting_says_what_it_means() -> None:
 def test_loading_imports_no_torch_and_reads_no_environment(files: dict[str, Path]) -> None:
     program = """
 import os, sys
-from meshcomm.config import load
+from meshcomm.config import load_config
 from meshcomm.errors import ConfigError
 
 class Poison:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from meshcomm.config import Config, DimOptions, MeshConfig, load
+from meshcomm.config import Config, DimOptions, MeshConfig, load_config
 from meshcomm.config.read import apply
 from meshcomm.errors import ConfigError, LayoutError
 
@@ -22,9 +22,9 @@ MESH: dict[str, Any] = {"mesh": {"dims": {"pp": 2, "dp": 2, "tp": 2}}}
 TRAIN: dict[str, Any] = {
     "mesh": {"dims": {"pp": 2, "dp": 2, "tp": 2}, "device": "cpu"},
     "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp"},
-    "model": {"layers": 4, "width": 128, "heads": 8, "kv_heads": 4, "ff": 384},
-    "data": {"sequence": 128},
-    "train": {"steps": 60, "global_batch": 32, "microbatch": 4},
+    "model": {"num_layers": 4, "hidden_size": 128, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 384},
+    "data": {"seq_len": 128},
+    "train": {"steps": 60, "global_batch_size": 32, "micro_batch_size": 4},
 }
 
 
@@ -53,16 +53,16 @@ CASES = [
     Case(
         "micro-batch and a rank's batch",
         TRAIN,
-        ["train.microbatch=3"],
-        ["train.microbatch=8"],
+        ["train.micro_batch_size=3"],
+        ["train.micro_batch_size=8"],
         """\
 config: 1 problem
-  train.microbatch: does not divide a rank's samples: 32/2 = 16, 16 % 3 = 1
-    given:    global_batch = 32, microbatch = 3, mesh.dims.dp = 2
+  train.micro_batch_size: does not divide a rank's samples: 32/2 = 16, 16 % 3 = 1
+    given:    global_batch_size = 32, micro_batch_size = 3, mesh.dims.dp = 2
     expected: a divisor of 16
-    try:      train.microbatch = 4, or
-              train.microbatch = 2, or
-              train.global_batch = 30
+    try:      train.micro_batch_size = 4, or
+              train.micro_batch_size = 2, or
+              train.global_batch_size = 30
 """,
     ),
     Case(
@@ -71,7 +71,7 @@ config: 1 problem
         [
             "mesh.dims.tp='two'",
             "mesh.backnd='gloo'",
-            "model.heads=2.5",
+            "model.num_heads=2.5",
             "train.lr=-1.0",
             "process.init='tpc'",
         ],
@@ -90,10 +90,10 @@ config: 5 problems
     given:    init = "tpc"
     expected: "env", "tcp" or "file"
     try:      process.init = "tcp"
-  model.heads: 2.5 is not a whole number
-    given:    heads = 2.5
+  model.num_heads: 2.5 is not a whole number
+    given:    num_heads = 2.5
     expected: a whole number
-    try:      model.heads = 2
+    try:      model.num_heads = 2
   train.lr: -1.0 is out of range
     given:    lr = -1.0
     expected: greater than 0
@@ -148,16 +148,16 @@ TABLE = [
     Bad("rank with env", MESH, ["process.rank=0"],
         ["process={ init = 'file', path = '/shared/x', rank = 0 }"], {"process.rank": ""},
         ['process.init = "tcp"', "remove process.rank"]),
-    Bad("heads and tp", TRAIN, ["mesh.dims.tp=4", "model.heads=6", "model.kv_heads=6", "model.width=132"],
-        ["mesh.dims.tp=2", "model.heads=6", "model.kv_heads=6", "model.width=132"],
-        {"model.heads": "6 % 4 = 2", "model.kv_heads": "6 % 4 = 2"},
+    Bad("heads and tp", TRAIN, ["mesh.dims.tp=4", "model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=132"],
+        ["mesh.dims.tp=2", "model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=132"],
+        {"model.num_heads": "6 % 4 = 2", "model.num_kv_heads": "6 % 4 = 2"},
         ["mesh.dims.tp = 2", "mesh.dims.tp = 1", "mesh.dims.tp = 2", "mesh.dims.tp = 1"]),
-    Bad("width and heads", TRAIN, ["model.width=100"], ["model.width=112"], {"model.width": "100 % 8 = 4"},
-        ["model.width = 96", "model.width = 112"]),
+    Bad("width and heads", TRAIN, ["model.hidden_size=100"], ["model.hidden_size=112"], {"model.hidden_size": "100 % 8 = 4"},
+        ["model.hidden_size = 96", "model.hidden_size = 112"]),
     Bad("arithmetic of three settings", TRAIN,
-        ["mesh.dims.tp=3", "mesh.merge.grad=['dp', 'cp']", "train.microbatch=5"], ["mesh.dims.tp=1"],
-        {"mesh.merge.grad": "", "mesh.dims.tp": "256 % 3 = 1", "model.heads": "8 % 3 = 2", "model.kv_heads": "4 % 3 = 1", "train.microbatch": "32/2 = 16"},
-        ["one of these, or a tuple of them", "remove mesh.merge.grad", "mesh.dims.tp = 4", "mesh.dims.tp = 2", "mesh.dims.tp = 4", "mesh.dims.tp = 2", "mesh.dims.tp = 4", "mesh.dims.tp = 2", "train.microbatch = 4", "train.microbatch = 8", "train.global_batch = 30"]),
+        ["mesh.dims.tp=3", "mesh.merge.grad=['dp', 'cp']", "train.micro_batch_size=5"], ["mesh.dims.tp=1"],
+        {"mesh.merge.grad": "", "mesh.dims.tp": "256 % 3 = 1", "model.num_heads": "8 % 3 = 2", "model.num_kv_heads": "4 % 3 = 1", "train.micro_batch_size": "32/2 = 16"},
+        ["one of these, or a tuple of them", "remove mesh.merge.grad", "mesh.dims.tp = 4", "mesh.dims.tp = 2", "mesh.dims.tp = 4", "mesh.dims.tp = 2", "mesh.dims.tp = 4", "mesh.dims.tp = 2", "train.micro_batch_size = 4", "train.micro_batch_size = 8", "train.global_batch_size = 30"]),
     Bad("an unknown key hides nothing", MESH, ["mesh.dimz=3", "mesh.merge.grad=['dp', 'cp']"],
         ["mesh.merge.grad=['dp', 'tp']"], {"mesh.dimz": "", "mesh.merge.grad": ""},
         ['did you mean "mesh.dims"?', "one of these, or a tuple of them", "remove mesh.merge.grad"]),
@@ -173,7 +173,7 @@ TABLE = [
         {"mesh.ranks_per_node": ""}, ["move it to topology.ranks_per_node"]),
     Bad("unknown section", MESH, ["netwrok.interfaces=['eth0']"], ["network.interfaces=['eth0']"],
         {"netwrok": ""}, ['did you mean "network"?']),
-    Bad("unknown key like none", TRAIN, ["parallel.x='dp'"], ["parallel.bucket_mb=1"], {"parallel.x": ""},
+    Bad("unknown key like none", TRAIN, ["parallel.x='dp'"], ["parallel.options.bucket_mb=1"], {"parallel.x": ""},
         ["remove parallel.x"]),
     Bad("no dims", MESH, ["mesh.dims="], ["mesh.dims.pp=1"], {"mesh.dims": ""}, ["mesh.dims = { dp = 8 }"]),
     Bad("size with a fraction", MESH, ["mesh.dims.tp=2.5"], ["mesh.dims.tp=3"], {"mesh.dims.tp": "2.5"},
@@ -321,7 +321,7 @@ TABLE = [
         {"topology.links": ""}, ["topology.ranks_per_node = 8", "remove topology.links"]),
     Bad("one training section missing", TRAIN, ["data="], [], {"data": ""},
         ["add [data]", "remove [parallel] [model] [train]"]),
-    Bad("one training section only", MESH, ["data.sequence=128"], ["mesh.device='cpu'"], {"parallel, train": "2"},
+    Bad("one training section only", MESH, ["data.seq_len=128"], ["mesh.device='cpu'"], {"parallel, train": "2"},
         ["add [parallel] [train]", "remove [data]"]),
     Bad("part on no dim", TRAIN, ["parallel.data='ddp'"], ["parallel.data='dp'"], {"parallel.data": ""},
         ['parallel.data = "dp"', "mesh.dims = { ddp = 1, pp = 2, dp = 2, tp = 2 }", "remove parallel.data"]),
@@ -333,33 +333,33 @@ TABLE = [
     Bad("dim without a part", TRAIN, ["mesh.dims.cp=2"], ["mesh.dims.cp=1"], {"mesh.dims.cp": "2"},
         ["mesh.dims.cp = 1", 'parallel.shard = "cp"', 'parallel.context = "cp"']),
     Bad("schedule without a pipeline", TRAIN,
-        ["parallel={ data = 'dp', tensor = 'tp', schedule = 'gpipe' }", "mesh.dims.pp=1"],
-        ["parallel={ data = 'dp', tensor = 'tp' }", "mesh.dims.pp=1"], {"parallel.schedule": ""},
-        ["name a dim in parallel.pipeline", "remove parallel.schedule"]),
-    Bad("kv_heads and tp", TRAIN, ["mesh.dims.tp=8"], ["mesh.dims.tp=4"], {"model.kv_heads": "4 % 8 = 4"},
+        ["parallel={ data = 'dp', tensor = 'tp', options = { schedule = 'gpipe' } }", "mesh.dims.pp=1"],
+        ["parallel={ data = 'dp', tensor = 'tp' }", "mesh.dims.pp=1"], {"parallel.options.schedule": ""},
+        ["name a dim in parallel.pipeline", "remove parallel.options.schedule"]),
+    Bad("num_kv_heads and tp", TRAIN, ["mesh.dims.tp=8"], ["mesh.dims.tp=4"], {"model.num_kv_heads": "4 % 8 = 4"},
         ["mesh.dims.tp = 4", "mesh.dims.tp = 2"]),
-    Bad("ff and tp", TRAIN, ["model.ff=385"], ["model.ff=386"], {"model.ff": "385 % 2 = 1"},
-        ["mesh.dims.tp = 1", "model.ff = 386"]),
+    Bad("ff and tp", TRAIN, ["model.intermediate_size=385"], ["model.intermediate_size=386"], {"model.intermediate_size": "385 % 2 = 1"},
+        ["mesh.dims.tp = 1", "model.intermediate_size = 386"]),
     Bad("256 bytes and tp", TRAIN,
-        ["mesh.dims.tp=3", "model.heads=12", "model.kv_heads=3", "model.width=120", "model.ff=384"],
-        ["mesh.dims.tp=1", "model.heads=12", "model.kv_heads=3", "model.width=120", "model.ff=384"],
+        ["mesh.dims.tp=3", "model.num_heads=12", "model.num_kv_heads=3", "model.hidden_size=120", "model.intermediate_size=384"],
+        ["mesh.dims.tp=1", "model.num_heads=12", "model.num_kv_heads=3", "model.hidden_size=120", "model.intermediate_size=384"],
         {"mesh.dims.tp": "256 % 3 = 1"}, ["mesh.dims.tp = 1"]),
-    Bad("heads and kv_heads", TRAIN, ["model.kv_heads=6"], ["model.kv_heads=8"],
-        {"model.kv_heads": "8 % 6 = 2"}, ["model.kv_heads = 8", "model.kv_heads = 4", "model.heads = 6"]),
-    Bad("odd heads", TRAIN, ["model.width=120"], ["model.width=128"], {"model.width": "120 / 8 = 15"},
-        ["model.width = 128", "model.width = 112"]),
-    Bad("layers and stages", TRAIN, ["model.layers=1"], ["model.layers=2"], {"model.layers": "1 < 2"},
-        ["model.layers = 2", "mesh.dims.pp = 1"]),
-    Bad("global batch and dp", TRAIN, ["mesh.dims.dp=3"], ["mesh.dims.dp=3", "train.global_batch=36"],
-        {"train.global_batch": "32 % 3 = 2"},
-        ["train.global_batch = 36", "train.global_batch = 24", "mesh.dims.dp = 4"]),
-    Bad("micro-batches and stages", TRAIN, ["train.microbatch=16"],
-        ["train.microbatch=16", "parallel.schedule='gpipe'"], {"train.microbatch": "32/2/16 = 1 < 2"},
-        ["train.global_batch = 64", 'parallel.schedule = "gpipe"']),
+    Bad("heads and num_kv_heads", TRAIN, ["model.num_kv_heads=6"], ["model.num_kv_heads=8"],
+        {"model.num_kv_heads": "8 % 6 = 2"}, ["model.num_kv_heads = 8", "model.num_kv_heads = 4", "model.num_heads = 6"]),
+    Bad("odd heads", TRAIN, ["model.hidden_size=120"], ["model.hidden_size=128"], {"model.hidden_size": "120 / 8 = 15"},
+        ["model.hidden_size = 128", "model.hidden_size = 112"]),
+    Bad("layers and stages", TRAIN, ["model.num_layers=1"], ["model.num_layers=2"], {"model.num_layers": "1 < 2"},
+        ["model.num_layers = 2", "mesh.dims.pp = 1"]),
+    Bad("global batch and dp", TRAIN, ["mesh.dims.dp=3"], ["mesh.dims.dp=3", "train.global_batch_size=36"],
+        {"train.global_batch_size": "32 % 3 = 2"},
+        ["train.global_batch_size = 36", "train.global_batch_size = 24", "mesh.dims.dp = 4"]),
+    Bad("micro-batches and stages", TRAIN, ["train.micro_batch_size=16"],
+        ["train.micro_batch_size=16", "parallel.options.schedule='gpipe'"], {"train.micro_batch_size": "32/2/16 = 1 < 2"},
+        ["train.global_batch_size = 64", 'parallel.options.schedule = "gpipe"']),
     Bad("warm-up and steps", TRAIN, ["train.warmup_steps=100"], ["train.warmup_steps=60"],
         {"train.warmup_steps": "100 > 60"}, ["train.warmup_steps = 60", "train.steps = 100"]),
     Bad("bytes and a sample", TRAIN, ["data.max_bytes=128"], ["data.max_bytes=129"],
-        {"data.max_bytes": "128 + 1 > 128"}, ["data.max_bytes = 129", "data.sequence = 127"]),
+        {"data.max_bytes": "128 + 1 > 128"}, ["data.max_bytes = 129", "data.seq_len = 127"]),
 ]
 # fmt: on
 
@@ -374,7 +374,7 @@ def made(base: dict[str, Any], changes: list[str]) -> dict[str, Any]:
 def report_of(source: Any, overrides: list[str] | None = None) -> str:
     """The report on a configuration that must be refused."""
     with pytest.raises(ConfigError) as caught:
-        load(source, overrides or [])
+        load_config(source, overrides or [])
     return str(caught.value)
 
 
@@ -416,14 +416,14 @@ def check(case: Case | Bad) -> None:
             key, _, value = setting.partition(" = ")
             assert apply(data, [f"{key}={value}"]) == []
         assert problem not in still_wrong(data).splitlines(), f"{settings} leave {problem}"
-    assert isinstance(load(made(case.base, case.good)), Config)
+    assert isinstance(load_config(made(case.base, case.good)), Config)
 
 
 def still_wrong(data: dict[str, Any], worlds: Sequence[int | None] = (None,)) -> str:
     """The report on a configuration that may be refused; "" where it is not."""
     try:
         for world in worlds:
-            config = load(data)
+            config = load_config(data)
             if world is not None:
                 config.resolved(world)
     except (ConfigError, LayoutError) as error:
@@ -552,7 +552,7 @@ def test_what_is_no_configuration() -> None:
         "no configuration can be read from int\n"
         "  given:    3\n"
         "  expected: a file's path, a mapping, or a Config\n"
-        '  try:      meshcomm.config.load("configs/mesh.toml")'
+        '  try:      meshcomm.config.load_config("configs/mesh.toml")'
     )
 
 
@@ -608,7 +608,7 @@ WORLDS: list[tuple[dict[str, Any], int, int | None, str, str, list[str]]] = [
      ["mesh.dims = { pp = 1, dp = -1, tp = 2 }", "mesh.dims = { pp = 2, dp = -1, tp = 1 }",
       "mesh.dims = { pp = 5, dp = -1, tp = 2 }", "8 processes"]),
     ({"dims": {"pp": 2, "dp": -1, "tp": 2}}, 12, None, "dims", "the mesh leaves dp = -1 open",
-     ["--world 8, or --set mesh.dims.dp=2"]),
+     ["--world-size 8, or --set mesh.dims.dp=2"]),
     ({"dims": {"tp": 2}, "ranks": [2, 5]}, 6, 4, "ranks", "rank 5 is not in a world of 4",
      ["6 processes", "mesh.ranks = [2] and dims to match"]),
 ]  # fmt: skip
@@ -618,7 +618,7 @@ WORLDS: list[tuple[dict[str, Any], int, int | None, str, str, list[str]]] = [
 def test_a_world_that_does_not_fit(
     mesh: dict[str, Any], fits: int, world: int | None, key: str, said: str, tries: list[str]
 ) -> None:
-    config = load({"mesh": mesh})
+    config = load_config({"mesh": mesh})
     assert set(config.plan(fits).layout.ranks.tolist()) == set(mesh.get("ranks", range(fits)))
     for ask in (config.plan, config.layout, config.resolved):
         with pytest.raises(ConfigError) as caught:
@@ -629,16 +629,16 @@ def test_a_world_that_does_not_fit(
 
 def test_a_world_of_nobody() -> None:
     with pytest.raises(LayoutError, match=r"^0 is not a number of processes\n  given:    a world of 0\n"):
-        load(MESH).plan(0)
+        load_config(MESH).plan(0)
 
 
 def test_training_is_checked_when_the_open_size_is_known() -> None:
-    config = load(made(TRAIN, ["mesh.dims.tp=-1"]))
+    config = load_config(made(TRAIN, ["mesh.dims.tp=-1"]))
     assert config.resolved(8).mesh.dims == {"pp": 2, "dp": 2, "tp": 2}
     with pytest.raises(ConfigError) as caught:
         config.resolved(32)
     ((problem, ways),) = suggestions(str(caught.value))
-    assert problem == "  model.kv_heads: kv_heads is not divisible by tp: 4 % 8 = 4"
+    assert problem == "  model.num_kv_heads: num_kv_heads is not divisible by tp: 4 % 8 = 4"
     assert ways == ["mesh.dims.tp = 4", "mesh.dims.tp = 2"]
 
 
@@ -696,13 +696,13 @@ def test_no_config_whatever_ends_in_another_error_than_ours() -> None:
             "mesh.merge.grad=['dp', 'tp']",
             "mesh.views.expert={ pp = 2, edp = 1, ep = 4 }",
             "mesh.rank_order=[7, 6, 5, 4, 3, 2, 1, 0]",
-            "mesh.options.pp={ timeout_s = 3, lane = 'x' }",
+            "mesh.options.pp={ timeout_s = 3, comm_id = 'x' }",
             "process={ init = 'tcp', address = 'host:1', rank = 0, world_size = 8 }",
             "network.interfaces=['eth0']",
             "topology={ ranks_per_node = 8, links.node = { latency_us = 1, bandwidth_gbytes_s = 2 } }",
         ],
     )
-    load(everything)
+    load_config(everything)
     refused = 0
     for _ in range(2000):
         data = copy.deepcopy(everything)

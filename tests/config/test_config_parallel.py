@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.config.parallel import PipelineSchedule, runs
 from meshcomm.errors import ConfigError
 from tests.config.test_config_errors import TRAIN, Bad, Case, check, made, report_of
@@ -21,15 +21,15 @@ CP = made(
     TRAIN,
     [
         "mesh.dims={ cp = 2, dp = 2, tp = 2 }",
-        "parallel={ data = 'dp', tensor = 'tp', context = 'cp', sequence_parallel = true }",
+        "parallel={ data = 'dp', tensor = 'tp', context = 'cp', options = { sequence_parallel = true } }",
     ],
 )
 PP = made(
     TRAIN,
     [
         "mesh.dims={ pp = 4, dp = 2 }",
-        "parallel={ data = 'dp', pipeline = 'pp', schedule = 'interleaved_1f1b', stages_per_rank = 2 }",
-        "model.layers=8",
+        "parallel={ data = 'dp', pipeline = 'pp', options = { schedule = 'interleaved_1f1b', stages_per_rank = 2 } }",
+        "model.num_layers=8",
     ],
 )
 HSDP = made(
@@ -79,9 +79,9 @@ config: 2 problems
 
 # fmt: off
 TABLE = [
-    Bad("ring tokens", CP, ["data.sequence=126", "mesh.dims.tp=4"],
-        ["data.sequence=124", "parallel.sequence_parallel=false"], {"data.sequence": "126 % 4 = 2"},
-        ["data.sequence = 128", "data.sequence = 120"]),
+    Bad("ring tokens", CP, ["data.seq_len=126", "mesh.dims.tp=4"],
+        ["data.seq_len=124", "parallel.options.sequence_parallel=false"], {"data.seq_len": "126 % 4 = 2"},
+        ["data.seq_len = 128", "data.seq_len = 120"]),
     Bad("expert's dim in the base and a view", MOE, ["mesh.dims={ dp = 2, ep = 4 }"],
         ["mesh.dims={ dp = 2, cp = 4 }", "parallel.context='cp'"],
         {"mesh.dims.ep": "4", "parallel.expert": ""},
@@ -92,62 +92,62 @@ TABLE = [
         {"model.experts_per_token": "", "model.experts_every": "", "model.capacity_factor": "", "model.balance_loss": ""},
         ["model.experts = 8", "remove model.experts_per_token", "model.experts = 8", "remove model.experts_every", "model.experts = 8", "remove model.capacity_factor", "model.experts = 8", "remove model.balance_loss"]),
     Bad("ulysses tokens", CP,
-        ["data.sequence=127", "parallel.attention='ulysses'", "parallel.sequence_parallel=false"],
-        ["data.sequence=126", "parallel.attention='ulysses'", "parallel.sequence_parallel=false"],
-        {"data.sequence": "127 % 2 = 1"}, ["data.sequence = 128", "data.sequence = 126", "mesh.dims.cp = 1"]),
-    Bad("a rank's tokens and tp", CP, ["data.sequence=132", "mesh.dims.tp=4"],
-        ["data.sequence=136", "mesh.dims.tp=4"], {"data.sequence": "132/2 = 66"},
-        ["data.sequence = 136", "data.sequence = 128", "parallel.sequence_parallel = false"]),
-    Bad("tokens and tp without context", TP, ["data.sequence=127", "parallel.sequence_parallel=true"],
-        ["data.sequence=127"], {"data.sequence": "127 % 2 = 1"},
-        ["data.sequence = 128", "data.sequence = 126", "parallel.sequence_parallel = false"]),
-    Bad("ulysses heads", CP, ["parallel.attention='ulysses'", "mesh.dims.cp=8", "mesh.dims.tp=2"],
-        ["parallel.attention='ulysses'", "mesh.dims.cp=4"], {"model.heads": "4 % 8 = 4"},
-        ["mesh.dims.cp = 4", 'parallel.attention = "ring"']),
-    Bad("ulysses kv_heads", CP,
-        ["parallel.attention='ulysses'", "mesh.dims={ cp = 3, dp = 2, tp = 1 }", "model.heads=12", "model.kv_heads=4", "model.width=144", "data.sequence=144"],
-        ["parallel.attention='ulysses'", "mesh.dims={ cp = 3, dp = 2, tp = 1 }", "model.heads=12", "model.kv_heads=6", "model.width=144", "data.sequence=144"],
-        {"model.kv_heads": "4 % 3 = 1"},
-        ["mesh.dims.cp = 4", 'parallel.attention = "ring"']),
-    Bad("attention without context", TP, ["parallel.attention='ring'"],
-        ["parallel.context='cp'", "mesh.dims.cp=2", "parallel.attention='ring'"], {"parallel.attention": ""},
-        ["name a dim in parallel.context", "remove parallel.attention"]),
-    Bad("sequence parallel without tensor", MOE, ["parallel.sequence_parallel=true"],
-        ["parallel.sequence_parallel=false"], {"parallel.sequence_parallel": ""},
-        ["name a dim in parallel.tensor", "remove parallel.sequence_parallel"]),
-    Bad("gradients of no shards in bfloat16", TP, ["parallel.reduce_dtype='bfloat16'"],
-        ["parallel.shard='dp'", "parallel.data=", "parallel.reduce_dtype='bfloat16'"], {"parallel.reduce_dtype": ""},
-        ["name a dim in parallel.shard", "remove parallel.reduce_dtype"]),
-    Bad("many stages without a pipeline", MOE, ["parallel.stages_per_rank=2"], ["parallel.stages_per_rank=1"],
-        {"parallel.stages_per_rank": ""},
-        ["name a dim in parallel.pipeline", "remove parallel.stages_per_rank"]),
-    Bad("many stages of 1f1b", PP, ["parallel.schedule='1f1b'"],
-        ["parallel.schedule='1f1b'", "parallel.stages_per_rank=1"], {"parallel.stages_per_rank": "1"},
-        ['parallel.schedule = "interleaved_1f1b"', 'parallel.schedule = "zero_bubble"', "parallel.stages_per_rank = 1"]),
-    Bad("one stage interleaved", PP, ["parallel.stages_per_rank=1"], ["parallel.stages_per_rank=2"],
-        {"parallel.stages_per_rank": ""}, ["parallel.stages_per_rank = 2", 'parallel.schedule = "1f1b"']),
-    Bad("layers and many stages", PP, ["model.layers=7"], ["model.layers=8"], {"model.layers": "7 < 4*2 = 8"},
-        ["model.layers = 8", "mesh.dims.pp = 2"]),
-    Bad("too few micro-batches for ranks", PP, ["train.global_batch=8"],
-        ["train.global_batch=8", "train.microbatch=1"], {"train.microbatch": "8/2/4 = 1 < 4"},
-        ["train.global_batch = 32", 'parallel.schedule = "gpipe" and parallel.stages_per_rank = 1']),
-    Bad("micro-batches of an interleaved pipeline", PP, ["train.global_batch=48"], ["train.global_batch=64"],
-        {"train.microbatch": "48/2/4 = 6"},
-        ["train.global_batch = 64", 'parallel.schedule = "gpipe" and parallel.stages_per_rank = 1']),
-    Bad("micro-batches of zero bubbles", PP, ["parallel.schedule='zero_bubble'", "train.global_batch=72"],
-        ["parallel.schedule='zero_bubble'", "train.global_batch=80"], {"train.microbatch": "72/2/4 = 9"},
-        ["train.global_batch = 96", 'parallel.schedule = "gpipe" and parallel.stages_per_rank = 1']),
-    Bad("batch of a hybrid", HSDP, ["train.global_batch=34"], ["train.global_batch=36", "train.microbatch=3"],
-        {"train.global_batch": "34 % 4 = 2"}, ["train.global_batch = 32", "train.global_batch = 48"]),
-    Bad("micro-batch of a hybrid", HSDP, ["train.microbatch=3"], ["train.microbatch=2"],
-        {"train.microbatch": "8 % 3 = 2"},
-        ["train.microbatch = 4", "train.microbatch = 2", "train.global_batch = 36"]),
-    Bad("buckets of shards", HSDP, ["parallel.bucket_mb=5"],
-        ["parallel.shard=", "mesh.dims.fsdp=1", "parallel.bucket_mb=5"], {"parallel.bucket_mb": ""},
-        ["remove parallel.bucket_mb"]),
+        ["data.seq_len=127", "parallel.options.attention='ulysses'", "parallel.options.sequence_parallel=false"],
+        ["data.seq_len=126", "parallel.options.attention='ulysses'", "parallel.options.sequence_parallel=false"],
+        {"data.seq_len": "127 % 2 = 1"}, ["data.seq_len = 128", "data.seq_len = 126", "mesh.dims.cp = 1"]),
+    Bad("a rank's tokens and tp", CP, ["data.seq_len=132", "mesh.dims.tp=4"],
+        ["data.seq_len=136", "mesh.dims.tp=4"], {"data.seq_len": "132/2 = 66"},
+        ["data.seq_len = 136", "data.seq_len = 128", "parallel.options.sequence_parallel = false"]),
+    Bad("tokens and tp without context", TP, ["data.seq_len=127", "parallel.options.sequence_parallel=true"],
+        ["data.seq_len=127"], {"data.seq_len": "127 % 2 = 1"},
+        ["data.seq_len = 128", "data.seq_len = 126", "parallel.options.sequence_parallel = false"]),
+    Bad("ulysses heads", CP, ["parallel.options.attention='ulysses'", "mesh.dims.cp=8", "mesh.dims.tp=2"],
+        ["parallel.options.attention='ulysses'", "mesh.dims.cp=4"], {"model.num_heads": "4 % 8 = 4"},
+        ["mesh.dims.cp = 4", 'parallel.options.attention = "ring"']),
+    Bad("ulysses num_kv_heads", CP,
+        ["parallel.options.attention='ulysses'", "mesh.dims={ cp = 3, dp = 2, tp = 1 }", "model.num_heads=12", "model.num_kv_heads=4", "model.hidden_size=144", "data.seq_len=144"],
+        ["parallel.options.attention='ulysses'", "mesh.dims={ cp = 3, dp = 2, tp = 1 }", "model.num_heads=12", "model.num_kv_heads=6", "model.hidden_size=144", "data.seq_len=144"],
+        {"model.num_kv_heads": "4 % 3 = 1"},
+        ["mesh.dims.cp = 4", 'parallel.options.attention = "ring"']),
+    Bad("attention without context", TP, ["parallel.options.attention='ring'"],
+        ["parallel.context='cp'", "mesh.dims.cp=2", "parallel.options.attention='ring'"], {"parallel.options.attention": ""},
+        ["name a dim in parallel.context", "remove parallel.options.attention"]),
+    Bad("sequence parallel without tensor", MOE, ["parallel.options.sequence_parallel=true"],
+        ["parallel.options.sequence_parallel=false"], {"parallel.options.sequence_parallel": ""},
+        ["name a dim in parallel.tensor", "remove parallel.options.sequence_parallel"]),
+    Bad("gradients of no shards in bfloat16", TP, ["parallel.options.reduce_dtype='bfloat16'"],
+        ["parallel.shard='dp'", "parallel.data=", "parallel.options.reduce_dtype='bfloat16'"], {"parallel.options.reduce_dtype": ""},
+        ["name a dim in parallel.shard", "remove parallel.options.reduce_dtype"]),
+    Bad("many stages without a pipeline", MOE, ["parallel.options.stages_per_rank=2"], ["parallel.options.stages_per_rank=1"],
+        {"parallel.options.stages_per_rank": ""},
+        ["name a dim in parallel.pipeline", "remove parallel.options.stages_per_rank"]),
+    Bad("many stages of 1f1b", PP, ["parallel.options.schedule='1f1b'"],
+        ["parallel.options.schedule='1f1b'", "parallel.options.stages_per_rank=1"], {"parallel.options.stages_per_rank": "1"},
+        ['parallel.options.schedule = "interleaved_1f1b"', 'parallel.options.schedule = "zero_bubble"', "parallel.options.stages_per_rank = 1"]),
+    Bad("one stage interleaved", PP, ["parallel.options.stages_per_rank=1"], ["parallel.options.stages_per_rank=2"],
+        {"parallel.options.stages_per_rank": ""}, ["parallel.options.stages_per_rank = 2", 'parallel.options.schedule = "1f1b"']),
+    Bad("layers and many stages", PP, ["model.num_layers=7"], ["model.num_layers=8"], {"model.num_layers": "7 < 4*2 = 8"},
+        ["model.num_layers = 8", "mesh.dims.pp = 2"]),
+    Bad("too few micro-batches for ranks", PP, ["train.global_batch_size=8"],
+        ["train.global_batch_size=8", "train.micro_batch_size=1"], {"train.micro_batch_size": "8/2/4 = 1 < 4"},
+        ["train.global_batch_size = 32", 'parallel.options.schedule = "gpipe" and parallel.options.stages_per_rank = 1']),
+    Bad("micro-batches of an interleaved pipeline", PP, ["train.global_batch_size=48"], ["train.global_batch_size=64"],
+        {"train.micro_batch_size": "48/2/4 = 6"},
+        ["train.global_batch_size = 64", 'parallel.options.schedule = "gpipe" and parallel.options.stages_per_rank = 1']),
+    Bad("micro-batches of zero bubbles", PP, ["parallel.options.schedule='zero_bubble'", "train.global_batch_size=72"],
+        ["parallel.options.schedule='zero_bubble'", "train.global_batch_size=80"], {"train.micro_batch_size": "72/2/4 = 9"},
+        ["train.global_batch_size = 96", 'parallel.options.schedule = "gpipe" and parallel.options.stages_per_rank = 1']),
+    Bad("batch of a hybrid", HSDP, ["train.global_batch_size=34"], ["train.global_batch_size=36", "train.micro_batch_size=3"],
+        {"train.global_batch_size": "34 % 4 = 2"}, ["train.global_batch_size = 32", "train.global_batch_size = 48"]),
+    Bad("micro-batch of a hybrid", HSDP, ["train.micro_batch_size=3"], ["train.micro_batch_size=2"],
+        {"train.micro_batch_size": "8 % 3 = 2"},
+        ["train.micro_batch_size = 4", "train.micro_batch_size = 2", "train.global_batch_size = 36"]),
+    Bad("buckets of shards", HSDP, ["parallel.options.bucket_mb=5"],
+        ["parallel.shard=", "mesh.dims.fsdp=1", "parallel.options.bucket_mb=5"], {"parallel.options.bucket_mb": ""},
+        ["remove parallel.options.bucket_mb"]),
     Bad("buckets of shards whose tokens are split", HSDP,
-        ["parallel.context='cp'", "mesh.dims.cp=2", "parallel.bucket_mb=5"],
-        ["parallel.context='cp'", "mesh.dims.cp=2"], {"parallel.bucket_mb": ""}, ["remove parallel.bucket_mb"]),
+        ["parallel.context='cp'", "mesh.dims.cp=2", "parallel.options.bucket_mb=5"],
+        ["parallel.context='cp'", "mesh.dims.cp=2"], {"parallel.options.bucket_mb": ""}, ["remove parallel.options.bucket_mb"]),
     Bad("shard and data on one dim", HSDP, ["parallel.shard='dp'", "mesh.dims.fsdp=1"],
         ["parallel.shard=", "mesh.dims.fsdp=1"], {"parallel.shard": ""},
         ["remove parallel.shard, or give it another dim"]),
@@ -183,10 +183,10 @@ TABLE = [
         ["model.experts_per_token = 1", "model.experts = 2"]),
     Bad("no layer with experts", TP, ["model.experts=4", "model.experts_every=5"],
         ["model.experts=4", "model.experts_every=4"], {"model.experts_every": "5 > 4"},
-        ["model.experts_every = 4", "model.layers = 5"]),
-    Bad("compiled halves of a backward pass", PP, ["parallel.schedule='zero_bubble'", "train.compile=true"],
+        ["model.experts_every = 4", "model.num_layers = 5"]),
+    Bad("compiled halves of a backward pass", PP, ["parallel.options.schedule='zero_bubble'", "train.compile=true"],
         ["train.compile=true"], {"train.compile": ""},
-        ["train.compile = false", 'parallel.schedule = "interleaved_1f1b"']),
+        ["train.compile = false", 'parallel.options.schedule = "interleaved_1f1b"']),
     Bad("constant to a lower rate", TP, ["train.schedule='constant'", "train.min_lr_ratio=0.2"],
         ["train.schedule='linear'", "train.min_lr_ratio=0.2"], {"train.min_lr_ratio": ""},
         ['train.schedule = "cosine"', "remove train.min_lr_ratio"]),
@@ -208,8 +208,8 @@ TABLE = [
         ["remove parallel.expert, or give it another dim"]),
     Bad("everything at once", CP,
         ["mesh.dims={ cp = 3, dp = 3, tp = 2, xp = 2 }", "train.compile=true", "train.keep=3"], [],
-        {"mesh.dims.xp": "2", "data.sequence": "128 % 6 = 2", "train.keep": "", "train.global_batch": "32 % 3 = 2"},
-        ["mesh.dims.xp = 1", 'parallel.shard = "xp"', 'parallel.pipeline = "xp"', "data.sequence = 126", "data.sequence = 132", "mesh.dims.cp = 4", "train.checkpoint_every = 100", "remove train.keep", "train.global_batch = 36", "train.global_batch = 24", "mesh.dims.dp = 4"]),
+        {"mesh.dims.xp": "2", "data.seq_len": "128 % 6 = 2", "train.keep": "", "train.global_batch_size": "32 % 3 = 2"},
+        ["mesh.dims.xp = 1", 'parallel.shard = "xp"', 'parallel.pipeline = "xp"', "data.seq_len = 126", "data.seq_len = 132", "mesh.dims.cp = 4", "train.checkpoint_every = 100", "remove train.keep", "train.global_batch_size = 36", "train.global_batch_size = 24", "mesh.dims.dp = 4"]),
 ]
 # fmt: on
 
@@ -220,16 +220,16 @@ def test_the_report_on_a_bad_config(case: Case | Bad) -> None:
 
 
 def test_open_sizes_are_checked_when_they_are_known() -> None:
-    config = load(made(CP, ["mesh.dims.cp=-1"]))
+    config = load_config(made(CP, ["mesh.dims.cp=-1"]))
     assert config.resolved(8).mesh.dims["cp"] == 2
-    with pytest.raises(ConfigError, match=r"data\.sequence: not divisible by 2\*cp: 128 % 6 = 2\n"):
+    with pytest.raises(ConfigError, match=r"data\.seq_len: not divisible by 2\*cp: 128 % 6 = 2\n"):
         config.resolved(12)
-    config = load(made(MOE, ["mesh.dims.dp=-1", "mesh.views.expert={ edp = 1, ep = -1 }"]))
+    config = load_config(made(MOE, ["mesh.dims.dp=-1", "mesh.views.expert={ edp = 1, ep = -1 }"]))
     assert config.resolved(8).expert_gradient_dims == ("edp",)
     with pytest.raises(ConfigError, match=r"model\.experts: experts is not divisible by ep: 8 % 6 = 2\n"):
         config.resolved(6)
     # A view is judged on a mesh whose size is known.
-    config = load({"mesh": {"dims": {"dp": -1, "tp": 4}, "views": {"expert": {"ep": 6}}}})
+    config = load_config({"mesh": {"dims": {"dp": -1, "tp": 4}, "views": {"expert": {"ep": 6}}}})
     with pytest.raises(
         ConfigError, match=r"mesh\.views\.expert: does not fit the mesh: 6, the mesh has 8 ranks\n"
     ):
@@ -237,19 +237,19 @@ def test_open_sizes_are_checked_when_they_are_known() -> None:
 
 
 def test_a_dim_of_size_1_costs_nothing_and_splits_nothing() -> None:
-    odd = ["data.sequence=127", "mesh.dims={ cp = 1, dp = 2, tp = 1 }"]
-    load(made(CP, odd))
-    config = load(
-        made(PP, ["mesh.dims.pp=1", "model.layers=1", "train.global_batch=2", "train.microbatch=1"])
+    odd = ["data.seq_len=127", "mesh.dims={ cp = 1, dp = 2, tp = 1 }"]
+    load_config(made(CP, odd))
+    config = load_config(
+        made(PP, ["mesh.dims.pp=1", "model.num_layers=1", "train.global_batch_size=2", "train.micro_batch_size=1"])
     )
     assert config.parallel is not None
     assert config.parallel.stages({"pp": 1, "dp": 2}) == 1
 
 
 def test_missing_sections_do_not_hide_what_the_others_say() -> None:
-    report = report_of(made(CP, ["data=", "model.ff=385"]))
+    report = report_of(made(CP, ["data=", "model.intermediate_size=385"]))
     assert "  data: missing\n" in report
-    assert "  model.ff: ff is not divisible by tp: 385 % 2 = 1\n" in report
+    assert "  model.intermediate_size: intermediate_size is not divisible by tp: 385 % 2 = 1\n" in report
 
 
 # -- what follows from the parts --------------------------------------------------------------------
@@ -276,7 +276,7 @@ BASES: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...], int, in
 @pytest.mark.parametrize("name", BASES)
 def test_what_follows_from_the_parts(name: str) -> None:
     base, data, gradients, microbatches, stages = BASES[name]
-    config = load(base)
+    config = load_config(base)
     parallel, sizes = config.parallel, config.mesh.sizes(8)
     assert parallel is not None
     assert parallel.data_dims == data
@@ -303,7 +303,7 @@ def test_gradients_of_experts_are_summed_where_the_same_experts_lie() -> None:
         "parallel={ pipeline = 'pp', tensor = 'tp', context = 'cp', expert = 'ep' }",
     ]
     for base, expected in ((MOE, ("edp",)), (made(MOE, changes), ("edp",)), (CP, ("dp", "cp"))):
-        config = load(base)
+        config = load_config(base)
         assert config.parallel is not None
         assert config.expert_gradient_dims == expected
         own = {dim for part, dim in config.parallel.parts.items() if part in ("pipeline", "tensor", "expert")}
@@ -315,20 +315,20 @@ def test_gradients_of_experts_are_summed_where_the_same_experts_lie() -> None:
                 if all(layout.coord(other, dim) == layout.coord(rank, dim) for dim in own)
             }
             assert members(config, config.expert_gradient_dims, rank) == same
-    assert load(MOE).expert_view == "expert"
-    assert load(CP).expert_view is None
-    assert load({"mesh": {"dims": {"dp": 2}}}).expert_gradient_dims == ()
+    assert load_config(MOE).expert_view == "expert"
+    assert load_config(CP).expert_view is None
+    assert load_config({"mesh": {"dims": {"dp": 2}}}).expert_gradient_dims == ()
 
 
 def test_which_layers_have_experts() -> None:
-    model = load(made(MOE, ["model.experts_every=2", "model.layers=5"])).model
+    model = load_config(made(MOE, ["model.experts_every=2", "model.num_layers=5"])).model
     assert model is not None
     assert [layer for layer in range(5) if model.has_experts(layer)] == [1, 3]
 
 
 def test_the_examples_use_every_dim() -> None:
     for name in ("cp2_dp2_tp2", "pp2_cp2_tp2", "hsdp2x2_tp2", "ep4_edp2", "quickstart"):
-        config = load(ROOT / f"configs/{name}.toml").resolved(8)
+        config = load_config(ROOT / f"configs/{name}.toml").resolved(8)
         assert config.parallel is not None
         assert config.plan(8).layout.world_size == 8
         own = set(config.parallel.parts.values()) - {config.parallel.expert}
@@ -402,7 +402,7 @@ def test_weights_that_are_sharded_along_two_dims_have_a_merged_one() -> None:
         raw = made(
             HSDP, ["parallel.context='cp'", "mesh.dims={ dp = 2, cp = 2, tp = 2, fsdp = 2 }", *changes]
         )
-        return dict(load(raw).plan(None).layout.merge)
+        return dict(load_config(raw).plan(None).layout.merge)
 
     # In the mesh's order, wherever they stand.
     assert merged() == {"cp_fsdp": ("cp", "fsdp")}
@@ -413,6 +413,6 @@ def test_weights_that_are_sharded_along_two_dims_have_a_merged_one() -> None:
     }
     assert merged("mesh.dims.cp=1") == merged("mesh.dims.fsdp=1") == {}
     assert merged("parallel.data='fsdp'", "parallel.shard='dp'") == {"dp_cp": ("dp", "cp")}
-    config = load(made(HSDP, ["parallel.context='cp'", "mesh.dims={ dp = 2, cp = -1, tp = 2, fsdp = 2 }"]))
+    config = load_config(made(HSDP, ["parallel.context='cp'", "mesh.dims={ dp = 2, cp = -1, tp = 2, fsdp = 2 }"]))
     assert config.plan(16).family("cp_fsdp").size == 4
     assert "cp_fsdp" not in config.plan(8).layout.names

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import meshcomm
 from meshcomm.cli import app
-from meshcomm.config import load
+from meshcomm.config import load_config
 from meshcomm.config.schema import DIALECT, schema
 from meshcomm.errors import ConfigError
 
@@ -29,9 +29,9 @@ VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 TRAINING: dict[str, Any] = {
     "parallel": {"data": "dp"},
-    "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ff": 64},
-    "data": {"sequence": 16},
-    "train": {"steps": 2, "global_batch": 8, "microbatch": 2},
+    "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 64},
+    "data": {"seq_len": 16},
+    "train": {"steps": 2, "global_batch_size": 8, "micro_batch_size": 2},
 }
 MESH: dict[str, Any] = {"mesh": {"dims": {"dp": 2}}}
 
@@ -61,7 +61,7 @@ VALID: dict[str, dict[str, Any]] = {
             "merge": {"all": ["dp", "tp"]},
             "views": {"expert": {"edp": 1, "ep": -1}},
             "rank_order": [3, 2, 1, 0],
-            "options": {"dp": {"timeout_s": 3, "lane": "x"}},
+            "options": {"dp": {"timeout_s": 3, "comm_id": "x"}},
             "validate_calls": "always",
         }
     },
@@ -104,7 +104,7 @@ def test_what_is_valid_is_valid_to_both(name: str, tmp_path: Path) -> None:
     assert problems(data) == []
     path = tmp_path / "config.json"
     path.write_text(json.dumps(data), encoding="utf-8")
-    load(path)
+    load_config(path)
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -112,7 +112,7 @@ def test_what_is_broken_is_broken_to_both(name: str) -> None:
     data, paths = BROKEN[name]
     assert problems(data) == paths
     with pytest.raises(ConfigError):
-        load(data)
+        load_config(data)
 
 
 def test_what_is_missing_is_told_by_its_key() -> None:
@@ -151,19 +151,19 @@ def test_every_section_has_its_sentence_and_nothing_for_readers_of_the_code() ->
 def test_a_json_file_may_say_where_its_schema_is(tmp_path: Path) -> None:
     path = tmp_path / "mesh.json"
     path.write_text('{"$schema": "./meshcomm.schema.json", "mesh": {"dims": {"dp": 2}}}', encoding="utf-8")
-    assert load(path) == load(MESH)
+    assert load_config(path) == load_config(MESH)
     path.write_text('{"$schema": 3, "mesh": {"dims": {"dp": 2}}}', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"unknown key"):
-        load(path)
+        load_config(path)
 
 
 def test_a_toml_file_says_it_in_a_comment(tmp_path: Path) -> None:
     path = tmp_path / "mesh.toml"
     path.write_text("#:schema ./meshcomm.schema.json\n[mesh]\ndims = { dp = 2 }\n", encoding="utf-8")
-    assert load(path) == load(MESH)
+    assert load_config(path) == load_config(MESH)
     path.write_text('"$schema" = "./meshcomm.schema.json"\n[mesh]\ndims = { dp = 2 }\n', encoding="utf-8")
     with pytest.raises(ConfigError, match=r'"\$schema": unknown key'):
-        load(path)
+        load_config(path)
 
 
 def test_the_command_prints_it_and_writes_it(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ from meshcomm import Config, GroupOptions, Handle, Layout, Mesh, MeshConfig, Mes
 
 
 def laid_out(world: int) -> Plan:
-    config: Config = meshcomm.load("mesh.toml", ["mesh.dims.tp=2"])
+    config: Config = meshcomm.load_config("mesh.toml", ["mesh.dims.tp=2"])
     layout: Layout = config.layout(world)
     reveal_type(layout.groups("tp"))
     return meshcomm.plan(MeshConfig(dims={"dp": -1}), world)

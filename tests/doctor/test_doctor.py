@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import meshcomm
 from meshcomm.cli import app
-from meshcomm.config import Config, MeshConfig, NetworkConfig, ProcessConfig, load
+from meshcomm.config import Config, MeshConfig, NetworkConfig, ProcessConfig, load_config
 from meshcomm.doctor import Finding, examine, limits, network, together
 from meshcomm.doctor.limits import Limit
 from meshcomm.doctor.network import Interface
@@ -117,24 +117,24 @@ def test_overrides_without_a_config_are_refused() -> None:
 
 
 def test_a_mesh_of_open_size_is_not_compared() -> None:
-    facts = examine(load({"mesh": {**MESH, "dims": {"dp": -1}}}))
-    assert found(facts, "limits and devices").endswith("try:      meshcomm doctor CONFIG --world N")
+    facts = examine(load_config({"mesh": {**MESH, "dims": {"dp": -1}}}))
+    assert found(facts, "limits and devices").endswith("try:      meshcomm doctor CONFIG --world-size N")
     assert all(each["needed"] is None for each in facts["limits"])
-    facts = examine(load({"mesh": {**MESH, "dims": {"dp": -1}}}), 4)
+    facts = examine(load_config({"mesh": {**MESH, "dims": {"dp": -1}}}), 4)
     assert all(each["needed"] is not None for each in facts["limits"])
 
 
 def test_a_wrong_environment_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    assert found(examine(load({"mesh": MESH})), "the environment has half").startswith("error: ")
+    assert found(examine(load_config({"mesh": MESH})), "the environment has half").startswith("error: ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a host without a GPU")
 def test_a_device_or_backend_that_is_not_there() -> None:
-    shown = found(examine(load({"mesh": {**MESH, "device": "cuda"}})), "this host has no cuda device")
+    shown = found(examine(load_config({"mesh": {**MESH, "device": "cuda"}})), "this host has no cuda device")
     assert shown.startswith("error: ") and 'given:    device = "cuda"\n' in shown
     assert shown.endswith('try:      mesh.device = "cpu", or "auto"')
-    facts = examine(load({"mesh": {**MESH, "options": {"dp": {"backend": "gloos"}}}}))
+    facts = examine(load_config({"mesh": {**MESH, "options": {"dp": {"backend": "gloos"}}}}))
     shown = found(facts, "this torch has no backend gloos")
     assert f"given:    gloos for dp, torch {torch.__version__}" in shown
     assert shown.endswith('try:      mesh.options.dp.backend = "gloo"')
@@ -210,7 +210,7 @@ def test_an_interface_set_twice_or_down_or_missing_in_the_environment() -> None:
     env = {"GLOO_SOCKET_IFNAME": "eth7"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-        down = load({"mesh": MESH, "network": {"interfaces": ["eth1"]}})
+        down = load_config({"mesh": MESH, "network": {"interfaces": ["eth1"]}})
         twice, cannot = lines(network.interface_findings(down.network, HERE, env))
     assert twice.startswith("error | GLOO_SOCKET_IFNAME is set twice, differently")
     assert cannot == (
@@ -236,7 +236,7 @@ def test_a_name_matters_to_several_hosts_that_are_given_no_interface(monkeypatch
     monkeypatch.setattr(network, "resolve", lambda host: ["127.0.1.1"])
 
     def warned(**settings: Any) -> bool:
-        facts = examine(load({"mesh": MESH, **settings}))
+        facts = examine(load_config({"mesh": MESH, **settings}))
         return any("means the loopback" in each["what"] for each in facts["findings"])
 
     nodes = {"topology": {"ranks_per_node": 2}}

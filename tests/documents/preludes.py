@@ -14,7 +14,7 @@ PRELUDES: Final[Mapping[str, str]] = {
 from meshcomm.config import TrainConfig
 from meshcomm.train.lock import Lock
 
-train = TrainConfig(steps=2, global_batch=1, microbatch=1, checkpoint_every=2, out="runs/books")
+train = TrainConfig(steps=2, global_batch_size=1, micro_batch_size=1, checkpoint_every=2, out="runs/books")
 state = {"model.weight": torch.full((2, 3), float(mesh.rank))}
 lock = Lock(step=2, seconds=0.0, fingerprint="", plan={}, config={}, versions={})
 """,

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import meshcomm
 from meshcomm.cli import app
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import RankFailed
 from meshcomm.testing import Pool
 from meshcomm.testing.dryrun import read as read_marker
@@ -221,7 +221,7 @@ class Page:
             if "parallel" in data:
                 del base["parallel"]
             data = _merged(base, data)
-        load(data)
+        load_config(data)
 
     def _commands(self, block: Block, only_read: bool) -> None:
         for line, shown in command_lines(block.text, prompt=block.language == "console"):
@@ -266,14 +266,14 @@ class Page:
         while own[0].startswith("--"):
             if own[0] == "--set":
                 overrides.append(own[1])
-            elif own[0] == "--world":
+            elif own[0] == "--world-size":
                 world = int(own[1])
             else:
                 raise Wrong(f"{command.line}: an option that the tests do not know: {own[0]}")
             own = own[2:]
         if own[0].endswith(".py"):
             return self._script(own, world or 1, None, [], code)
-        settings = load(own[0], overrides)
+        settings = load_config(own[0], overrides)
         size = world or math.prod(settings.mesh.sizes(None).values())
         return self._script(own[1:], size, own[0], overrides, code)
 

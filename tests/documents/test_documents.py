@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from meshcomm.config import load
+from meshcomm.config import load_config
 from tests.documents import tool
 from tests.documents.blocks import llama
 from tests.faults.rows import ROWS
@@ -128,7 +128,7 @@ def test_every_key_is_in_an_example_and_every_example_is_right(
                 inner = next(iter(inner.values())) if part.isupper() else inner[part]
             written |= set(inner)
             whole = set(data) & {"parallel", "model", "data", "train"}
-            load(_over(quickstart if whole else {"mesh": quickstart["mesh"]}, data))
+            load_config(_over(quickstart if whole else {"mesh": quickstart["mesh"]}, data))
         # [mesh.options] and [train.groups] have sections of their own.
         assert set(section["properties"]) - written - {"options", "groups"} == set(), place
 

@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import meshcomm
-from meshcomm.config import load
+from meshcomm.config import load_config
 from meshcomm.mesh.source import world_of_mesh
 from meshcomm.simulator.run import simulate_script
 from meshcomm.testing import Pool
@@ -67,13 +67,13 @@ def said(name: str) -> Said:
     for line in found["commands"].splitlines():
         words = shlex.split(line)
         assert words[-1] == f"examples/{name}", line
-        if words[2] == "--world":
+        if words[2] == "--world-size":
             assert len(words) == 5, line
             commands[words[1]] = Command(None, int(words[3]))
         else:
             assert len(words) == 4, line
             config = ROOT / words[2]
-            commands[words[1]] = Command(config, world_of_mesh(load(config).mesh))
+            commands[words[1]] = Command(config, world_of_mesh(load_config(config).mesh))
     assert set(commands) <= {"run", "simulate"}
     prints = [line[4:] for line in found["prints"].splitlines()]
     return Said(found["shows"], commands["run"], commands.get("simulate"), prints)

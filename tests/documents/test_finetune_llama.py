@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import meshcomm
 from meshcomm.cli import app
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from tests.forked_jobs import Job
@@ -44,7 +44,7 @@ def trained(config: Config, samples: Tensor) -> Tensor | None:
             seen.append(output.detach())
 
         hook = trainer.modules[-1].register_forward_hook(see)
-        mine = samples.chunk(mesh.data_world)[mesh.data_rank]
+        mine = samples.chunk(mesh.data_world_size)[mesh.data_rank]
         trainer.evaluate([(mine, mine)])
         hook.remove()
         if mesh.coord("pp") != mesh.size("pp") - 1:
@@ -62,8 +62,8 @@ def test_the_example_from_its_first_command_to_its_last(pool: Pool, tmp_path: Pa
 
     assert "172,608 parameters, 384 tokens" in called("make_model.py", "1")
     shutil.copy(EXAMPLE / "finetune.toml", tmp_path)
-    config = load(tmp_path / "finetune.toml", [*FEWER, f"train.out={tmp_path / 'run'}"])
-    assert config.model is not None and config.model.vocabulary == 384 and config.model.tied_embeddings
+    config = load_config(tmp_path / "finetune.toml", [*FEWER, f"train.out={tmp_path / 'run'}"])
+    assert config.model is not None and config.model.vocab_size == 384 and config.model.tied_embeddings
     assert config.mesh.dims == {"pp": 2, "dp": 2, "tp": 2}
 
     samples = torch.randint(384, (16, 64), generator=torch.Generator().manual_seed(0))

@@ -22,7 +22,7 @@ def test_every_stage_the_ends_and_middles_of_each_dim_and_the_corners() -> None:
     for pp in (0, 15):
         for dp in (0, 63):
             for tp in (0, 7):
-                assert layout.rank_at(pp=pp, dp=dp, tp=tp) in ranks
+                assert layout.get_rank(pp=pp, dp=dp, tp=tp) in ranks
     assert {layout.coord(rank, "ep") for rank in ranks} >= {0, 4, 7}
     assert len(ranks) < 40
 
@@ -40,4 +40,4 @@ def test_a_sample_and_what_is_asked_for() -> None:
 def test_ranks_in_another_order(order: list[int] | None) -> None:
     layout = Layout({"dp": 8, "tp": 4}, rank_order=order)
     ranks = chosen(layout, sample=0)
-    assert ranks == sorted(ranks) and layout.rank_at(dp=7, tp=3) in ranks
+    assert ranks == sorted(ranks) and layout.get_rank(dp=7, tp=3) in ranks

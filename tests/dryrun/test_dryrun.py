@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshcomm.config import load
+from meshcomm.config import load_config
 from meshcomm.dryrun.script import Script
 from meshcomm.errors import MeshcommError
 from meshcomm.jobs.dryrun import Sample, dryrun, exactly
@@ -139,17 +139,17 @@ pipeline = "pp"
 shard = "fs"
 tensor = "tp"
 [model]
-layers = 8
-width = 64
-heads = 4
-kv_heads = 4
-ff = 128
+num_layers = 8
+hidden_size = 64
+num_heads = 4
+num_kv_heads = 4
+intermediate_size = 128
 [data]
-sequence = 64
+seq_len = 64
 [train]
 steps = 1
-global_batch = 32
-microbatch = 1
+global_batch_size = 32
+micro_batch_size = 1
 peak_flops = 989e12
 """
 
@@ -165,7 +165,7 @@ def test_calls_memory_and_time_of_a_training_and_its_timeline(tmp_path: Path) ->
     assert stages[0]["parts"]["activations"] > stages[3]["parts"]["activations"]
     assert all(sum(each["parts"].values()) == each["peak_bytes"] for each in stages)
     assert facts["memory"]["less_by"].startswith(
-        "train.recompute or a dim for parallel.context or more ranks along tp"
+        "train.activation_checkpointing or a dim for parallel.context or more ranks along tp"
     )
     assert {each["dim"]: each["link"] for each in facts["calls"]} == {
         "pp": "network",
@@ -202,7 +202,7 @@ def test_what_a_user_does_wrong_is_told_without_a_traceback(tmp_path: Path) -> N
     (tmp_path / "exits.py").write_text(
         "import sys, meshcomm\nwith meshcomm.init(dims={'dp': -1}) as mesh:\n    sys.exit(3)\n"
     )
-    done = run("--world", "8", "fails.py", folder=tmp_path)
+    done = run("--world-size", "8", "fails.py", folder=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert re.search(r"rank 5 \(dp=5\) failed: ZeroDivisionError: .*\n.*fails.py:3", done.stderr), done.stderr
     for name, world, ranks, said in (
@@ -273,7 +273,7 @@ def test_the_marker_runs_a_body_and_a_config(pytester: pytest.Pytester) -> None:
 def test_place_ranks_its_meshes_by_a_dry_run_where_asked(tmp_path: Path) -> None:
     path = tmp_path / "train.toml"
     path.write_text(CONFIG.replace("1e-3", "1"))
-    settings = load(path)
+    settings = load_config(path)
     ranking = place_config(settings, 8, settings.topology, top=2)
     exact, ran = exactly(settings, ranking, settings.topology)
     assert sorted(map(str, exact.placements)) == sorted(map(str, ranking.placements))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshcomm.config import load
+from meshcomm.config import load_config
 from meshcomm.testing import Pool
 from tests.dryrun.test_rank import BUILT_IN, compared
 from tests.models.families import folder_of
@@ -30,16 +30,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | str
         {},
     ),
     "zero bubble, tensor": ("pp=4 tp=2", {"schedule": "zero_bubble", "stages_per_rank": 2}, {}, {}),
-    "ring, data, again": ("dp=4 cp=2", {}, {"recompute": True}, {}),
+    "ring, data, again": ("dp=4 cp=2", {}, {"activation_checkpointing": True}, {}),
     "ring, tensor": ("cp=4 tp=2", {"sequence_parallel": True}, {}, {}),
-    "heads, sharded": ("fsdp=2 cp=4", {"attention": "ulysses"}, {"recompute": "selective"}, {}),
+    "heads, sharded": ("fsdp=2 cp=4", {"attention": "ulysses"}, {"activation_checkpointing": "selective"}, {}),
     "experts": (
         "dp=4 tp=2",
         {"expert": "ep", "views": {"expert": {"edp": 2, "ep": 2, "tp": 2}}},
         {},
         {"experts": 4, "capacity_factor": 1.0},
     ),
-    "Qwen3": ("pp=2 dp=2 tp=2", {}, {"recompute": True}, "qwen3"),
+    "Qwen3": ("pp=2 dp=2 tp=2", {}, {"activation_checkpointing": True}, "qwen3"),
     "Llama": ("fsdp=4 tp=2", {"sequence_parallel": True}, {}, "llama"),
     "GPT-2": ("pp=2 fsdp=4", {}, {}, "gpt2"),
     "Mixtral": ("dp=2 fsdp=2 cp=2", {}, {}, "mixtral"),
@@ -58,16 +58,16 @@ def test_calls_bytes_and_memory_are_those_of_a_real_run(
         folder = folder_of(model, tmp_path / model)
         trained: dict[str, Any] = {"pretrained": str(folder), "random_weights": True, "dropout": 0.0}
     else:
-        trained = {**BUILT_IN, "layers": 8, "heads": 8, "kv_heads": 8, **model}
+        trained = {**BUILT_IN, "num_layers": 8, "num_heads": 8, "num_kv_heads": 8, **model}
     views = parallel.get("views", {})
     rest = {name: value for name, value in parallel.items() if name != "views"}
-    config = load(
+    config = load_config(
         {
             "mesh": {"dims": sizes, "views": views, "device": "cpu", "timeout_s": 120.0, "validate_calls": 0},
             "parallel": {**{_PARTS[dim]: dim for dim in sizes}, **rest},
             "model": trained,
-            "data": {"sequence": 64},
-            "train": {"steps": 1, "global_batch": 8 * copies, "microbatch": 2, **train},
+            "data": {"seq_len": 64},
+            "train": {"steps": 1, "global_batch_size": 8 * copies, "micro_batch_size": 2, **train},
         }
     )
     ratios = compared(pool, config, 8)

@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.distributed_c10d as c10d
 
 import meshcomm
-from meshcomm.config import Config, MeshConfig, load
+from meshcomm.config import Config, MeshConfig, load_config
 from meshcomm.dryrun.ledger import Ledger, Watched
 from meshcomm.dryrun.rank import Step, counted_step, pretended_step
 from meshcomm.errors import LayoutError, UnsupportedOp
@@ -24,20 +24,20 @@ from tests.group_hooks import HAS_HOOKS, needs_group_hooks
 from tests.models.families import folder_of
 
 WORLD = 4
-BUILT_IN: dict[str, Any] = {"layers": 4, "width": 64, "heads": 4, "kv_heads": 4, "ff": 256}
+BUILT_IN: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "intermediate_size": 256}
 
 
 def config_of(dims: str, parallel: dict[str, Any], train: dict[str, Any], model: dict[str, Any]) -> Config:
     sizes = {name: int(size) for name, _, size in (each.partition("=") for each in dims.split())}
     copies = sizes.get("dp", 1) * sizes.get("fsdp", 1)
     mesh: dict[str, Any] = {"dims": sizes, "device": "cpu", "timeout_s": 120.0, "validate_calls": 0}
-    return load(
+    return load_config(
         {
             "mesh": mesh,
             "parallel": parallel,
             "model": model,
-            "data": {"sequence": 64, **({"tokenizer": "bytes"} if "pretrained" in model else {})},
-            "train": {"steps": 1, "global_batch": 8 * copies, "microbatch": 2, **train},
+            "data": {"seq_len": 64, **({"tokenizer": "bytes"} if "pretrained" in model else {})},
+            "train": {"steps": 1, "global_batch_size": 8 * copies, "micro_batch_size": 2, **train},
         }
     )
 
@@ -85,7 +85,7 @@ def test_of_a_folder_of_transformers(pool: Pool, figures: Callable[[str], None],
 def test_a_world_that_no_machine_here_holds() -> None:
     dims = "pp=4 dp=16 tp=4"
     parallel = {"pipeline": "pp", "data": "dp", "tensor": "tp"}
-    config = config_of(dims, parallel, {"global_batch": 128}, BUILT_IN)
+    config = config_of(dims, parallel, {"global_batch_size": 128}, BUILT_IN)
     first, last = (pretended_step(config, rank, 256) for rank in (0, 255))
     assert (first.coords, last.coords) == ({"pp": 0, "dp": 0, "tp": 0}, {"pp": 3, "dp": 15, "tp": 3})
     # 1F1B: the first stage has four microbatches under way, the last one.
@@ -100,7 +100,7 @@ def test_a_folder_without_weights_in_a_large_world(family: str, tmp_path: Path) 
     folder = folder_of(family, tmp_path / "model")
     model = {"pretrained": str(folder), "random_weights": True}
     parallel = {"shard": "fsdp", "tensor": "tp"}
-    config = config_of("fsdp=512 tp=2", parallel, {"global_batch": 1024}, model)
+    config = config_of("fsdp=512 tp=2", parallel, {"global_batch_size": 1024}, model)
     step = pretended_step(config, 1023, 1024)
     assert step.groups["fsdp[tp=1]"] == list(range(1, 1024, 2))
     assert {row.dim for row in step.rows} == {"fsdp", "tp"} and step.peak.parts["activations"] > 0
@@ -205,11 +205,11 @@ def test_functional_collectives(pool: Pool) -> None:
 
 
 def test_without_a_model_there_is_nothing_to_run() -> None:
-    config = load(
+    config = load_config(
         {
             "mesh": {"dims": {"dp": 4}, "device": "cpu"},
             "parallel": {"data": "dp"},
-            "train": {"steps": 1, "global_batch": 4, "microbatch": 1},
+            "train": {"steps": 1, "global_batch_size": 4, "micro_batch_size": 1},
         }
     )
     with pytest.raises(LayoutError, match="what is trained"):

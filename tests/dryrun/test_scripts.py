@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshcomm.config import TopologyConfig, load
+from meshcomm.config import TopologyConfig, load_config
 from meshcomm.dryrun.facts import dry_facts
 from meshcomm.dryrun.script import Script, function_step, script_step
 from meshcomm.dryrun.training import priced
@@ -25,7 +25,7 @@ from meshcomm.show.page import as_text
 
 def ran(program: Callable[[Mesh], object], ranks: int = 4) -> list[Any]:
     """What it returns on each rank, all run in this process."""
-    settings = load({"mesh": {"dims": {"dp": ranks}}})
+    settings = load_config({"mesh": {"dims": {"dp": ranks}}})
     found: list[Any] = []
     for rank in range(ranks):
         function_step(lambda mesh: found.append(program(mesh)), settings, rank, ranks)
@@ -43,8 +43,8 @@ UNKNOWN: dict[str, tuple[Callable[[Mesh, int], object], str]] = {
     "all_gather": (lambda m, c: m.all_gather("dp", X[:c], uneven=True), "the sizes of their parts"),
     "gather": (lambda m, c: m.gather("dp", X[:c], 0, uneven=True), "the sizes of their parts"),
     "all_to_all": (
-        lambda m, c: m.all_to_all("dp", X, splits=[1, 1, 1, 1]),
-        "the sizes of their parts.*\n.*\n.*\n.*received=",
+        lambda m, c: m.all_to_all("dp", X, input_split_sizes=[1, 1, 1, 1]),
+        "the sizes of their parts.*\n.*\n.*\n.*output_split_sizes=",
     ),
     "objects.broadcast": (lambda m, c: m.objects.broadcast("dp", {} if c == 1 else None, 1), "the object,"),
     "objects.scatter": (lambda m, c: m.objects.scatter("dp", [X] * 4 if c == 1 else None, 1), "the object,"),
@@ -74,7 +74,7 @@ def test_what_a_rank_knows_has_the_right_shape() -> None:
         c = mesh.coord("dp")
         source = mesh.scatter("dp", X, src=c, axis=0)
         given = mesh.scatter("dp", X if c == 1 else None, 1, out=torch.empty(1, 3))
-        moved = mesh.all_to_all("dp", X, splits=[1, 1, 1, 1], received=[1, 2, 0, 3])
+        moved = mesh.all_to_all("dp", X, input_split_sizes=[1, 1, 1, 1], output_split_sizes=[1, 2, 0, 3])
         mesh.store.set("mine", str(c))
         objects = [mesh.objects.broadcast("dp", {"c": c}, c), mesh.store.get("mine"), mesh.store.add("n", 1)]
         return [tuple(each.shape) for each in (source, given, moved)] + objects

@@ -190,19 +190,19 @@ def _training(odd: str) -> Program:
     config = {
         "mesh": {"dims": {"dp": 4}, "device": "cpu", "timeout_s": TIMEOUT_S},
         "parallel": {"data": "dp"},
-        "model": {"layers": 1, "width": 16, "heads": 2, "kv_heads": 2, "ff": 16},
-        "data": {"sequence": 32, "max_bytes": 20_000},
-        "train": {"steps": 2, "global_batch": 4, "microbatch": 1, "warmup_steps": 1},
+        "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 16},
+        "data": {"seq_len": 32, "max_bytes": 20_000},
+        "train": {"steps": 2, "global_batch_size": 4, "micro_batch_size": 1, "warmup_steps": 1},
     }
 
     def program(me: Rank) -> None:
         # Here, as few rows need it and it takes seconds where it is not loaded yet.
-        from meshcomm.config import load
+        from meshcomm.config import load_config
         from meshcomm.train.agree import agree
 
         with me.mesh() as mesh:
             own = [odd] if me.number == _ODD else []
-            settings = load(config, [f'train.out="{me.folder / "run"}"', *own])
+            settings = load_config(config, [f'train.out="{me.folder / "run"}"', *own])
             me.strike()
             agree(mesh, settings)
 
@@ -306,7 +306,7 @@ ROWS = [
         )
         for name, setting in (
             ("learning-rate", "train.lr=0.1"),
-            ("model", "model.width=32"),
+            ("model", "model.hidden_size=32"),
             ("data", "data.max_bytes=19_000"),
         )
     ),

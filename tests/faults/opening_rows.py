@@ -215,7 +215,7 @@ def _live(odd: Callable[[Any], None]) -> Program:
             if me.number == _ODD:
                 odd(mesh)
             else:
-                mesh.create("both", ("dp", "tp"))
+                mesh.create_group("both", ("dp", "tp"))
                 check(mesh.all_reduce("both", torch.ones(3)), 4.0)
 
     return program
@@ -300,17 +300,17 @@ ROWS = [
         *(_in_creation("tp", _fails), {**_LOST["tp"], 1: "CommunicationError"}, (1,)),
     ),
     row(
-        "live-other-dims | mesh.create of another name on one rank | creation on a live mesh | both",
-        _live(lambda mesh: mesh.create("other", ("dp", "tp"))),
+        "live-other-dims | mesh.create_group of another name on one rank | creation on a live mesh | both",
+        _live(lambda mesh: mesh.create_group("other", ("dp", "tp"))),
         *(_NO_ONE, dict.fromkeys((0, 1, 3), (_ODD,)), MISSING_S),
     ),
     row(
-        "live-other-order | mesh.create with other dims on one rank | creation on a live mesh | both",
-        _live(lambda mesh: mesh.create("both", ("tp", "dp"))),
+        "live-other-order | mesh.create_group with other dims on one rank | creation on a live mesh | both",
+        _live(lambda mesh: mesh.create_group("both", ("tp", "dp"))),
         *(_NO_ONE, (_ODD,), DIFFERS_S),
     ),
     row(
-        "live-skipped | mesh.create skipped by one rank | creation on a live mesh | both",
+        "live-skipped | mesh.create_group skipped by one rank | creation on a live mesh | both",
         *(_live(_not_here), everyone("MeshMismatchError", r2=""), (_ODD,)),
     ),
     row(

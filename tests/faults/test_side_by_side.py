@@ -37,7 +37,7 @@ def test_jobs_of_one_host_keep_apart(tmp_path: Path, number: int) -> None:
                 subprocess.Popen(
                     [
                         sys.executable,
-                        *("-m", "meshcomm", "run", "--world", str(RANKS), str(script), str(job)),
+                        *("-m", "meshcomm", "run", "--world-size", str(RANKS), str(script), str(job)),
                     ],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

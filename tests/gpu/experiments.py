@@ -104,11 +104,11 @@ def run(experiment: Experiment, setting: Setting, folder: Path, left_s: float = 
     folder = folder / experiment.name
     folder.mkdir(parents=True)
     here = Path(__file__).parent
-    words = ["run", "--world", str(outcome.ranks), str(here / "ranks.py"), experiment.program]
+    words = ["run", "--world-size", str(outcome.ranks), str(here / "ranks.py"), experiment.program]
     if experiment.program == "train":
         changed = {"mesh.device": f'"{setting.device}"', "train.out": f'"{folder / "run"}"'}
         if setting.device == "cpu":
-            changed |= {"model.layers": 2, "model.width": 64, "model.ff": 128, "data.sequence": 64}
+            changed |= {"model.num_layers": 2, "model.hidden_size": 64, "model.intermediate_size": 128, "data.seq_len": 64}
         words = [
             "train",
             str(here / "train.toml"),

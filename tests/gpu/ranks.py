@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshcomm
 from meshcomm.collectives import ROWS, Call
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.context import gather_sequence, ring_attention, split_sequence
@@ -159,7 +159,7 @@ def collectives() -> None:
                 row["open_s"] = round(time.monotonic() - began, 2)
                 free, early = free_bytes(), communicators()
                 basics(mesh)
-                mesh.create("side", ("dp", "tp"))
+                mesh.create_group("side", ("dp", "tp"))
                 basics(mesh)
                 mesh.barrier()
                 row["groups"] = len(dist.distributed_c10d._world.pg_map)
@@ -303,13 +303,13 @@ def no_sync() -> Iterator[None]:
 
 def training(**changed: Any) -> Config:
     """tests/gpu/train.toml on all ranks of this experiment, small where it has no GPU."""
-    size = {"layers": 4, "width": 512, "ff": 1408, "heads": 8, "kv_heads": 8}
+    size = {"num_layers": 4, "hidden_size": 512, "intermediate_size": 1408, "num_heads": 8, "num_kv_heads": 8}
     if not ON_GPU:
-        size |= {"layers": 2, "width": 64, "ff": 128, "heads": 4, "kv_heads": 4}
+        size |= {"num_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 4}
     given = {f"model.{key}": value for key, value in size.items()}
-    given |= {"data.sequence": 256 if ON_GPU else 32, "train.global_batch": 8, "train.microbatch": 2}
+    given |= {"data.seq_len": 256 if ON_GPU else 32, "train.global_batch_size": 8, "train.micro_batch_size": 2}
     given |= {"mesh.backend": f'"{BACKEND}"', "mesh.device": f'"{DEVICE}"', "mesh.validate_calls": 8}
-    return load(HERE / "train.toml", [f"{key}={value}" for key, value in {**given, **changed}.items()])
+    return load_config(HERE / "train.toml", [f"{key}={value}" for key, value in {**given, **changed}.items()])
 
 
 def several_steps(config: Config, warm: int, more: int) -> list[float]:
@@ -325,10 +325,10 @@ def several_steps(config: Config, warm: int, more: int) -> list[float]:
                 mesh.step(step)
 
         run(range(1, warm + 1))
-        found = trainer.look()
+        found = trainer.results()
         with no_sync() if more else nullcontext():
             run(range(warm + 1, warm + more + 1))
-        return [each.loss for each in (*found, *trainer.look())]
+        return [each.loss for each in (*found, *trainer.results())]
 
 
 def steps() -> None:
@@ -420,9 +420,9 @@ def one_step(trainer: Engine, given: list[tuple[Tensor, Tensor]], number: int) -
 def speed() -> None:
     """Tokens a second and MFU of a step of 1B parameters, sequence 4,096, bfloat16; beside plain PyTorch."""
     layers, width, heads, ff, sequence = (20, 2048, 16, 5632, 4096) if ON_GPU else (2, 64, 4, 128, 64)
-    size = {"layers": layers, "width": width, "heads": heads, "kv_heads": heads, "ff": ff}
+    size = {"num_layers": layers, "hidden_size": width, "num_heads": heads, "num_kv_heads": heads, "intermediate_size": ff}
     changed = {f"model.{key}": value for key, value in size.items()}
-    changed |= {"data.sequence": sequence, "train.global_batch": 4, "train.microbatch": 2}
+    changed |= {"data.seq_len": sequence, "train.global_batch_size": 4, "train.micro_batch_size": 2}
     tokens_of_step, rounds = 4 * sequence, 5
 
     def timed(name: str, row: dict[str, Any], parameters: int, step: Callable[[int], object]) -> None:
@@ -451,7 +451,7 @@ def speed() -> None:
                 batches = batches_of(trainer, text(trainer.sections.data))
                 given = [batches(number) for number in range(8)]
                 timed("ours", row, parameters, partial(one_step, trainer, given))
-                assert all(each.loss < 7 for each in trainer.look())
+                assert all(each.loss < 7 for each in trainer.results())
                 del trainer
             if ON_GPU:
                 torch.cuda.empty_cache()

@@ -208,21 +208,21 @@ while True:
     [
         (["run", "mesh.toml", "nothing.py"], "there is no script nothing.py"),
         (["run", "mesh.toml", "scirpt.py"], "try:      did you mean script.py?"),
-        (["run", "mesh.toml", "--world", "6", "script.py"], "2*2 = 4, world is 6"),
+        (["run", "mesh.toml", "--world-size", "6", "script.py"], "2*2 = 4, world is 6"),
         (["run", "script.py"], "how many ranks?"),
-        (["simulate", "script.py", "8"], "try:      meshcomm simulate --world 8 SCRIPT"),
+        (["simulate", "script.py", "8"], "try:      meshcomm simulate --world-size 8 SCRIPT"),
         (
-            ["run", "--world", "2", "--set", "mesh.timeout_s=5", "script.py"],
+            ["run", "--world-size", "2", "--set", "mesh.timeout_s=5", "script.py"],
             "--set has no effect without a CONFIG",
         ),
-        (["run", "--world", "2", "nothing.py", "mesh.toml"], "there is no script nothing.py"),
+        (["run", "--world-size", "2", "nothing.py", "mesh.toml"], "there is no script nothing.py"),
         (["run", "mesh.toml"], "no SCRIPT was given after mesh.toml"),
         (["run"], "no SCRIPT was given\n"),
-        (["simulate", "--world", "2"], "no SCRIPT was given\n"),
+        (["simulate", "--world-size", "2"], "no SCRIPT was given\n"),
         (["dryrun"], "neither CONFIG nor SCRIPT was given\n"),
         (["train", "mesh.toml"], "mesh.toml says nothing about training"),
         (["run", "nothing.toml", "script.py"], "nothing.toml"),
-        (["run", "--world", "6", "mesh.toml", "script.py"], "2*2 = 4, world is 6"),
+        (["run", "--world-size", "6", "mesh.toml", "script.py"], "2*2 = 4, world is 6"),
         (["train", "mesh.toml", "--set", "mesh.dims.tp=runs/x"], "mesh.dims.tp"),
     ],
 )
@@ -245,7 +245,7 @@ def test_files_of_the_working_directory_hide_no_library(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "main.py").write_text("import beside; print(beside.WORD)")
     (tmp_path / "scripts" / "beside.py").write_text("WORD = 'found'")
-    command = [sys.executable, "-P", "-m", "meshcomm", "run", "--world", "1", "scripts/main.py"]
+    command = [sys.executable, "-P", "-m", "meshcomm", "run", "--world-size", "1", "scripts/main.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "found\n"), done.stderr
 
@@ -264,7 +264,7 @@ from meshcomm.cli import app
 from typer.testing import CliRunner
 for words in (["train", "mesh.toml"], ["parity", "mesh.toml"], ["run", "mesh.toml", "script.py"]):
     command, *rest = words
-    done = [CliRunner().invoke(app, [command, *more, *rest]) for more in (["--set", "mesh.dimz=1"], ["--world", "6"])]
+    done = [CliRunner().invoke(app, [command, *more, *rest]) for more in (["--set", "mesh.dimz=1"], ["--world-size", "6"])]
     print(*(each.exit_code for each in done), "did you mean" in done[0].stderr, "is 6" in done[1].stderr)
 print("torch" in sys.modules)
 """
@@ -288,7 +288,7 @@ def test_a_script_that_says_its_own_mesh_needs_no_config(
         "    sys.stdout.write(f'{mesh.label} {total.item()} {sys.argv[1:]}\\n')\n"
     )
     monkeypatch.chdir(tmp_path)
-    words = ["--world", "2", "own.py", "./a//b", "--lr", "3"]
+    words = ["--world-size", "2", "own.py", "./a//b", "--lr", "3"]
     ran = Job(pool, tmp_path, "-m", "meshcomm", "run", *words).finish()[1:]
     simulated = CliRunner().invoke(app, ["simulate", *words])
     for printed, err in (ran, (simulated.stdout, simulated.stderr)):

@@ -142,7 +142,7 @@ with meshcomm.init({"mesh": {**facts, "timeout_s": 60, "options": {"dp": {"timeo
     mesh.barrier("dp")
 """
     (tmp_path / "script.py").write_text(script)
-    words = ("-m", "meshcomm", "run", "--world", "4", "script.py")
+    words = ("-m", "meshcomm", "run", "--world-size", "4", "script.py")
     code, out, err = Job(pool, tmp_path, *words).finish()
     last = [line for line in err.splitlines() if line.startswith("meshcomm: ")]
     assert (code != 0, out) == (True, "")
@@ -165,7 +165,7 @@ with meshcomm.init({"mesh": facts}) as mesh:
     mesh.all_reduce("dp", torch.ones(4))
 """
     (tmp_path / "script.py").write_text(script)
-    words = ("-m", "meshcomm", "run", "--world", str(ranks), "script.py")
+    words = ("-m", "meshcomm", "run", "--world-size", str(ranks), "script.py")
     code, out, err = Job(pool, tmp_path, *words).finish()
     assert (code != 0, out) == (True, "")
     # Which of the others aborts is chance; whoever is left says what it was in.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from meshcomm.config import load
+from meshcomm.config import load_config
 from meshcomm.predict.lint import lint
 from meshcomm.show.plan import plan_facts
 
@@ -95,7 +95,7 @@ def test_a_published_mesh(name: str) -> None:
     mesh: dict[str, Any] = {"dims": published.dims, "device": "cuda"}
     if published.view:
         mesh["views"] = {"expert": published.view}
-    config = load({"mesh": mesh, "topology": {"ranks_per_node": 8, "devices_per_node": 8}})
+    config = load_config({"mesh": mesh, "topology": {"ranks_per_node": 8, "devices_per_node": 8}})
     plan = config.plan(None)
     facts = plan_facts(plan, topology=config.topology)
     rows = [

@@ -143,7 +143,7 @@ SLEEPS = "lambda: time.sleep(60)"
 
 def ended(pool: Pool, folder: Path, script: str, launcher: tuple[str, ...] = ()) -> tuple[int, str]:
     written(folder, PROGRAM + script, "")
-    command = launcher or ("-m", "meshcomm", "run", "--world", "2")
+    command = launcher or ("-m", "meshcomm", "run", "--world-size", "2")
     code, _, err = Job(pool, folder, *command, "script.py").finish()
     return code, err
 

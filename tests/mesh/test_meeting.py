@@ -486,8 +486,8 @@ def test_what_cannot_be_met_by(given: dict[str, Any], said: str) -> None:
 def test_what_cannot_be_created_by() -> None:
     with meshcomm.init(dims={"dp": 1, "tp": 1}, device="cpu") as mesh:
         with pytest.raises(LaunchError, match="this torch has no backend nonsense"):
-            mesh.create("both", ("dp", "tp"), backend="nonsense")
-        mesh.create("both", ("dp", "tp"), backend="gloo")
+            mesh.create_group("both", ("dp", "tp"), backend="nonsense")
+        mesh.create_group("both", ("dp", "tp"), backend="gloo")
 
 
 def test_a_store_that_ends_while_the_default_group_starts(monkeypatch: pytest.MonkeyPatch) -> None:

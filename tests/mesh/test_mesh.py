@@ -26,7 +26,7 @@ RICH: dict[str, Any] = {
     "merge": {"model": ("pp", "tp"), "all": ("pp", "dp", "tp"), "same": ("dp", "tp")},
     "views": {"expert": {"pp": 2, "edp": -1, "ep": 4}},
     "rank_order": (5, 2, 7, 0, 1, 6, 3, 4),
-    "options": {"pp": {"timeout_s": 20.0}, "dp": {"lane": "overlap"}},
+    "options": {"pp": {"timeout_s": 20.0}, "dp": {"comm_id": "overlap"}},
 }
 
 
@@ -66,7 +66,7 @@ def test_group_rank_is_coord_under_every_rank_order() -> None:
                 assert dist.get_rank(mesh.group(dim)) == mesh.coord(dim)
                 ranks = mesh.all_gather(dim, torch.tensor([mesh.rank]))
                 assert ranks.tolist() == mesh.ranks(dim)
-                assert mesh.coords_of(mesh.peer_rank(dim, 1))[dim] == (mesh.coord(dim) + 1) % 2
+                assert mesh.get_coords(mesh.neighbor_rank(dim, 1))[dim] == (mesh.coord(dim) + 1) % 2
 
 
 @on_ranks(4)
@@ -173,12 +173,12 @@ def test_create_declares_a_merged_dim_on_a_live_mesh(mesh: Mesh) -> None:
         mesh.all_reduce(("pp", "tp"), torch.ones(1))
     assert caught.value.what == 'no group was declared over ("pp", "tp")'
     assert 'merge = { pp_tp = ["pp", "tp"] }' in str(caught.value)
-    assert 'mesh.create("pp_tp", ("pp", "tp"))' in str(caught.value)
-    mesh.create("model", ("pp", "tp"), timeout_s=15)
+    assert 'mesh.create_group("pp_tp", ("pp", "tp"))' in str(caught.value)
+    mesh.create_group("model", ("pp", "tp"), timeout_s=15)
     assert mesh.all_gather(("pp", "tp"), torch.tensor([mesh.rank])).tolist() == mesh.ranks("model")
     assert mesh["tp"].get_local_rank() == mesh.coord("tp")
     # A merged dim stands for its dims here as in every call.
-    mesh.create("all", ("dp", "model"))
+    mesh.create_group("all", ("dp", "model"))
     assert mesh.layout.merge["all"] == ("dp", "pp", "tp") and mesh.size("all") == 4
 
 
@@ -394,8 +394,8 @@ def of_torch(mesh: Mesh) -> None:
 def of_ours(mesh: Mesh) -> None:
     """Here they are coords, and a number that is none is refused before anything is sent."""
     coord = mesh.coord("line")
-    assert MEMBERS[coord] == mesh.rank == mesh.rank_at(line=coord)
-    assert mesh.coords_of(4) == {"line": 2}
+    assert MEMBERS[coord] == mesh.rank == mesh.get_rank(line=coord)
+    assert mesh.get_coords(4) == {"line": 2}
     total = mesh.reduce("line", own(mesh), dst=2)
     assert (total is None) == (mesh.rank != 4) and (total is None or total.item() == 7)
     with pytest.raises(meshcomm.MeshcommError, match="dst=4 is not a coord"):

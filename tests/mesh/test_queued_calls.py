@@ -39,7 +39,7 @@ ROWS = [
 def test_a_fault_is_named_while_the_host_waits_for_a_value(
     pool: Pool, tmp_path: Path, fault: str, calls: int
 ) -> None:
-    job = Job(pool, tmp_path, "-m", "meshcomm", "run", "--world", "4", PROGRAM, fault, str(calls))
+    job = Job(pool, tmp_path, "-m", "meshcomm", "run", "--world-size", "4", PROGRAM, fault, str(calls))
     code, out, err = job.finish()
     took_s = time.time() - float(re.findall(r"fault at (\S+)", out)[0])
     assert code != 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshcomm import MeshConfig, load, simulate
+from meshcomm import MeshConfig, load_config, simulate
 from meshcomm.dryrun.script import Script, mesh_of_script
 from meshcomm.errors import LaunchError, RankFailed
 from meshcomm.mesh.source import MeshOnly, Settings, settings_of
@@ -40,7 +40,7 @@ def test_a_mesh_of_the_scripts_own_does_not_put_the_config_aside(job: Path) -> N
     assert "settings of" in str(caught.value) and "would have no effect" in str(caught.value)
     unused = f"{job} --set mesh.validate_calls=7: mesh.timeout_s, mesh.validate_calls, mesh.options;"
     assert str(caught.value.given).startswith(unused)
-    assert "meshcomm run (or simulate) --world N script.py" in str(caught.value.hint)
+    assert "meshcomm run (or simulate) --world-size N script.py" in str(caught.value.hint)
     for config, lost in (
         (job, "mesh.validate_calls"),
         (MeshConfig(dims={"tp": 2, "dp": 2}), "mesh.dims, mesh.device"),
@@ -51,18 +51,18 @@ def test_a_mesh_of_the_scripts_own_does_not_put_the_config_aside(job: Path) -> N
 
 
 def test_what_says_the_same_or_comes_beside_it_is_taken(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = load(job, ["mesh.validate_calls=7"])
+    whole = load_config(job, ["mesh.validate_calls=7"])
     assert each((job, {}, ["mesh.validate_calls=7"]), (whole, {}, [])) == [whole, whole]
     # The config's own mesh first, then another one.
     beside = {"dims": {"all": -1}}
     assert each((None, {}, []), (None, beside, [])) == [whole, MeshOnly(MeshConfig(dims={"all": -1}))]
     # Sizes that were left open may have been filled in.
     monkeypatch.setenv("MESHCOMM_SET", "mesh.dims.dp=-1")
-    filled = load(job, ["mesh.dims.dp=-1"]).resolved(4)
+    filled = load_config(job, ["mesh.dims.dp=-1"]).resolved(4)
     assert each((filled, {}, [])) == [filled]
     # And a script that leaves them open has those of the config.
     monkeypatch.setenv("MESHCOMM_SET", "")
-    script = load(job, ["mesh.dims.dp=-1"])
+    script = load_config(job, ["mesh.dims.dp=-1"])
     assert each((script, {}, [])) == [script]
     # A simulation inside the program is no mesh of the job.
     assert copy_context().run(simulate, lambda mesh: mesh.rank, dims={"x": 3}) == [0, 1, 2]

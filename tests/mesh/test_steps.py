@@ -494,7 +494,7 @@ def test_every_mesh_counts_for_itself_and_groups_may_come_later() -> None:
             mesh.all_reduce("dp", torch.ones(1))
             mesh.step()
             other.all_reduce("dp", torch.ones(1), "max")
-            mesh.create("both", ("dp", "tp"))
+            mesh.create_group("both", ("dp", "tp"))
             for step in range(2, 5):
                 if not (skip and mesh.rank == 6 and step == 3):
                     mesh.all_reduce("both", torch.ones(1))

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import meshcomm
 from meshcomm.cli import app
 from meshcomm.comm.spans import Span
-from meshcomm.config import load
+from meshcomm.config import load_config
 from meshcomm.errors import ConfigError, LaunchError, StoreError, UnsupportedOp
 from meshcomm.jobs.afterwards import timeline_of
 from meshcomm.mesh import Mesh
@@ -119,7 +119,7 @@ def traced(folder: str) -> dict[str, Any]:
         with pytest.raises(StoreError, match="could not be written"), mesh.trace(path / "below" / "a.json"):
             mesh.barrier("dp")
         with mesh.trace(Path(folder) / "created.json"):
-            mesh.create("all", ("pp", "dp"))
+            mesh.create_group("all", ("pp", "dp"))
             mesh.all_reduce("all", x)
             mesh.all_reduce(("pp", "dp"), x)
         assert trace.dropped == 0
@@ -313,13 +313,13 @@ def test_passes_of_a_pipeline_are_in_the_trace(mesh: Mesh, tmp_path: Path) -> No
 
 
 def trained(out: str) -> list[str]:
-    config = load(
+    config = load_config(
         {
             "mesh": {"dims": {"dp": 2}, "device": "cpu", "timeout_s": 60.0},
             "parallel": {"data": "dp"},
-            "model": {"layers": 1, "width": 16, "heads": 2, "kv_heads": 2, "ff": 16},
-            "data": {"sequence": 16, "max_bytes": 20_000},
-            "train": {"steps": 4, "global_batch": 4, "microbatch": 1, "trace_steps": [2, 3], "out": out},
+            "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 16},
+            "data": {"seq_len": 16, "max_bytes": 20_000},
+            "train": {"steps": 4, "global_batch_size": 4, "micro_batch_size": 1, "trace_steps": [2, 3], "out": out},
         }
     )
     with meshcomm.init(config) as mesh:
@@ -340,7 +340,7 @@ def test_some_steps_of_a_run_are_traced(pool: Pool, tmp_path: Path) -> None:
     put_aside(tmp_path)
     assert (tmp_path / "trace.1.json").exists()
     with pytest.raises(ConfigError, match="steps 3 to 9 are no steps of this training"):
-        load(QUICKSTART, ["train.trace_steps=[3, 9]", "train.steps=8"])
+        load_config(QUICKSTART, ["train.trace_steps=[3, 9]", "train.steps=8"])
 
 
 # -- without processes --------------------------------------------------------------------------------

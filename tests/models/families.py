@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.train.parity import Difference, compare, record, reference
 
 SMALL: dict[str, Any] = {
@@ -101,16 +101,16 @@ def config_of(
     parts = {"pp": "pipeline", "dp": "data", "fsdp": "shard", "cp": "context", "tp": "tensor"}
     sizes = {name: int(size) for name, size in (pair.split("=") for pair in dims.split())}
     mesh = {"dims": sizes, "device": "cpu", "timeout_s": 60.0, "reports": ""}
-    return load(
+    return load_config(
         {
             "mesh": {**mesh, **({} if views is None else {"views": views})},
             "parallel": {**{parts[dim]: dim for dim in sizes}, **parallel},
             "model": model,
-            "data": {"sequence": 32, "max_bytes": 200_000, **({"tokenizer": tokenizer} if tokenizer else {})},
+            "data": {"seq_len": 32, "max_bytes": 200_000, **({"tokenizer": tokenizer} if tokenizer else {})},
             "train": {
                 "steps": 10,
-                "global_batch": 8,
-                "microbatch": 1,
+                "global_batch_size": 8,
+                "micro_batch_size": 1,
                 "clip_norm": 1.0,
                 "dtype": "float64",
                 **(train or {}),

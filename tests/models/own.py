@@ -75,8 +75,8 @@ def spec(width: int = 16, dropped: float = 0.0) -> ModelSpec:
     """With all of it."""
     return ModelSpec(
         module=lambda: Own(width),
-        width=width,
-        vocabulary=256,
+        hidden_size=width,
+        vocab_size=256,
         layers="blocks",
         first=("tokens", "places"),
         last=("norm", "logits"),
@@ -102,4 +102,4 @@ def spec(width: int = 16, dropped: float = 0.0) -> ModelSpec:
 
 def dropping() -> ModelSpec:
     """With a dropout, without the blocks that it is told about."""
-    return ModelSpec(module=Own, vocabulary=256, dropped={"blocks.*.out": 0.1})
+    return ModelSpec(module=Own, vocab_size=256, dropped={"blocks.*.out": 0.1})

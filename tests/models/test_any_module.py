@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshcomm
-from meshcomm.config import Config, TrainConfig, load
+from meshcomm.config import Config, TrainConfig, load_config
 from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.mesh.rank_failure import failure_of
 from meshcomm.models import Here, ModelSpec
@@ -48,16 +48,16 @@ def images_config(dims: str, **train: Any) -> Config:
     parts = {"dp": "data", "fsdp": "shard", "tp": "tensor"}
     sizes = {name: int(size) for name, size in (pair.split("=") for pair in dims.split())}
     ranks = math.prod(sizes.values())
-    return load(
+    return load_config(
         {
             "mesh": {"dims": sizes, "device": "cpu", "timeout_s": 60.0, "reports": ""},
             "parallel": {parts[dim]: dim for dim in sizes},
             "model": {"build": "tests.models.test_any_module:Net"},
-            "data": {"sequence": 8},
+            "data": {"seq_len": 8},
             "train": {
                 "steps": 5,
-                "global_batch": IMAGES,
-                "microbatch": IMAGES // ranks,
+                "global_batch_size": IMAGES,
+                "micro_batch_size": IMAGES // ranks,
                 "dtype": "float64",
                 **train,
             },
@@ -78,7 +78,7 @@ def images_trained(config: Config) -> tuple[list[float], dict[str, Tensor]]:
         losses = []
         for step in range(1, 6):
             trainer.step(x[here], y[here], 1e-2, step)
-            losses += [done.loss for done in trainer.look()]
+            losses += [done.loss for done in trainer.results()]
         return losses, {name: whole(value).clone() for name, value in trainer.state().items()}
 
 
@@ -101,11 +101,11 @@ def _says(config: Config) -> str:
 
 
 def test_batch_norms_are_refused_where_their_means_would_depend_on_the_mesh(pool: Pool) -> None:
-    told = pool.run(_says, images_config("dp=2 tp=2", microbatch=4), ranks=4)
+    told = pool.run(_says, images_config("dp=2 tp=2", micro_batch_size=4), ranks=4)
     assert all("cannot be trained with parallel.tensor" in each for each in told)
     assert all("norm takes means over all tokens" in each for each in told)
-    (told_one,) = pool.run(_says, images_config("dp=1", recompute=True), ranks=1)
-    assert "train.recompute" in told_one
+    (told_one,) = pool.run(_says, images_config("dp=1", activation_checkpointing=True), ranks=1)
+    assert "train.activation_checkpointing" in told_one
 
 
 def test_names_that_mean_nothing_are_all_told() -> None:
@@ -119,7 +119,7 @@ def test_names_that_mean_nothing_are_all_told() -> None:
         module=Net, layers="block", first=("embedding",), split={"blocks.*": "column", "blocks.*.up": "row"}
     )
     with pytest.raises(ConfigError) as caught:
-        SpecModel(spec, TrainConfig(steps=1, global_batch=1, microbatch=1), 4)
+        SpecModel(spec, TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1), 4)
     assert str(caught.value.given).splitlines() == [
         "layers = 'block'",
         "first: 'embedding'",
@@ -145,7 +145,7 @@ DROPS = {"build": "tests.models.own:spec", "args": {"width": 32, "dropped": 0.1}
         pytest.param(
             DROPS,
             "fsdp=2 cp=2",
-            {"attention": "ulysses", "train": {"recompute": True}},
+            {"attention": "ulysses", "train": {"activation_checkpointing": True}},
             marks=pytest.mark.parity,
         ),
     ],
@@ -175,7 +175,7 @@ def phi3() -> ModelSpec:
 
     return ModelSpec(
         module=lambda: transformers.Phi3ForCausalLM(config),
-        vocabulary=256,
+        vocab_size=256,
         layers="model.layers",
         forward=forward,
         split={
@@ -228,7 +228,7 @@ def _started(config: Config) -> str:
         ("tp=2", "parallel.tensor", "ModelSpec without split"),
         ("pp=2", "parallel.pipeline", "ModelSpec without layers and forward"),
         ("cp=2", "parallel.context", "ModelSpec without attention and forward"),
-        ("recompute", "train.recompute", "ModelSpec without layers and forward"),
+        ("recompute", "train.activation_checkpointing", "ModelSpec without layers and forward"),
         ("compile", "train.compile", "ModelSpec without layers"),
         ("dropped", "ModelSpec.dropped", "ModelSpec without layers and forward"),
     ],

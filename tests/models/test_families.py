@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import meshcomm
-from meshcomm.config import Config, ModelConfig, load
+from meshcomm.config import Config, ModelConfig, load_config
 from meshcomm.config.pretrained import windows_of
 from meshcomm.errors import ConfigError, MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
@@ -44,7 +44,7 @@ _WINDOWS = ("mistral window", "qwen2 window", "qwen3 layers", "mixtral window")
 _MESHES: list[tuple[str, dict[str, Any]]] = [
     ("pp=2 dp=2 tp=2", {"sequence_parallel": True}),
     ("pp=2 cp=2 tp=2", {}),
-    ("pp=2 fsdp=2 tp=2", {"schedule": "gpipe", "train": {"recompute": True}}),
+    ("pp=2 fsdp=2 tp=2", {"schedule": "gpipe", "train": {"activation_checkpointing": True}}),
     ("dp=2 fsdp=2 cp=2", {"attention": "ulysses"}),
     ("pp=2 dp=2", {"schedule": "zero_bubble", "stages_per_rank": 2}),
     ("pp=2 dp=2 tp=2", {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
@@ -67,7 +67,7 @@ _LONG: list[tuple[str, dict[str, Any]]] = [
     ("dp=2 cp=2", {}),
     ("cp=4 tp=2", {}),
     ("pp=2 cp=4", {"schedule": "zero_bubble", "stages_per_rank": 2}),
-    ("fsdp=2 cp=4", {"train": {"recompute": True}}),
+    ("fsdp=2 cp=4", {"train": {"activation_checkpointing": True}}),
     ("cp=4", {"attention": "ulysses"}),
     ("pp=2 dp=2 tp=2", {"sequence_parallel": True}),
 ]
@@ -187,11 +187,11 @@ def test_windows_of_layers_are_read_as_transformers_reads_them(tmp_path: Path) -
 TRAIN: dict[str, Any] = {
     "mesh": {"dims": {"dp": 1, "tp": 1}, "device": "cpu"},
     "parallel": {"data": "dp", "tensor": "tp"},
-    "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ff": 64},
-    "data": {"sequence": 32, "max_bytes": 50_000},
-    "train": {"steps": 2, "global_batch": 8, "microbatch": 2},
+    "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 64},
+    "data": {"seq_len": 32, "max_bytes": 50_000},
+    "train": {"steps": 2, "global_batch_size": 8, "micro_batch_size": 2},
 }
-RING, ULYSSES = 'parallel.context="cp"', 'parallel.attention="ulysses"'
+RING, ULYSSES = 'parallel.context="cp"', 'parallel.options.attention="ulysses"'
 
 
 def sent(settings: Config, world: int) -> Counter[tuple[str, str]]:
@@ -213,26 +213,26 @@ def sent(settings: Config, world: int) -> Counter[tuple[str, str]]:
     ("world", "overrides"),
     [
         (4, ["mesh.dims={ dp = 2, tp = 2 }"]),
-        (2, ["mesh.dims={ dp = 1, tp = 2 }", "parallel.sequence_parallel=true", "train.recompute=true"]),
+        (2, ["mesh.dims={ dp = 1, tp = 2 }", "parallel.options.sequence_parallel=true", "train.activation_checkpointing=true"]),
         (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING]),
         (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING, ULYSSES]),
     ],
     ids=["dp tp", "tp sequence again", "ring", "ulysses"],
 )
 def test_llama_sends_what_the_built_in_model_sends(tmp_path: Path, world: int, overrides: list[str]) -> None:
-    built_in = load(TRAIN, overrides)
+    built_in = load_config(TRAIN, overrides)
     sizes = built_in.model
     assert sizes is not None
     transformers.LlamaConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.width,
-        intermediate_size=sizes.ff,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_kv_heads,
     ).save_pretrained(tmp_path)
     facts = built_in.model_dump(exclude_unset=True, mode="python")
-    settings = load({**facts, "model": {"pretrained": str(tmp_path), "random_weights": True}})
+    settings = load_config({**facts, "model": {"pretrained": str(tmp_path), "random_weights": True}})
     assert sent(settings, world) == sent(built_in, world)
 
 
@@ -248,9 +248,9 @@ def _refused(path: Path, family: str, sequence: int = 32, **changes: Any) -> Mes
 
 
 def test_what_a_family_cannot_do_is_refused_with_the_reason(tmp_path: Path) -> None:
-    found = str(_refused(tmp_path / "b", "gpt2", sequence=128))
+    found = str(_refused(tmp_path / "b", "gpt2", seq_len=128))
     assert "n_positions = 64" in found
-    assert "data.sequence = 64" in found
+    assert "data.seq_len = 64" in found
     assert "add_cross_attention" in str(_refused(tmp_path / "c", "gpt2", add_cross_attention=True))
     assert "router_jitter_noise = 0.1" in str(_refused(tmp_path / "d", "mixtral", router_jitter_noise=0.1))
     assert 'hidden_act = "gelu"' in str(_refused(tmp_path / "e", "qwen3_moe", hidden_act="gelu"))
@@ -304,12 +304,12 @@ def test_a_folder_drops_behind_attention_and_feed_forward(pool: Pool, tmp_path: 
 def test_a_vocabulary_that_the_ranks_do_not_divide_is_taken(tmp_path: Path) -> None:
     config = config_of({"pretrained": str(folder_of("gpt2", tmp_path)), "dropout": 0.0}, "tp=2")
     assert config.model is not None
-    assert config.model.vocabulary % 2 == 1
+    assert config.model.vocab_size % 2 == 1
     with pytest.raises(ConfigError, match="the vocabulary of 257 is not divisible by tp"):
-        load(
+        load_config(
             {
                 **config.model_dump(exclude_unset=True),
-                "model": {"layers": 1, "width": 32, "heads": 4, "kv_heads": 4, "ff": 32, "vocabulary": 257},
+                "model": {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 4, "intermediate_size": 32, "vocab_size": 257},
             }
         )
 
@@ -317,5 +317,5 @@ def test_a_vocabulary_that_the_ranks_do_not_divide_is_taken(tmp_path: Path) -> N
 def test_sizes_of_every_family_follow_from_its_folder(tmp_path: Path) -> None:
     for family in FAMILIES:
         model = ModelConfig(pretrained=str(folder_of(family, tmp_path / family)), dropout=0.0)
-        assert (model.layers, model.width, model.heads) == (4, 32, 8)
+        assert (model.num_layers, model.hidden_size, model.num_heads) == (4, 32, 8)
         assert bool(model.experts) == ("mix" in family or "moe" in family)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
-from meshcomm.config import Config, DataConfig, load
+from meshcomm.config import Config, DataConfig, load_config
 from meshcomm.config.pretrained import TYPES
 from meshcomm.errors import ConfigError, MeshcommError, TrainingError
 from meshcomm.models.families import FAMILIES as KNOWN
@@ -160,15 +160,15 @@ def test_sizes_that_a_config_leaves_out_are_those_of_transformers(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(said))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     ours = _read(tmp_path).model
-    assert ours.heads == theirs.num_attention_heads
-    assert ours.kv_heads == getattr(theirs, "num_key_value_heads", ours.heads)
-    assert ours.ff == (
-        4 * ours.width
+    assert ours.num_heads == theirs.num_attention_heads
+    assert ours.num_kv_heads == getattr(theirs, "num_key_value_heads", ours.num_heads)
+    assert ours.intermediate_size == (
+        4 * ours.hidden_size
         if kind == "gpt2"
         else getattr(theirs, "moe_intermediate_size", None) or theirs.intermediate_size
     )
-    assert ours.head_size == (getattr(theirs, "head_dim", None) or ours.width // ours.heads)
-    assert ours.vocabulary == theirs.vocab_size
+    assert ours.head_size == (getattr(theirs, "head_dim", None) or ours.hidden_size // ours.num_heads)
+    assert ours.vocab_size == theirs.vocab_size
     assert ours.tied_embeddings == theirs.tie_word_embeddings
     assert ours.experts == (getattr(theirs, "num_local_experts", None) or 0)
 
@@ -182,8 +182,8 @@ WORDS = "one two three " * 11
 def _with_text(folder: Path, text: str, *changes: str) -> Config:
     (folder / "text.txt").write_text(text)
     config = config_of({"pretrained": str(folder), "dropout": 0.0}, "dp=1")
-    data = [f'data.files=["{folder}/text.txt"]', "data.sequence=4", "data.max_bytes=", "data.tokenizer="]
-    return load(config, [*data, "train.steps=1", "train.global_batch=8", *changes])
+    data = [f'data.files=["{folder}/text.txt"]', "data.seq_len=4", "data.max_bytes=", "data.tokenizer="]
+    return load_config(config, [*data, "train.steps=1", "train.global_batch_size=8", *changes])
 
 
 def test_text_for_weights_goes_through_the_tokenizer_of_their_folder(pool: Pool, tmp_path: Path) -> None:
@@ -209,18 +209,18 @@ def test_weights_without_a_tokenizer_take_bytes_only_if_told_so(tmp_path: Path) 
     # What is drawn knows no tokens yet.
     assert config_of({"pretrained": str(folder), "random_weights": True}, "dp=1", tokenizer=None) is not None
     with pytest.raises(ConfigError, match="no effect without a tokenizer"):
-        load(config_of({"pretrained": str(folder)}, "dp=1"), ['data.eos="<eos>"'])
+        load_config(config_of({"pretrained": str(folder)}, "dp=1"), ['data.eos="<eos>"'])
 
 
 def test_bytes_is_no_path_and_a_tokenizer_without_an_eos_ends_nothing(tmp_path: Path) -> None:
     folder = tokenizer(folder_of("llama", tmp_path / "model"))
     config = _with_text(folder, WORDS)
     (tmp_path / "run.json").write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
-    read = load(tmp_path / "run.json", ['data.tokenizer="bytes"'])
+    read = load_config(tmp_path / "run.json", ['data.tokenizer="bytes"'])
     assert read.data is not None and read.data.tokenizer == "bytes"
     (folder / "tokenizer_config.json").unlink()
     assert config.data is not None
-    found = tokens_of(data_of.load(config.data, model=config.model, vocabulary=4))
+    found = tokens_of(data_of.load(config.data, model=config.model, vocab_size=4))
     assert found == [1, 2, 3] * 11
 
 
@@ -230,9 +230,9 @@ def test_rows_of_tokens_stay_as_they_are_beside_the_tokenizer_of_a_folder(tmp_pa
     model = config_of({"pretrained": str(folder)}, "dp=1").model
     for name, rows in (("ids", [[1, 2], [3, 3]]), ("text", ["one two", "three three"])):
         datasets.Dataset.from_dict({"text": rows}).save_to_disk(tmp_path / name)
-    config = DataConfig(dataset=str(tmp_path / "ids"), sequence=2)
+    config = DataConfig(dataset=str(tmp_path / "ids"), seq_len=2)
     assert tokens_of(data_of.load(config, model=model)) == [1, 2, 3, 3]
-    config = DataConfig(dataset=str(tmp_path / "text"), sequence=2)
+    config = DataConfig(dataset=str(tmp_path / "text"), seq_len=2)
     assert tokens_of(data_of.load(config, model=model)) == [1, 2, 4, 3, 3, 4]
     (folder / "tokenizer.json").unlink()
     with pytest.raises(TrainingError, match="which their folder does not have"):
@@ -242,9 +242,9 @@ def test_rows_of_tokens_stay_as_they_are_beside_the_tokenizer_of_a_folder(tmp_pa
 # -- tokens that the model does not have ----------------------------------------------------------
 
 
-def _outside(config: DataConfig, vocabulary: int) -> str:
+def _outside(config: DataConfig, vocab_size: int) -> str:
     with pytest.raises(TrainingError) as caught:
-        corpus = data_of.load(config, vocabulary=vocabulary)
+        corpus = data_of.load(config, vocab_size=vocab_size)
         for part in (*corpus.parts, *(corpus.validation.parts if corpus.validation else ())):
             part.read(torch.arange(len(part)).numpy())
     return str(caught.value)
@@ -254,20 +254,20 @@ def test_a_token_outside_of_the_vocabulary_is_named_with_its_place(tmp_path: Pat
     np = pytest.importorskip("numpy")
     for name, text in (("a.txt", "ABCD ABCD"), ("b.txt", "ABCDxBCDy")):
         (tmp_path / name).write_text(text)
-    found = _outside(DataConfig(files=(f"{tmp_path}/*.txt",), sequence=2), 96)
+    found = _outside(DataConfig(files=(f"{tmp_path}/*.txt",), seq_len=2), 96)
     assert "the data has token 121, and the model's vocabulary is 0 to 95" in found
     assert f"121 at position 8 of {tmp_path}/b.txt" in found
     assert "without one a byte is a token" in found
     words = tokenizer(tmp_path / "model")
     (tmp_path / "a.txt").write_text("one two")
     (tmp_path / "b.txt").write_text("one two three")
-    found = _outside(DataConfig(files=(f"{tmp_path}/*.txt",), sequence=2, tokenizer=str(words)), 3)
+    found = _outside(DataConfig(files=(f"{tmp_path}/*.txt",), seq_len=2, tokenizer=str(words)), 3)
     assert f"4 at position 2 of {tmp_path}/a.txt" in found and f"{words} has 5 tokens" in found
     # Token files: also one that is not among the samples that are looked at first, and one below 0.
     tokens = np.ones(100_001, np.int32)
     tokens[77_777] = 300
     np.save(tmp_path / "ids.npy", tokens)
-    ids = DataConfig(tokens=(f"{tmp_path}/ids.npy",), sequence=10)
+    ids = DataConfig(tokens=(f"{tmp_path}/ids.npy",), seq_len=10)
     assert f"300 at position 77777 of {tmp_path}/ids.npy" in _outside(ids, 256)
     held = ids.model_copy(update={"validation": 0.5})
     assert f"300 at position 77777 of {tmp_path}/ids.npy" in _outside(held, 256)
@@ -289,8 +289,8 @@ def test_the_vocabulary_of_any_model_reaches_the_data(pool: Pool, tmp_path: Path
     if model == "llama":
         model = {"pretrained": str(folder_of("llama", tmp_path)), "random_weights": True}
     np.save(tmp_path / "ids.npy", np.arange(8 * 4 + 1, dtype=np.uint16) + 230)
-    tokens = [f'data.tokens=["{tmp_path}/ids.npy"]', "data.sequence=4", "data.max_bytes=", "train.steps=1"]
-    config = load(config_of(model, "dp=1", tokenizer=None), tokens)
+    tokens = [f'data.tokens=["{tmp_path}/ids.npy"]', "data.seq_len=4", "data.max_bytes=", "train.steps=1"]
+    config = load_config(config_of(model, "dp=1", tokenizer=None), tokens)
     (found,) = pool.run(_told, config, ranks=1)
     assert "the model's vocabulary is 0 to 255" in found and "262 at position 32" in found
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import ShapeError, TrainingError
 from meshcomm.models.weights import INDEX, SINGLE, Folder, write
 from meshcomm.parallel.tensor import tensor_parallel, unsplit_state, whole
@@ -250,13 +250,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, dims: dict[str, int], **train: Any) -> Config:
     sizes = {name: dims.get(name, 1) for name in ("pp", "dp", "tp")}
-    return load(
+    return load_config(
         {
             "mesh": {"dims": sizes, "device": "cpu", "timeout_s": 60.0},
             "parallel": {"pipeline": "pp", "data": "dp", "tensor": "tp"},
             "model": {"pretrained": str(folder)},
-            "data": {"sequence": 16, "max_bytes": 100_000, "tokenizer": "bytes"},
-            "train": {"steps": 2, "global_batch": 4, "microbatch": 1, **train},
+            "data": {"seq_len": 16, "max_bytes": 100_000, "tokenizer": "bytes"},
+            "train": {"steps": 2, "global_batch_size": 4, "micro_batch_size": 1, **train},
         }
     )
 

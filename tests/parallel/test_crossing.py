@@ -358,7 +358,7 @@ def test_mistakes_with_dropout_are_named() -> None:
 
 
 def rates(**given: Any) -> list[float]:
-    train = TrainConfig(global_batch=1, microbatch=1, **given)
+    train = TrainConfig(global_batch_size=1, micro_batch_size=1, **given)
     return [learning_rate(train, step) for step in range(1, train.steps + 1)]
 
 
@@ -407,7 +407,7 @@ def on_processes(shard: bool) -> None:
             for part in model.values():
                 fully_shard(part, mesh=mesh["fsdp"])
         else:
-            model["ff"] = Experts(mesh, "ep", split, width=4, ff=6, experts=4, experts_per_token=2)
+            model["ff"] = Experts(mesh, "ep", split, hidden_size=4, intermediate_size=6, experts=4, experts_per_token=2)
             model["head"] = nn.Linear(4, 2, dtype=torch.float64)
         held = dict(model.named_parameters())
         squares = 0.0

@@ -176,8 +176,8 @@ def layer_of(mesh: Mesh, case: Case, given: Numbers) -> Experts:
         mesh,
         "ep" if "ep" in names else None,
         TensorSplit(mesh, tp_of(mesh), torch.float64, case.sequence_parallel),
-        width=WIDTH,
-        ff=FF,
+        hidden_size=WIDTH,
+        intermediate_size=FF,
         experts=case.experts,
         experts_per_token=case.slots,
         capacity_factor=case.factor,
@@ -282,7 +282,7 @@ def uneven_batches(mesh: Mesh, given: Numbers) -> None:
     layer = layer_of(mesh, Case(), given)
     layer.balance_weight = 0.0
     y = layer(given.x[mine])
-    one = Experts(mesh, None, TensorSplit(mesh, None, torch.float64), width=WIDTH, ff=FF, experts=8)
+    one = Experts(mesh, None, TensorSplit(mesh, None, torch.float64), hidden_size=WIDTH, intermediate_size=FF, experts=8)
     with torch.no_grad():
         one.router.weight.copy_(given.router)
         for name in ("w1", "w3", "w2"):
@@ -337,7 +337,7 @@ def grouped(
 ) -> tuple[Tensor, list[Tensor], list[int]]:
     """One layer whose matrices torch multiplies by a grouped product, or in loops: y, gradients, choices."""
     layer = Experts(
-        mesh, None, TensorSplit(mesh, None, kind), width=16, ff=24, experts=4, capacity_factor=factor
+        mesh, None, TensorSplit(mesh, None, kind), hidden_size=16, intermediate_size=24, experts=4, capacity_factor=factor
     )
     with torch.no_grad():
         for number, parameter in enumerate(layer.parameters()):
@@ -389,12 +389,12 @@ def wrong_layers(mesh: Mesh) -> None:
         (None, {"experts_per_token": 0}, ShapeError, ["a token cannot choose 0 of 8 experts"]),
         ("ep", {"capacity_factor": 0.0}, ShapeError, ["would drop every token", "capacity_factor=0.0"]),
         ("tp", {"tensor": "tp"}, LayoutError, ['the dim "tp" cannot both spread the experts and split']),
-        ("ep", {"tensor": "tp", "ff": 5}, ShapeError, ["the inner axis of the experts", "5 % 2 = 1"]),
+        ("ep", {"tensor": "tp", "intermediate_size": 5}, ShapeError, ["the inner axis of the experts", "5 % 2 = 1"]),
         ("ep2", {"tensor": "tp"}, UnknownDim, ["do not belong to one factorisation"]),
         ("pe", {}, UnknownDim, ["pe"]),
     ]
     for dim, changes, kind, texts in wrong:
-        settings: dict[str, Any] = {"width": WIDTH, "ff": FF, "experts": 8, **changes}
+        settings: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": FF, "experts": 8, **changes}
         split = TensorSplit(mesh, settings.pop("tensor", None), torch.float64)
         with pytest.raises(kind) as caught:
             Experts(mesh, dim, split, **settings)
@@ -447,13 +447,13 @@ def on_processes(given: Numbers, expected: Result) -> None:
             mesh,
             "ep",
             TensorSplit(mesh, "tp", torch.float64),
-            width=WIDTH,
-            ff=FF,
+            hidden_size=WIDTH,
+            intermediate_size=FF,
             experts=8,
             capacity_factor=1.0,
             balance_weight=WEIGHT / 2,
         )
-        model = nn.ModuleDict({"ff": layer, "norm": nn.Linear(WIDTH, 1, dtype=torch.float64)})
+        model = nn.ModuleDict({"intermediate_size": layer, "norm": nn.Linear(WIDTH, 1, dtype=torch.float64)})
         dense, expert = separate(model)
         assert list(dense) == ["ff.router.weight", "norm.weight", "norm.bias"]
         assert list(expert) == ["ff.experts.w1", "ff.experts.w3", "ff.experts.w2"]
@@ -487,7 +487,7 @@ def on_processes(given: Numbers, expected: Result) -> None:
 def syncs_of(mesh: Mesh, dim: str | None, factor: float | None, forbidden: bool) -> int:
     """How often the host waits for values in a forward and a backward of a layer that has run twice."""
     tensor = TensorSplit(mesh, "tp", torch.float32)
-    layer = Experts(mesh, dim, tensor, width=16, ff=16, experts=8, capacity_factor=factor)
+    layer = Experts(mesh, dim, tensor, hidden_size=16, intermediate_size=16, experts=8, capacity_factor=factor)
     for parameter in layer.parameters():
         nn.init.normal_(local(parameter))
     mesh.broadcast("tp", local(layer.router.weight).detach(), src=0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import meshcomm
-from meshcomm.config import MeshConfig, load
+from meshcomm.config import MeshConfig, load_config
 from meshcomm.errors import LayoutError, ShapeError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import (
@@ -374,29 +374,29 @@ def test_what_a_stage_raises_is_not_wrapped(pool: Pool) -> None:
 
 
 def other_dims() -> None:
-    config = load(
+    config = load_config(
         {
             "mesh": {"dims": {"dp": -1, "tp": 2}, "device": "cpu"},
             "parallel": {"data": "dp", "tensor": "tp"},
-            "model": {"layers": 1, "width": 8, "heads": 2, "kv_heads": 2, "ff": 8},
-            "data": {"sequence": 8},
-            "train": {"steps": 1, "global_batch": 4, "microbatch": 1},
+            "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8},
+            "data": {"seq_len": 8},
+            "train": {"steps": 1, "global_batch_size": 4, "micro_batch_size": 1},
         }
     )
     with meshcomm.init(config) as mesh:
-        assert sections(mesh, config).model.width == 8
+        assert sections(mesh, config).model.hidden_size == 8
         with pytest.raises(LayoutError) as caught:
-            sections(mesh, load(config, ["mesh.dims={ dp = 4, tp = 1 }"]))
+            sections(mesh, load_config(config, ["mesh.dims={ dp = 4, tp = 1 }"]))
         assert str(caught.value) == (
             "the mesh was opened with other dims than this configuration has\n"
             "  given:    an open mesh of { dp = 2, tp = 2 }, mesh.dims = { dp = 4, tp = 1 }\n"
             "  expected: the configuration that the mesh was opened with\n"
-            "  try:      meshcomm.config.load(config, ['mesh.dims={ dp = 2, tp = 2 }'])"
+            "  try:      meshcomm.config.load_config(config, ['mesh.dims={ dp = 2, tp = 2 }'])"
         )
         with pytest.raises(meshcomm.MeshcommError, match="describes a mesh and no training"):
-            sections(mesh, load({"mesh": {"dims": {"dp": 2, "tp": 2}}}))
+            sections(mesh, load_config({"mesh": {"dims": {"dp": 2, "tp": 2}}}))
         with pytest.raises(meshcomm.MeshcommError, match="not divisible by dp: 5 % 2 = 1"):
-            sections(mesh, load(config, ["train.global_batch=5"]))
+            sections(mesh, load_config(config, ["train.global_batch_size=5"]))
 
 
 def test_the_configuration_must_be_the_one_of_the_open_mesh(pool: Pool) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, UnknownDim
 from meshcomm.mesh import Mesh
 from meshcomm.models import Here, ModelSpec
@@ -91,19 +91,19 @@ INNER = {**SPEC, "args": {"inner": 0.3}}
         pytest.param(
             SPEC,
             "dp=2 tp=2",
-            {"train": {"microbatch": 2, "recompute": "selective"}},
+            {"train": {"micro_batch_size": 2, "activation_checkpointing": "selective"}},
             marks=pytest.mark.parity,
         ),
         pytest.param(
             INNER,
             "pp=2 dp=2",
-            {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "train": {"recompute": True}},
+            {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "train": {"activation_checkpointing": True}},
             marks=pytest.mark.parity,
         ),
         pytest.param(
             SPEC,
             "pp=2 tp=2",
-            {"schedule": "zero_bubble", "stages_per_rank": 2, "train": {"recompute": 2}},
+            {"schedule": "zero_bubble", "stages_per_rank": 2, "train": {"activation_checkpointing": 2}},
             marks=pytest.mark.parity,
         ),
     ],
@@ -133,7 +133,7 @@ def masks(config: Config, steps: Sequence[int]) -> tuple[dict[str, int], dict[in
                 part.register_forward_hook(
                     lambda _, __, y, name=name: found[now[0]].append(Mask(name, y.detach() != 0))
                 )
-        tokens = torch.arange(engine.microbatches * config.train.microbatch * 32).view(-1, 32) % 251  # type: ignore[union-attr]
+        tokens = torch.arange(engine.microbatches * config.train.micro_batch_size * 32).view(-1, 32) % 251  # type: ignore[union-attr]
         torch.manual_seed(3)
         for step in steps:
             now[0], found[step] = step, []
@@ -147,7 +147,7 @@ def test_masks_by_role(pool: Pool) -> None:
         INNER,
         "dp=2 cp=2 tp=2",
         sequence_parallel=True,
-        train={"global_batch": 4, "microbatch": 1, "recompute": True},
+        train={"global_batch_size": 4, "micro_batch_size": 1, "activation_checkpointing": True},
     )
     ranks = pool.run(masks, config, [2, 3], ranks=8)
     torch.manual_seed(3)
@@ -173,7 +173,7 @@ def test_masks_by_role(pool: Pool) -> None:
 
 
 def test_whole_activations_are_dropped_alike_and_split_ones_are_not(pool: Pool) -> None:
-    config = config_of(INNER, "tp=2", train={"global_batch": 1})
+    config = config_of(INNER, "tp=2", train={"global_batch_size": 1})
     (_, found, _), (_, other, _) = pool.run(masks, config, [1], ranks=2)
     for mine, its in zip(found[1], other[1], strict=True):
         assert mine.name == its.name
@@ -181,7 +181,7 @@ def test_whole_activations_are_dropped_alike_and_split_ones_are_not(pool: Pool) 
 
 
 def test_a_step_draws_the_same_whatever_came_before_it(pool: Pool) -> None:
-    config = config_of(INNER, "pp=2 dp=2", train={"global_batch": 4})
+    config = config_of(INNER, "pp=2 dp=2", train={"global_batch_size": 4})
     for (_, found, _), (_, alone, _) in zip(
         pool.run(masks, config, [1, 2, 3], ranks=4), pool.run(masks, config, [3], ranks=4), strict=True
     ):
@@ -200,7 +200,7 @@ def given(config: Config) -> tuple[list[float], bool]:
         torch.manual_seed(mesh.rank)
         for _ in range(3):
             trainer.step(torch.ones(8, 4), torch.zeros(8, 4))
-        losses = [done.loss for done in trainer.look()]
+        losses = [done.loss for done in trainer.results()]
         bias = dict(net.named_parameters())["3.bias"].detach()
         bias = bias.full_tensor() if hasattr(bias, "full_tensor") else bias
         held = torch.stack(mesh.objects.all_gather("tp", bias))
@@ -208,11 +208,11 @@ def given(config: Config) -> tuple[list[float], bool]:
 
 
 def test_a_module_that_is_made_draws_by_role_too(pool: Pool) -> None:
-    config = load(
+    config = load_config(
         {
             "mesh": {"dims": {"dp": 1, "tp": 2}, "device": "cpu", "timeout_s": 60.0, "reports": ""},
             "parallel": {"data": "dp", "tensor": "tp"},
-            "train": {"steps": 3, "global_batch": 8, "microbatch": 4},
+            "train": {"steps": 3, "global_batch_size": 8, "micro_batch_size": 4},
         }
     )
     (losses, same), (others, _) = pool.run(given, config, ranks=2)
@@ -227,20 +227,20 @@ def queued(config: Config) -> int:
         tokens = torch.arange(engine.microbatches * 32).view(-1, 32) % 251
         for step in range(1, 4):
             engine.step(tokens, tokens, 1e-3, step)
-        engine.look()
+        engine.results()
         before = host_syncs()
         with no_host_sync():
             for step in range(4, 6):
                 engine.step(tokens, tokens, 1e-3, step)
         syncs = host_syncs() - before
-        engine.look()
+        engine.results()
         return syncs
 
 
 @pytest.mark.parity
 def test_setting_generators_waits_for_nothing(pool: Pool) -> None:
-    config = config_of(INNER, "dp=2 tp=2", train={"dtype": "float32", "recompute": True, "steps": 20})
-    config = load(config, [f"mesh.backend={NAME}", "mesh.validate_calls=2"])
+    config = config_of(INNER, "dp=2 tp=2", train={"dtype": "float32", "activation_checkpointing": True, "steps": 20})
+    config = load_config(config, [f"mesh.backend={NAME}", "mesh.validate_calls=2"])
     assert pool.run(queued, config, ranks=4) == [0] * 4
 
 
@@ -256,7 +256,7 @@ def _seeds(mesh: Mesh) -> tuple[int, int, int, int]:
 
 def test_seeds_differ_along_what_is_named_and_are_equal_along_the_rest() -> None:
     layout = {"mesh": {"dims": {"pp": 2, "dp": 2, "tp": 2}, "device": "cpu"}}
-    found: Any = meshcomm.simulate(_seeds, load(layout))
+    found: Any = meshcomm.simulate(_seeds, load_config(layout))
     assert len({each[0] for each in found}) == 1
     # rank = 4 pp + 2 dp + tp
     assert [each[1] for each in found] == [found[2 * (rank // 2 % 2)][1] for rank in range(8)]
@@ -278,5 +278,5 @@ def _refused(mesh: Mesh) -> tuple[str, str]:
 
 
 def test_seeds_are_refused_where_they_mean_nothing() -> None:
-    told: Any = meshcomm.simulate(_refused, load({"mesh": {"dims": {"tp": 2}, "device": "cpu"}}))
+    told: Any = meshcomm.simulate(_refused, load_config({"mesh": {"dims": {"tp": 2}, "device": "cpu"}}))
     assert "tpp" in told[0][0] and "must follow from something" in told[0][1]

@@ -24,7 +24,7 @@ from tests.models import own
 from tests.models.families import config_of, differences
 
 OWN = {"build": "tests.models.own:spec", "args": {"width": 32}}
-BUILT_IN: dict[str, Any] = {"layers": 4, "width": 32, "heads": 8, "kv_heads": 4, "ff": 48, "dropout": 0.1}
+BUILT_IN: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 48, "dropout": 0.1}
 EXPERTS: dict[str, Any] = {**BUILT_IN, "experts": 4, "experts_every": 2, "balance_loss": 0.02}
 
 
@@ -72,7 +72,7 @@ EXPERTS: dict[str, Any] = {**BUILT_IN, "experts": 4, "experts_every": 2, "balanc
 def test_what_is_computed_again_is_the_same(
     pool: Pool, model: dict[str, Any], dims: str, recompute: Any, more: dict[str, Any]
 ) -> None:
-    config = config_of(model, dims, train={"recompute": recompute}, **more)
+    config = config_of(model, dims, train={"activation_checkpointing": recompute}, **more)
     assert max(each.relative for each in differences(pool, config)) < 1e-9
 
 
@@ -139,7 +139,7 @@ def found(config: Config) -> Found:
 @pytest.mark.parametrize("model", [{**BUILT_IN, "dropout": 0.0}, OWN], ids=["built in", "of a user"])
 def test_less_is_kept_and_as_much_is_computed_as_was_asked_for(pool: Pool, model: dict[str, Any]) -> None:
     def config(recompute: Any) -> Config:
-        return config_of(model, "dp=1", train={"recompute": recompute, "global_batch": 2, "microbatch": 2})
+        return config_of(model, "dp=1", train={"activation_checkpointing": recompute, "global_batch_size": 2, "micro_batch_size": 2})
 
     settings = [False, True, 2, "selective"]
     nothing, every, second, selective = (pool.run(found, config(each), ranks=1)[0] for each in settings)
@@ -162,7 +162,7 @@ def test_less_is_kept_and_as_much_is_computed_as_was_asked_for(pool: Pool, model
 
 def test_a_compiled_block_is_one_operator() -> None:
     with pytest.raises(ConfigError, match="a compiled block is one operator"):
-        config_of(OWN, "dp=1", train={"recompute": "selective", "compile": True})
+        config_of(OWN, "dp=1", train={"activation_checkpointing": "selective", "compile": True})
 
 
 def test_through_is_for_blocks(pool: Pool) -> None:

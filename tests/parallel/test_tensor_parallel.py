@@ -679,7 +679,7 @@ def on_processes(folder: str) -> None:
             state = unsplit_state(module)
             for name, weight in step(module_of("gqa"), None)[2].items():
                 close(state[name], weight, name)
-        lock = lock_of(mesh, meshcomm.load({"mesh": {"dims": {"dp": 2, "tp": 2}}}), b"")
+        lock = lock_of(mesh, meshcomm.load_config({"mesh": {"dims": {"dp": 2, "tp": 2}}}), b"")
         write(mesh, module.state_dict(), Path(folder) / "saved", lock)
     with meshcomm.init(MeshConfig(dims={"tp": 4}, device="cpu", timeout_s=30.0)) as mesh:
         other = module_of("gqa")

@@ -10,27 +10,27 @@ from typing import Any
 import pytest
 import torch
 
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.dryrun.rank import Step, pretended_step
 from meshcomm.predict.estimate import Memory, expected, layer_activations, memory, weights
 from meshcomm.predict.workload import Sizes, Workload, workload
 
 # What the page shows: the yardstick's width, eight layers.
-SHOWN: dict[str, Any] = {"layers": 8, "width": 256, "heads": 8, "kv_heads": 8, "ff": 1024}
+SHOWN: dict[str, Any] = {"num_layers": 8, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 8, "intermediate_size": 1024}
 ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "`data`": ("dp=4", {"data": "dp"}, {}),
     "`shard`": ("fs=4", {"shard": "fs"}, {}),
     "`data` 2, `shard` 2": ("dp=2 fs=2", {"data": "dp", "shard": "fs"}, {}),
-    "`recompute = true`": ("dp=4", {"data": "dp"}, {"recompute": True}),
-    '`recompute = "selective"`': ("dp=4", {"data": "dp"}, {"recompute": "selective"}),
+    "`activation_checkpointing = true`": ("dp=4", {"data": "dp"}, {"activation_checkpointing": True}),
+    '`activation_checkpointing = "selective"`': ("dp=4", {"data": "dp"}, {"activation_checkpointing": "selective"}),
     "`tensor`": ("tp=4", {"tensor": "tp"}, {}),
-    "`tensor`, `sequence_parallel`": ("tp=4", {"tensor": "tp", "sequence_parallel": True}, {}),
-    "`pipeline`, `gpipe`": ("pp=4", {"pipeline": "pp", "schedule": "gpipe"}, {}),
-    "`pipeline`, `1f1b`": ("pp=4", {"pipeline": "pp", "schedule": "1f1b"}, {}),
-    "`shard`, `recompute = true`": ("fs=4", {"shard": "fs"}, {"recompute": True}),
+    "`tensor`, `sequence_parallel`": ("tp=4", {"tensor": "tp", "options": {"sequence_parallel": True}}, {}),
+    "`pipeline`, `gpipe`": ("pp=4", {"pipeline": "pp", "options": {"schedule": "gpipe"}}, {}),
+    "`pipeline`, `1f1b`": ("pp=4", {"pipeline": "pp", "options": {"schedule": "1f1b"}}, {}),
+    "`shard`, `activation_checkpointing = true`": ("fs=4", {"shard": "fs"}, {"activation_checkpointing": True}),
 }
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "performance.md"
-SMALL: dict[str, Any] = {"layers": 4, "width": 64, "heads": 4, "kv_heads": 2, "ff": 192}
+SMALL: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 192}
 MICROBATCHES = 4
 COLUMNS = ("weights", "gathered", "gradients", "optimizer", "activations", "rest")
 VIEW = {"views": {"expert": {"edp": 2, "ep": 2}}}
@@ -42,27 +42,27 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "data": ("dp=4", {"data": "dp"}, {}, {}),
     "bf16": ("dp=4", {"data": "dp"}, {"compute_dtype": "bfloat16"}, {}),
     "fsdp": ("fs=4", {"shard": "fs"}, {}, {}),
-    "fsdp, one microbatch": ("fs=4", {"shard": "fs"}, {"global_batch": 8}, {}),
-    "fsdp, kept gathered": ("fs=4", {"shard": "fs", "reshard": False}, {}, {}),
+    "fsdp, one microbatch": ("fs=4", {"shard": "fs"}, {"global_batch_size": 8}, {}),
+    "fsdp, kept gathered": ("fs=4", {"shard": "fs", "options": {"reshard": False}}, {}, {}),
     "hsdp": ("dp=2 fs=2", {"data": "dp", "shard": "fs"}, {}, {}),
     "fsdp, context": ("fs=2 cp=2", {"shard": "fs", "context": "cp"}, {}, {}),
     "tensor": ("tp=2", {"tensor": "tp"}, {}, {}),
-    "tensor, sequence": ("tp=2", {"tensor": "tp", "sequence_parallel": True}, {}, {}),
-    "gpipe": ("pp=4", {"pipeline": "pp", "schedule": "gpipe"}, {}, {}),
-    "1f1b": ("pp=4", {"pipeline": "pp", "schedule": "1f1b"}, {}, {}),
-    "interleaved": ("pp=2", {"pipeline": "pp", "schedule": "interleaved_1f1b", **SEVERAL}, {}, {}),
-    "zero bubble": ("pp=2", {"pipeline": "pp", "schedule": "zero_bubble", **SEVERAL}, {}, {}),
+    "tensor, sequence": ("tp=2", {"tensor": "tp", "options": {"sequence_parallel": True}}, {}, {}),
+    "gpipe": ("pp=4", {"pipeline": "pp", "options": {"schedule": "gpipe"}}, {}, {}),
+    "1f1b": ("pp=4", {"pipeline": "pp", "options": {"schedule": "1f1b"}}, {}, {}),
+    "interleaved": ("pp=2", {"pipeline": "pp", **SEVERAL, "options": {"schedule": "interleaved_1f1b"}}, {}, {}),
+    "zero bubble": ("pp=2", {"pipeline": "pp", **SEVERAL, "options": {"schedule": "zero_bubble"}}, {}, {}),
     "1f1b, fsdp": ("pp=2 fs=2", {"pipeline": "pp", "shard": "fs"}, {}, {}),
     "ring": ("cp=4", {"context": "cp"}, {}, {}),
-    "ulysses": ("cp=2", {"context": "cp", "attention": "ulysses"}, {}, {}),
+    "ulysses": ("cp=2", {"context": "cp", "options": {"attention": "ulysses"}}, {}, {}),
     "experts": ("dp=4", {"data": "dp", "expert": "ep"}, {}, {"experts": 4}),
     "experts, fsdp": ("dp=2 fs=2", {"data": "dp", "shard": "fs", "expert": "ep"}, {}, {"experts": 4}),
-    "recompute": ("dp=4", {"data": "dp"}, {"recompute": True}, {}),
-    "recompute every other": ("dp=4", {"data": "dp"}, {"recompute": 2}, {}),
-    "selective": ("dp=4", {"data": "dp"}, {"recompute": "selective"}, {}),
-    "tensor, recompute": ("tp=2", {"tensor": "tp"}, {"recompute": True}, {}),
-    "fsdp, recompute": ("fs=4", {"shard": "fs"}, {"recompute": True}, {}),
-    "1f1b, recompute": ("pp=4", {"pipeline": "pp"}, {"recompute": True}, {}),
+    "activation_checkpointing": ("dp=4", {"data": "dp"}, {"activation_checkpointing": True}, {}),
+    "recompute every other": ("dp=4", {"data": "dp"}, {"activation_checkpointing": 2}, {}),
+    "selective": ("dp=4", {"data": "dp"}, {"activation_checkpointing": "selective"}, {}),
+    "tensor, recompute": ("tp=2", {"tensor": "tp"}, {"activation_checkpointing": True}, {}),
+    "fsdp, recompute": ("fs=4", {"shard": "fs"}, {"activation_checkpointing": True}, {}),
+    "1f1b, recompute": ("pp=4", {"pipeline": "pp"}, {"activation_checkpointing": True}, {}),
 }
 # The others belong to the deeper set.
 OFTEN = ("fsdp, one microbatch", "tensor, sequence", "1f1b, recompute", "experts", "ring")
@@ -75,13 +75,13 @@ def config_of(
     mesh: dict[str, Any] = {"dims": sizes, "device": "cpu"}
     micro = train.get("microbatch", 2)
     batch = micro * MICROBATCHES * sizes.get("dp", 1) * sizes.get("fs", 1)
-    return load(
+    return load_config(
         {
             "mesh": mesh | (VIEW if "expert" in parallel else {}),
             "parallel": parallel,
             "model": model,
-            "data": {"sequence": sequence},
-            "train": {"steps": 1, "global_batch": batch, "microbatch": micro, **train},
+            "data": {"seq_len": sequence},
+            "train": {"steps": 1, "global_batch_size": batch, "micro_batch_size": micro, **train},
         }
     )
 
@@ -93,7 +93,7 @@ def estimated(config: Config) -> Memory:
     played = {name: dims[dim] for name, dim in part.parts.items() if name != "expert"}
     if part.expert:
         played |= {"expert": 2, "expert_copies": 2 if part.shard is None else 1}
-    number = train.global_batch // (part.copies(dims) * train.microbatch)
+    number = train.global_batch_size // (part.copies(dims) * train.micro_batch_size)
     return memory(workload(config), Sizes(**played, microbatches=number))
 
 
@@ -134,15 +134,15 @@ def test_the_estimate_is_near_a_step_that_is_run(case: str) -> None:
 
 
 # Sizes as published, and the weights that these models are published to have.
-LLAMA = {"layers": 126, "width": 16384, "heads": 128, "kv_heads": 8, "ff": 53248}
-MIXTRAL = {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "ff": 14336} | {
+LLAMA = {"num_layers": 126, "hidden_size": 16384, "num_heads": 128, "num_kv_heads": 8, "intermediate_size": 53248}
+MIXTRAL = {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 14336} | {
     "experts": 8,
     "experts_per_token": 2,
 }
 
 
-def published(model: dict[str, int], vocabulary: int) -> Workload:
-    return workload(config_of("dp=1", {"data": "dp"}, {}, model))._replace(vocabulary=vocabulary)
+def published(model: dict[str, int], vocab_size: int) -> Workload:
+    return workload(config_of("dp=1", {"data": "dp"}, {}, model))._replace(vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -150,21 +150,21 @@ def published(model: dict[str, int], vocabulary: int) -> Workload:
     [(LLAMA, 128_256, 405_853_388_800), (MIXTRAL, 32_000, 46_702_792_704)],
 )
 def test_one_rank_holds_a_published_model_s_weights_and_many_hold_them_once(
-    model: dict[str, int], vocabulary: int, count: int
+    model: dict[str, int], vocab_size: int, count: int
 ) -> None:
-    work = published(model, vocabulary)
+    work = published(model, vocab_size)
     whole = weights(work, Sizes())
     assert whole.plain + whole.experts == count
     # Split along tensor and expert, all but norms and routers are there once.
     apart = weights(work, Sizes(tensor=8, expert=2 if "experts" in model else 1))
-    many = (2 * work.layers + 1) * work.width + work.expert_layers * work.width * work.experts
+    many = (2 * work.num_layers + 1) * work.hidden_size + work.expert_layers * work.hidden_size * work.experts
     assert apart.plain == many + (count - whole.experts - many) / 8
     assert apart.experts == whole.experts / 2 / 8
 
 
 def test_memory_by_hand() -> None:
     work = published(LLAMA, 128_256)._replace(
-        sequence=8192, microbatch=1, activation_bytes=2, schedule="1f1b"
+        seq_len=8192, micro_batch_size=1, activation_bytes=2, schedule="1f1b"
     )
     many = Sizes(tensor=8, pipeline=16, microbatches=64)
     plain = memory(work, many)
@@ -188,8 +188,8 @@ def test_memory_by_hand() -> None:
     sizes = Sizes(pipeline=2, shard=4, microbatches=8)
     assert memory(work, sizes).gathered == 2 * weights(work, sizes).plain
     # Korthikanti et al. 2022 count 34 s b h without scores, of which gelu and dropout's masks are left out here.
-    entry, selective, everything = layer_activations(work._replace(kv_heads=work.heads), Sizes())
-    assert entry == 8192 * work.width * 2 < selective < everything
+    entry, selective, everything = layer_activations(work._replace(num_kv_heads=work.num_heads), Sizes())
+    assert entry == 8192 * work.hidden_size * 2 < selective < everything
 
 
 def figures(text: str) -> tuple[str, list[float]]:
@@ -206,8 +206,8 @@ def test_the_page_s_counts_are_those_of_a_step_that_is_run(row: str) -> None:
     dims, parallel, train = ROWS[row]
     sizes = [int(each.partition("=")[2]) for each in dims.split()]
     batch = 4 * 8 * (math.prod(sizes) if parallel.keys() & {"data", "shard"} else 1)
-    train = {"microbatch": 4, "global_batch": batch, **train}
-    steps = ran(config_of(dims, parallel, train, SHOWN, sequence=256))
+    train = {"micro_batch_size": 4, "global_batch_size": batch, **train}
+    steps = ran(config_of(dims, parallel, train, SHOWN, seq_len=256))
     peak = max((step.peak for step in steps), key=lambda peak: peak.nbytes)
     mine = [*(peak.parts[part] for part in COLUMNS), peak.nbytes]
     shown = f"| {row} | {' | '.join(f'{each / 1e6:.1f}' for each in mine)} |"

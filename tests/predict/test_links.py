@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meshcomm.cli import app
-from meshcomm.config import TopologyConfig, load
+from meshcomm.config import TopologyConfig, load_config
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Layout
 from meshcomm.predict.links import Span, span, strided
@@ -32,7 +32,7 @@ LINKS = {
 def machine(per_node: int, per_rack: int | None) -> Machine:
     """Levels whose latencies tell them apart."""
     topology = {"ranks_per_node": per_node, "nodes_per_rack": per_rack, "links": LINKS}
-    return known_machine(load({"mesh": {"dims": {"a": 1}}, "topology": topology}).topology, "here")
+    return known_machine(load_config({"mesh": {"dims": {"a": 1}}, "topology": topology}).topology, "here")
 
 
 def counted(groups: Sequence[Sequence[int]], per_node: int, per_rack: int) -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ def test_spans_against_plain_loops_and_one_group_of_each_kind_says_the_same() ->
 
 def test_plan_says_which_share_of_the_groups_crosses_which_link() -> None:
     about = {"ranks_per_node": 8, "nodes_per_rack": 2}
-    config = load({"mesh": {"dims": {"pp": 2, "dp": 6, "tp": 2}}, "topology": about})
+    config = load_config({"mesh": {"dims": {"pp": 2, "dp": 6, "tp": 2}}, "topology": about})
     facts = {dim["name"]: dim for dim in plan_facts(config.plan(None), topology=config.topology)["dims"]}
     assert facts["dp"]["crosses"] == {"node": 0, "rack": 2, "network": 2}
     assert facts["pp"]["crosses"] == {"node": 0, "rack": 4, "network": 8}
@@ -104,7 +104,7 @@ def test_plan_says_which_share_of_the_groups_crosses_which_link() -> None:
 def test_a_rack_without_a_speed_of_its_own_has_the_network_s() -> None:
     links = {"network": {"latency_us": 7.0, "bandwidth_gbytes_s": 25.0}}
     about = {"ranks_per_node": 2, "nodes_per_rack": 3, "links": links}
-    where = known_machine(load({"mesh": {"dims": {"a": 2}}, "topology": about}).topology, "x")
+    where = known_machine(load_config({"mesh": {"dims": {"a": 2}}, "topology": about}).topology, "x")
     assert [str(level) for level in where.levels] == [
         "node 2 us 300 GB/s (assumed)",
         "rack 7 us 25 GB/s",
@@ -155,7 +155,7 @@ def test_the_hosts_of_the_ranks_count_more_than_the_launcher(per_host: int | Non
 def found(dims: dict[str, int], per_node: int | None, limit: int | None = None, **sections: Any) -> list[Any]:
     mesh = {"dims": dims, "device": "cuda", **sections.pop("mesh", {})}
     topology = {"topology": {"ranks_per_node": per_node} | sections} if per_node else {}
-    config = load({"mesh": mesh} | topology)
+    config = load_config({"mesh": mesh} | topology)
     return lint(config, None, config.topology, limit)
 
 
@@ -203,7 +203,7 @@ def test_each_finding_has_its_numbers_and_what_to_try(
 def test_what_tensor_across_nodes_proposes_has_that_finding_no_more(dims: dict[str, int]) -> None:
     (finding,) = [each for each in found(dims, 8) if each.rule == "tensor-across-nodes"]
     config = {"mesh": {"dims": dims, "device": "cuda"}, "topology": {"ranks_per_node": 8}}
-    mended = load(config, [finding.hint])
+    mended = load_config(config, [finding.hint])
     assert mended.plan(None).layout.world_size == int(np.prod(list(dims.values())))
     assert "tensor-across-nodes" not in {each.rule for each in lint(mended, None, mended.topology)}
 
@@ -212,7 +212,7 @@ def test_communicators_and_their_memory() -> None:
     pairs = [["a", "b"], ["b", "c"], ["a", "c"], ["a", "d"], ["b", "d"], ["c", "d"]]
     merge = {f"m{i}": pair for i, pair in enumerate(pairs)}
     mesh = {"dims": {"a": 2, "b": 2, "c": 2, "d": 4}, "device": "cuda", "merge": merge}
-    config = load({"mesh": mesh, "topology": {"ranks_per_node": 8, "memory_gbytes": 40.0}})
+    config = load_config({"mesh": mesh, "topology": {"ranks_per_node": 8, "memory_gbytes": 40.0}})
     cost = footprint(config, config.plan(None), 32)
     # Three pairs, the four of d, six merged: ten, and the default group, idle.
     assert (cost.nccl, cost.gloo, cost.undecided) == (11, 0, 0)
@@ -224,7 +224,7 @@ def test_communicators_and_their_memory() -> None:
 
 
 def test_file_descriptors_of_gloo() -> None:
-    config = load({"mesh": {"dims": {"dp": 512, "tp": 2}, "device": "cpu"}})
+    config = load_config({"mesh": {"dims": {"dp": 512, "tp": 2}, "device": "cpu"}})
     # The store, three groups (dp, tp, the default one), and 511 + 1 peers.
     assert footprint(config, config.plan(None), 1024).descriptors == 1 + 3 * 4 + 512
     assert "file-descriptors" in {each.rule for each in lint(config, None, config.topology, 524)}
@@ -237,7 +237,7 @@ def test_without_a_topology_only_that_is_said() -> None:
 
 
 def test_dims_by_their_part_in_training_whatever_their_name() -> None:
-    config = load(ROOT / "configs/quickstart.toml", [
+    config = load_config(ROOT / "configs/quickstart.toml", [
         "topology.ranks_per_node=2", "mesh.dims={ x = 2, y = 2, z = 2 }",
         "parallel.tensor='x'", "parallel.data='y'", "parallel.pipeline='z'",
     ])  # fmt: skip
@@ -254,7 +254,7 @@ def test_lint_prints_and_strict_is_an_exit_code(tmp_path: Path) -> None:
     # A path that is longer than the narrowest terminal here.
     (folder := tmp_path / ("n" * 60)).mkdir()
     config = str(shutil.copy(ROOT / "configs/gpt_1024.toml", folder))
-    words = ["lint", config, "--world", "1024", "--set", "topology.ranks_per_node=4"]
+    words = ["lint", config, "--world-size", "1024", "--set", "topology.ranks_per_node=4"]
     shown = command(*words)
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert shown.stdout.startswith("1 finding on 1,024 ranks:")
@@ -273,4 +273,4 @@ def test_lint_prints_and_strict_is_an_exit_code(tmp_path: Path) -> None:
     facts = json.loads(strict.stdout)
     assert [each["rule"] for each in facts["findings"]] == ["tensor-across-nodes"]
     assert facts["rank"]["nccl"] == 4
-    assert command("lint", config, "--world", "1024", "--strict").exit_code == 0
+    assert command("lint", config, "--world-size", "1024", "--strict").exit_code == 0

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meshcomm.cli import app
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Layout
 from meshcomm.layout.sizes import divisors
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.timeout(100)
 
 # Model, batch and sequence with many divisors, so that many sizes are legal and some are not.
 TRAIN: dict[str, Any] = {
-    "model": {"layers": 6, "width": 96, "heads": 12, "kv_heads": 6, "ff": 96},
-    "data": {"sequence": 48},
-    "train": {"steps": 1, "global_batch": 24, "microbatch": 2},
+    "model": {"num_layers": 6, "hidden_size": 96, "num_heads": 12, "num_kv_heads": 6, "intermediate_size": 96},
+    "data": {"seq_len": 48},
+    "train": {"steps": 1, "global_batch_size": 24, "micro_batch_size": 2},
 }
 DIMS = {"pipeline": "pp", "data": "dp", "shard": "fs", "context": "cp", "tensor": "tp"}
 BLOCK = ("data", "shard", "context")
@@ -64,12 +64,12 @@ def config(
         data["model"] |= {"experts": experts}
         kept = {DIMS[part]: dims[DIMS[part]] for part in parts if part in ("pipeline", "tensor")}
         data["mesh"]["views"] = {"expert": view or {"edp": 1, "ep": 1, **kept}}
-    return load(data | more)
+    return load_config(data | more)
 
 
 def machine_of(per_node: int, per_rack: int | None = None, **more: Any) -> Machine:
     topology = {"ranks_per_node": per_node, "nodes_per_rack": per_rack, **more}
-    return known_machine(load({"mesh": {"dims": {"a": 1}}, "topology": topology}).topology, "here")
+    return known_machine(load_config({"mesh": {"dims": {"a": 1}}, "topology": topology}).topology, "here")
 
 
 def world_of(kind: str) -> int:
@@ -107,7 +107,7 @@ def test_the_sizes_are_those_that_the_checks_of_a_config_let_pass(kind: str, wor
 
 
 def test_a_rank_s_tokens_and_not_the_sample_s_are_split_along_tensor() -> None:
-    wide = {"model": {"layers": 2, "width": 64, "heads": 8, "kv_heads": 8, "ff": 64}, "data": {"sequence": 8}}
+    wide = {"model": {"num_layers": 2, "hidden_size": 64, "num_heads": 8, "num_kv_heads": 8, "intermediate_size": 64}, "data": {"seq_len": 8}}
     with pytest.raises(ConfigError, match="a rank's tokens are not divisible by tp"):
         config("ring", {"dp": 1, "cp": 2, "tp": 8}, **wide)
     found = [(each.context, each.tensor) for each in trainable(workload(config("ring", **wide)), 16)]
@@ -123,8 +123,8 @@ def by_stride(size: int, step: int, world: int) -> list[list[int]]:
 def test_the_orders_are_all_meshes_each_once(kind: str) -> None:
     """Every order of the dims written out as groups: those that are listed are all there are."""
     # Heads, tokens and samples for all sizes of 12 ranks, whatever the parts.
-    free = {"heads": 12, "kv_heads": 12, "ff": 12, "vocabulary": 12, "layers": 12, "experts": 12}
-    work = workload(config(kind))._replace(**free, sequence=12 * 12 * 2, global_batch=12 * 12, microbatch=1)
+    free = {"num_heads": 12, "num_kv_heads": 12, "intermediate_size": 12, "vocab_size": 12, "num_layers": 12, "experts": 12}
+    work = workload(config(kind))._replace(**free, seq_len=12 * 12 * 2, global_batch_size=12 * 12, micro_batch_size=1)
     parts = [part for part in BASE if part in work.parts]
     every = sorted(trainable(work, 12))
     assert len(every) > 20
@@ -177,7 +177,7 @@ def test_the_ranking_is_of_all_meshes_in_order_adds_up_and_is_that_of_groups_wri
         assert each.step_s == pytest.approx(each.compute_s + each.bubble_s + calls, rel=1e-9)
     # Each of them is a config that loads, and its groups cross the links that the reasons name.
     for each in ranking.placements[:: max(1, len(ranking.placements) // 12)]:
-        placed = load(placed_data(settings, each)).resolved(world)
+        placed = load_config(placed_data(settings, each)).resolved(world)
         assert placed.parallel is not None
         layout = placed.layout(world)
         names: dict[str, str] = {**placed.parallel.parts, "replica": "edp", "expert shard": "edp"}
@@ -191,7 +191,7 @@ def test_the_ranking_is_of_all_meshes_in_order_adds_up_and_is_that_of_groups_wri
 
 def test_one_step_by_hand() -> None:
     """pp=2 dp=2 tp=4 on two nodes of eight: every number of the model, with plain arithmetic."""
-    model = TRAIN["model"] | {"heads": 8, "kv_heads": 4, "width": 64, "ff": 128, "layers": 6}
+    model = TRAIN["model"] | {"num_heads": 8, "num_kv_heads": 4, "hidden_size": 64, "intermediate_size": 128, "num_layers": 6}
     settings = config("3-D", {"pp": 2, "dp": 2, "tp": 4}, model=model)
     links = {
         "node": {"latency_us": 2.0, "bandwidth_gbytes_s": 100.0},
@@ -256,13 +256,13 @@ def test_the_calls_of_every_part_one_by_one() -> None:
     piped = sent("3-D", {"sequence_parallel": False}, tensor=2, pipeline=2)
     assert ("tensor", "all_reduce", 4 * layers // 2 + 1, activation * 4, True) in piped
     # Recomputed, what is forward happens twice; a pass that is done again ends before its last scatter.
-    again = sent("ring", {"recompute": True}, **two)
+    again = sent("ring", {"activation_checkpointing": True}, **two)
     assert ("context", "sendrecv", 3 * layers * 3, block * element, True) in again
     assert ("tensor", "all_gather", 6 * layers + 2, activation, True) in again
     assert ("tensor", "reduce_scatter", 5 * layers + 2, activation, True) in again
 
     # Two kv heads a rank on four ranks: each is there twice.
-    ulysses = sent("ulysses", {"kv_heads": 4}, **two)
+    ulysses = sent("ulysses", {"num_kv_heads": 4}, **two)
     rows_of_heads = tokens * head * element
     assert ("context", "all_to_all", 2 * layers, rows_of_heads * (6 + 2 * 4), True) in ulysses
     assert ("context", "all_to_all", 2 * layers, rows_of_heads * 6, True) in ulysses
@@ -293,7 +293,7 @@ def test_the_calls_of_every_part_one_by_one() -> None:
     assert ("replica", "all_reduce", 6, moe.experts * 4 / 2 / 4 / 6, False) in copied
 
     for ranks, calls in ((2, 6), (4, 8)):
-        pipeline = sent("interleaved", {"layers": 8}, pipeline=ranks)
+        pipeline = sent("interleaved", {"num_layers": 8}, pipeline=ranks)
         assert ("pipeline", "sendrecv", calls, 2 * 48 * 96 * 4, True) in pipeline
     # Buckets of 0.1 MB: as many calls as the gradients need.
     small = sent("3-D", {"bucket_bytes": 1e5}, data=2)
@@ -319,12 +319,12 @@ def test_what_memory_does_not_hold_is_left_out() -> None:
 def test_what_cannot_be_placed(tmp_path: Path) -> None:
     work, where = workload(config("3-D")), machine_of(8)
     topology = config("3-D", topology={"ranks_per_node": 8}).topology
-    ordered = load(config("3-D", {"pp": 1, "dp": 2, "tp": 1}), ["mesh.rank_order=[1, 0]"])
+    ordered = load_config(config("3-D", {"pp": 1, "dp": 2, "tp": 1}), ["mesh.rank_order=[1, 0]"])
     ranking = rank_placements(work, 8, where)
     for call, text in (
         (lambda: rank_placements(work, 7, where), r"no sizes that multiply to 7 can train this\n.*7 ranks along"),
         (lambda: rank_placements(work, 8, where, memory_gb=1e-5), r"no mesh of 8 ranks holds this in 1e-05 GB"),
-        (lambda: workload(load({"mesh": {"dims": {"dp": 2}}})), "says nothing about training"),
+        (lambda: workload(load_config({"mesh": {"dims": {"dp": 2}}})), "says nothing about training"),
         (lambda: workload(ordered), r"mesh.rank_order belongs to one mesh(.*\n)*.*--set mesh.rank_order="),
         (lambda: place_config(config("3-D"), 8, topology, ["dpp"]), r"no part .* a dim dpp\n(.*\n)*.*did you mean \"pp\"\?"),
         (lambda: place_config(config("3-D"), 8, config("3-D").topology), "not known which ranks share a node"),
@@ -338,7 +338,7 @@ def test_what_cannot_be_placed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_chosen_mesh_is_written_and_loads(kind: str, tmp_path: Path) -> None:
-    settings = load(config(kind, topology={"ranks_per_node": 4}), ["mesh.timeout_s=77.0", "train.lr=1e-5"])
+    settings = load_config(config(kind, topology={"ranks_per_node": 4}), ["mesh.timeout_s=77.0", "train.lr=1e-5"])
     world = world_of(kind)
     ranking = place_config(settings, world, settings.topology)
     assert settings.parallel is not None
@@ -360,7 +360,7 @@ def test_the_command_ranks_explains_and_writes(tmp_path: Path) -> None:
         return CliRunner().invoke(app, list(words))
 
     quickstart = str(ROOT / "configs/quickstart.toml")
-    words = ["place", quickstart, "--world", "8", "--set", "topology.ranks_per_node=4"]
+    words = ["tune", quickstart, "--world-size", "8", "--set", "topology.ranks_per_node=4"]
     target = str(tmp_path / "placed.toml")
     shown = command(*words, "--write", target, "--choose", "2")
     assert shown.exit_code == 0, shown.stderr
@@ -372,7 +372,7 @@ def test_the_command_ranks_explains_and_writes(tmp_path: Path) -> None:
     assert "links: node 2 us 300 GB/s (assumed); network 10 us 50 GB/s (assumed)" in shown.stdout
     facts = json.loads(command(*words, "--json").stdout)
     assert len(facts["placements"]) == 10
-    assert dict(load(target).mesh.dims) == facts["placements"][1]["dims"]
+    assert dict(load_config(target).mesh.dims) == facts["placements"][1]["dims"]
     plan = command("plan", target)
     assert plan.exit_code == 0 and "mesh of 8 ranks" in plan.stdout
     kept = json.loads(command(*words, "--json", "--keep", "pp", "--keep", "tp").stdout)
@@ -385,6 +385,6 @@ def test_large_worlds_are_ranked() -> None:
     """Five dims, 131,072 ranks: tens of thousands of meshes."""
     world = 131_072
     dims = "mesh.dims={ rep = 1, dp = 8, pp = 16, cp = 16, tp = 8 }"
-    wide = ["parallel.data='rep'", dims, "model.kv_heads=128", f"train.global_batch={world}"]
-    settings = load(ROOT / "configs/llama_405b.toml", wide)
+    wide = ["parallel.data='rep'", dims, "model.num_kv_heads=128", f"train.global_batch_size={world}"]
+    settings = load_config(ROOT / "configs/llama_405b.toml", wide)
     assert place_config(settings, world, settings.topology).meshes > 50_000

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 from typer.testing import CliRunner
 
 from meshcomm.cli import app
-from meshcomm.config import load
+from meshcomm.config import load_config
 from meshcomm.config.parallel import PipelineSchedule, runs
 from meshcomm.errors import ConfigError, LayoutError
 from meshcomm.predict.passes import (
@@ -126,7 +126,7 @@ def test_a_wrong_split_is_refused(arguments: tuple[int, int], settings: dict[str
 
 
 def test_a_model_is_split_by_what_its_parts_cost() -> None:
-    model = load(ROOT / "configs/quickstart.toml", ["model.layers=8"]).model
+    model = load_config(ROOT / "configs/quickstart.toml", ["model.num_layers=8"]).model
     assert model is not None
     costs = part_costs(model, 128)
     assert costs.head == 128 * 256
@@ -276,7 +276,7 @@ def test_what_a_rank_keeps_and_how_unequal_stages_stretch_the_step() -> None:
 
 
 def facts(*overrides: str) -> dict[str, Any]:
-    return schedule_facts(load(ROOT / "configs/quickstart.toml", overrides))
+    return schedule_facts(load_config(ROOT / "configs/quickstart.toml", overrides))
 
 
 def drawn(what: dict[str, Any], width: int) -> list[str]:
@@ -299,12 +299,12 @@ def test_the_picture_of_1f1b() -> None:
     ]
 
 
-MANY = ("mesh.dims={ pp = 4, dp = 1, tp = 2 }", "model.layers=8", "parallel.stages_per_rank=2")
+MANY = ("mesh.dims={ pp = 4, dp = 1, tp = 2 }", "model.num_layers=8", "parallel.options.stages_per_rank=2")
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_picture_fits_its_width_and_holds_every_pass(width: int) -> None:
-    what = facts(*MANY, "parallel.schedule='zero_bubble'", "train.global_batch=64")
+    what = facts(*MANY, "parallel.options.schedule='zero_bubble'", "train.global_batch_size=64")
     assert (what["ranks"], what["microbatches"]) == (4, 16)
     lines = drawn(what, width)
     assert max(map(len, lines)) <= width
@@ -356,7 +356,7 @@ def test_the_command_draws_and_gives_the_facts() -> None:
 
 def test_without_a_pipeline_there_is_nothing_to_draw() -> None:
     with pytest.raises(ConfigError) as caught:
-        schedule_facts(load({"mesh": {"dims": {"dp": 2}}}))
+        schedule_facts(load_config({"mesh": {"dims": {"dp": 2}}}))
     assert str(caught.value).startswith(
         "there is no pipeline to draw the schedule of\n  given:    config has no training\n"
     )

@@ -24,7 +24,7 @@ from meshcomm.algorithms import (
     two_level,
 )
 from meshcomm.cli import app
-from meshcomm.config import load
+from meshcomm.config import load_config
 from meshcomm.errors import ConfigError
 from meshcomm.predict.links import Hop, Route, span
 from meshcomm.predict.machine import known_machine
@@ -192,7 +192,7 @@ def test_24576_ranks_take_180_ms_by_ring_and_1_ms_by_double_tree_with_the_stated
     call, alpha = tool("algorithms").fitted()
     links = {"network": {"latency_us": alpha * 1e6, "bandwidth_gbytes_s": 25.0}}
     topology = {"ranks_per_node": 1, "links": links, "call_us": call * 1e6}
-    config = load({"mesh": {"dims": {"dp": 24_576}}, "topology": topology})
+    config = load_config({"mesh": {"dims": {"dp": 24_576}}, "topology": topology})
     machine = known_machine(config.topology, "here")
     found = lines("all_reduce", span(config.layout(None).groups("dp"), machine).route)
     assert float(named(found, "ring")[0]) == pytest.approx(180e-3, rel=1e-9)
@@ -208,7 +208,7 @@ def test_the_command_says_what_the_model_says() -> None:
     def command(*words: str) -> Any:
         return CliRunner().invoke(app, list(words))
 
-    words = ["costs", str(ROOT / "configs/gpt_1024.toml"), "--world", "1024", "--op", "all_reduce", "--bytes"]
+    words = ["costs", str(ROOT / "configs/gpt_1024.toml"), "--world-size", "1024", "--op", "all_reduce", "--bytes"]
     facts: dict[str, Any] = json.loads(command(*words, "64MB", "--json").stdout)
     tp = next(each for each in facts["dims"] if each["dim"] == "tp")
     (row,) = tp["rows"]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from typer.testing import CliRunner
 
 from meshcomm.cli import app
-from meshcomm.config import TopologyConfig, load
+from meshcomm.config import TopologyConfig, load_config
 from meshcomm.layout import Plan
 
 ROOT = Path(__file__).parents[2]
@@ -58,11 +58,11 @@ def python(*words: str, **env: str) -> Shown:
 
 
 def plan_of(**mesh: Any) -> Plan:
-    return load({"mesh": mesh}).plan(None)
+    return load_config({"mesh": mesh}).plan(None)
 
 
 def plan_at(config: str, world: int, *overrides: str) -> Plan:
-    return load(ROOT / config, overrides).plan(world)
+    return load_config(ROOT / config, overrides).plan(world)
 
 
 def nodes(per_node: int | None) -> TopologyConfig:

@@ -15,7 +15,7 @@ import pytest
 from rich.cells import cell_len
 
 import meshcomm
-from meshcomm.config import load
+from meshcomm.config import load_config
 from meshcomm.config.write import write_whole
 from meshcomm.errors import ConfigError, LayoutError, UnknownDim
 from meshcomm.show.diff import diff_facts, diff_page
@@ -42,13 +42,13 @@ from tests.show.shown import (
 )
 
 NODES = ("--set", "topology.ranks_per_node=4")
-BIG = (GPT, "--world", "131072", "--rank", "777")
+BIG = (GPT, "--world-size", "131072", "--rank", "777")
 
 # -- plan -----------------------------------------------------------------------------------------
 
 SMALL_PLAN = """\
-mesh of 8 ranks, plan 6475287aabc3531a: 16 groups, 5 created per rank
-dim    kind          size  stride  groups  backend  timeout  lane
+mesh of 8 ranks, plan c933ff8e076056e1: 16 groups, 5 created per rank
+dim    kind          size  stride  groups  backend  timeout  comm_id
 ─────────────────────────────────────────────────────────────────
 pp     dim              2       4       4  auto        60 s  p2p
 dp     dim              2       2       4  auto       600 s  -
@@ -67,7 +67,7 @@ edp    0 of 1          -          -  5 (alone: no group)
 ep     1 of 4          4          6  4 5 6 7
 """
 LARGE_PLAN = """\
-mesh of 131,072 ranks, plan 3116d2547e60fb2c: 32,832 groups, 3 created per rank
+mesh of 131,072 ranks, plan 7db49d3026294566: 32,832 groups, 3 created per rank
 dim  kind   size  stride  groups  backend             timeout  nodes  link
 ─────────────────────────────────────────────────────────────────────────────────────────────
 pp   dim       8  16,384  16,384  nccl high_priority    300 s      8  network, 10 us, 50 GB/s
@@ -86,9 +86,9 @@ tp       1 of 8             776    778  776 777 778 779 780 781 782 783         
 def test_the_plan_of_a_small_and_of_a_large_mesh() -> None:
     for words, text in (((MESH, "--rank", "5"), SMALL_PLAN), (BIG, LARGE_PLAN)):
         assert run("plan", *words) == (0, text, "")
-    assert run("plan", MESH, "--world", "8").out.splitlines() == SMALL_PLAN.splitlines()[:9]
+    assert run("plan", MESH, "--world-size", "8").out.splitlines() == SMALL_PLAN.splitlines()[:9]
     shared = run("plan", MESH, "--set", "mesh.merge.both=['dp', 'tp']").out.splitlines()
-    assert shared[1].endswith("lane  shared with") and shared[-1].split()[-1] == "both"
+    assert shared[1].endswith("comm_id  shared with") and shared[-1].split()[-1] == "both"
     assert shared[-1].startswith("ep") and "16 groups, 5 created per rank" in shared[0]
 
 
@@ -97,7 +97,7 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
     # 3 groups of more than two, and the default group, which is idle.
     cost = {"nccl": 4, "gloo": 0, "nccl_mb": 3 * 688, "descriptors": 1, "undecided": 0}
     assert facts.pop("footprint") == cost
-    config = load(ROOT / GPT)
+    config = load_config(ROOT / GPT)
     assert facts == plan_facts(config.plan(131_072), 777, config.topology)
 
 
@@ -105,16 +105,16 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
     ("words", "said"),
     [
         (
-            [GPT, "--world", "96"],
+            [GPT, "--world-size", "96"],
             ["mesh.dims: ", "world is 96", "96 % 64 = 32", "dp = -1, tp = 6 }, or", "64 processes"],
         ),
-        ([GPT], ["dp = -1 open", "try:      --world 128, or --set mesh.dims.dp=2"]),
+        ([GPT], ["dp = -1 open", "try:      --world-size 128, or --set mesh.dims.dp=2"]),
         (
             [MESH, "--rank", "8"],
             ["given:    rank 8\n  expected: 0 to 7\n  try:      the mesh has 2*2*2 = 8 ranks"],
         ),
         ([MESH, "--rank", "-1"], ["given:    rank -1\n  expected: 0 to 7"]),
-        ([GPT, "--world", "0"], ["given:    a world of 0\n  expected: 1 to 16777216"]),
+        ([GPT, "--world-size", "0"], ["given:    a world of 0\n  expected: 1 to 16777216"]),
         (
             [MESH, "--set", "mesh.backend=[gloo", "--set", "mesh.dimz=1"],
             [": 2 problems", "close every quote and bracket", 'did you mean "mesh.dims"?'],
@@ -127,7 +127,7 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
         ([MESH, "--view", "expert"], ["--view has no effect without --tree"]),
         ([MESH, "--tree", "--view", "exprt"], ["no view 'exprt'", 'did you mean "expert"?']),
         ([MESH, "--diff", "nothing.toml"], ["nothing.toml: cannot be read"]),
-        ([MESH, "--diff", GPT, "--world", "64"], ["world"]),
+        ([MESH, "--diff", GPT, "--world-size", "64"], ["world"]),
         (
             ["nothing.toml", "--export", "topo.png"],
             ["the ending .png", "one of .svg, .md, .json", "--export topo.svg"],
@@ -208,7 +208,7 @@ for words in eval(sys.argv[1]):
         peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
     print(peak, [name for name in sys.modules if name.split(".")[0] in ("torch", "yaml")])
 """
-    world = [GPT, "--world", "131072"]
+    world = [GPT, "--world-size", "131072"]
     words = [
         ["plan", *BIG, "--set", "mesh.dims={ pp = 8, dp = 2048, tp = 8 }"],
         ["plan", *BIG, "--by", "dp"],
@@ -230,14 +230,14 @@ for words in eval(sys.argv[1]):
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_no_line_is_wider_than_the_console_and_no_word_of_a_table_is_broken(width: int) -> None:
     a, b = (
-        load(ROOT / MESH).resolved(8),
-        load(ROOT / MESH, ["mesh.dims={ dp = 2, tp = 2, pp = 2 }", "mesh.views="]),
+        load_config(ROOT / MESH).resolved(8),
+        load_config(ROOT / MESH, ["mesh.dims={ dp = 2, tp = 2, pp = 2 }", "mesh.views="]),
     )
     shown = [page_view(diff_page(diff_facts(a, b, a.plan(8), b.plan(8))))]
     deep = {"dims": {"a": 2, "b": 3, "c": 4, "d": 2, "e": 5}, "merge": {"all_of_them": ["a", "b", "c"]}}
     sources = ((ROOT / MESH, 8, 5), (ROOT / GPT, 131_072, 130_777), ({"mesh": deep}, 240, 200))
     for source, world, rank in (*sources, (ROOT / LLAMA, None, 9_999), (ROOT / QUICK, 8, 3)):
-        settings = load(source).resolved(world)
+        settings = load_config(source).resolved(world)
         plan = settings.plan(world)
         topology = settings.topology if settings.topology.ranks_per_node else nodes(4)
         places: tuple[Any, ...] = (rank, {next(iter(plan.layout.dims)): 1})
@@ -249,10 +249,10 @@ def test_no_line_is_wider_than_the_console_and_no_word_of_a_table_is_broken(widt
         # A path is a word.
         assert max(cell_len(line) for line in lines if " " in line.strip()) <= width and len(lines) < 130
     for command in (
-        ["plan", GPT, "--world", "1024"],
+        ["plan", GPT, "--world-size", "1024"],
         ["plan", QUICK, "--schedule"],
-        ["costs", GPT, "--world", "1024", "--bytes", "1KiB", "--bytes", "1GiB"],
-        ["place", LLAMA, "--world", "16384"],
+        ["costs", GPT, "--world-size", "1024", "--bytes", "1KiB", "--bytes", "1GiB"],
+        ["tune", LLAMA, "--world-size", "16384"],
     ):
         code, text, _ = run(*command, columns=width)
         wide = [line for line in text.splitlines() if len(line) > width and " " in line.strip()]
@@ -263,7 +263,7 @@ def test_no_line_is_wider_than_the_console_and_no_word_of_a_table_is_broken(widt
 
 
 def test_costs_have_sizes_as_they_were_asked_for_and_say_that_a_backend_chooses() -> None:
-    words = ("costs", GPT, "--world", "1024", "--op", "all_reduce", "--bytes", "64KiB", "--bytes", "64MB")
+    words = ("costs", GPT, "--world-size", "1024", "--op", "all_reduce", "--bytes", "64KiB", "--bytes", "64MB")
     shown = run(*words).out
     assert shown.count("  64 KiB  ") == shown.count("  64 MB  ") == 3
     assert "A backend chooses its own: NCCL" in shown
@@ -282,7 +282,7 @@ def test_a_narrow_table_is_records_with_the_same_facts() -> None:
     narrow = " ".join(as_text(plan_view(plan, 5), 40).split())
     for each in plan_facts(plan, 5)["rank"]["groups"]:
         assert f"{each['name']} coord {each['coord']} of {each['size']}" in narrow
-    shown = run("place", QUICK, "--world", "8", "--top", "1", *NODES, columns=40)
+    shown = run("tune", QUICK, "--world-size", "8", "--top", "1", *NODES, columns=40)
     assert "dp 8 network\n  operation all_reduce; what gradients\n  calls 1; bytes 3.41 MB" in shown.out
     nothing = traffic_view({"world": 2, "schedules": 1, "dims": [], "links": None})
     assert as_text(nothing).splitlines()[1:] == ["nothing was sent along a dim of two ranks or more"]
@@ -318,11 +318,11 @@ def test_every_command_exports_what_it_shows(command: list[str], tmp_path: Path)
 
 
 def test_all_markdown_is_tables_that_hold() -> None:
-    settings = load(ROOT / GPT).resolved(131_072)
+    settings = load_config(ROOT / GPT).resolved(131_072)
     plan = settings.plan(131_072)
-    a, b = (load(ROOT / MESH, words).resolved(8) for words in ([], ["mesh.merge={ other = ['dp', 'tp'] }"]))
+    a, b = (load_config(ROOT / MESH, words).resolved(8) for words in ([], ["mesh.merge={ other = ['dp', 'tp'] }"]))
     # A bar in a cell is no end of it.
-    c = load(ROOT / MESH, ["mesh.options.dp={ lane = 'x|y' }"]).resolved(8)
+    c = load_config(ROOT / MESH, ["mesh.options.dp={ comm_id = 'x|y' }"]).resolved(8)
     pages = [
         plan_page(plan_facts(plan, 777, settings.topology)),
         *(where_page(where_facts(settings, plan, at, settings.topology)) for at in (777, {"pp": 1})),
@@ -368,7 +368,7 @@ def test_ranks_by_coords_against_plain_counting() -> None:
         assert sorted(ranks_at(layout, {"a": a, "c": c})) == wanted
         assert sorted(ranks_at(layout, {"ac": 4 * a + c})) == wanted
     for x, y in product(range(6), range(4)):
-        assert ranks_at(layout, {"x": x, "y": y}) == [layout.rank_at(x=x, y=y)]
+        assert ranks_at(layout, {"x": x, "y": y}) == [layout.get_rank(x=x, y=y)]
     assert ranks_at(layout, {"a": 0, "x": 5}) == []
     with pytest.raises(LayoutError, match=r"c=4 is outside the mesh(.|\n)*expected: 0 to 3"):
         ranks_at(layout, {"c": 4})
@@ -379,7 +379,7 @@ def test_ranks_by_coords_against_plain_counting() -> None:
 def test_where_a_rank_is() -> None:
     facts = json.loads(run("where", QUICK, "6", *NODES, "--json").out)
     assert facts["machine"] == {"node": 1, "rack": None, "local_rank": 2, "ranks": [4, 5, 6, 7]}
-    settings = load(ROOT / QUICK, ["topology.ranks_per_node=4"])
+    settings = load_config(ROOT / QUICK, ["topology.ranks_per_node=4"])
     assert facts["rank"] == plan_facts(settings.plan(8), 6, settings.topology)["rank"]
     # And back, by all of its coords or some of them.
     coords = ",".join(f"{name}={coord}" for name, coord in facts["rank"]["coords"].items())
@@ -419,7 +419,7 @@ expert edp all_reduce [1, 5]""",
 
 @pytest.mark.parametrize(("config", "rank"), EXCHANGES)
 def test_whom_a_rank_exchanges_what_with(config: str, rank: int) -> None:
-    settings = load(ROOT / f"configs/{config}.toml").resolved(8)
+    settings = load_config(ROOT / f"configs/{config}.toml").resolved(8)
     told = [
         f"{e['part']} {' '.join(e['dims'])} {e['operation']} {e['ranks'] or (e['to'], e['from'])}"
         for e in exchange_facts(settings, settings.plan(8).layout, rank)
@@ -469,7 +469,7 @@ mesh of 1,024 ranks, 8 on each node: pp=2 dp=64 tp=8
 
 
 def test_a_tree_is_folded_on_the_screen_and_whole_as_facts() -> None:
-    command = ["plan", GPT, "--tree", "--world", "1024", "--set", "mesh.dims.pp=2"]
+    command = ["plan", GPT, "--tree", "--world-size", "1024", "--set", "mesh.dims.pp=2"]
     code, shown, _ = run(*command)
     assert (code, shown.splitlines()[:8]) == (0, TREE.splitlines())
     whole = leaves(json.loads(run(*command, "--json").out))
@@ -480,22 +480,22 @@ def test_a_tree_is_folded_on_the_screen_and_whole_as_facts() -> None:
 
 
 def difference(a: list[str], b: list[str], source: Any = ROOT / MESH) -> dict[str, Any]:
-    one, other = load(source, a).resolved(None), load(source, b).resolved(None)
+    one, other = load_config(source, a).resolved(None), load_config(source, b).resolved(None)
     return diff_facts(one, other, one.plan(None), other.plan(None))
 
 
 def test_a_difference_ends_with_1_and_equal_configs_with_0(tmp_path: Path) -> None:
     code, shown, _ = run("plan", MESH, "--diff", MESH)
     assert code == 0 and shown.startswith(
-        "equal: 8 ranks, plan 6475287aabc3531a; every setting is the same\n"
+        "equal: 8 ranks, plan c933ff8e076056e1; every setting is the same\n"
     )
     mesh = {"dims": {"pp": 2, "dp": -1, "tp": 2}, "device": "auto", "timeout_s": 600}
     (tmp_path / "same.json").write_text(json.dumps({"mesh": mesh}))
     (tmp_path / "plain.toml").write_text("[mesh]\ndims = { pp = 2, dp = 2, tp = 2 }\n")
-    same = run("plan", str(tmp_path / "same.json"), "--diff", str(tmp_path / "plain.toml"), "--world", "8")
+    same = run("plan", str(tmp_path / "same.json"), "--diff", str(tmp_path / "plain.toml"), "--world-size", "8")
     assert same.code == 0
     code, shown, _ = run("plan", MESH, "--diff", QUICK)
-    assert code == 1 and shown.startswith("different: plans 6475287aabc3531a and 41397027eee87ec3\n")
+    assert code == 1 and shown.startswith("different: plans c933ff8e076056e1 and a67aa15a9d454214\n")
 
 
 def test_swapped_dims() -> None:
@@ -527,10 +527,10 @@ def test_a_permuted_order_against_plain_sets(seed: int) -> None:
 
 
 def test_options_names_and_worlds_that_differ() -> None:
-    facts = difference([], ["mesh.timeout_s=30.0", "mesh.options.dp={ lane = 'x' }"])
+    facts = difference([], ["mesh.timeout_s=30.0", "mesh.options.dp={ comm_id = 'x' }"])
     assert facts["options"] == [
         ["dp", "timeout_s", 600.0, 30.0],
-        ["dp", "lane", "", "x"],
+        ["dp", "comm_id", "", "x"],
         *([name, "timeout_s", 600.0, 30.0] for name in ("tp", "model", "edp", "ep")),
     ]
     assert facts["groups"] == [] and facts["ranks"]["moved"] == 0
@@ -555,7 +555,7 @@ def test_options_names_and_worlds_that_differ() -> None:
 
 
 def test_a_live_mesh_shows_what_the_config_says() -> None:
-    config = load({"mesh": {"dims": {"dp": 2, "tp": 2}, "device": "cpu"}, "topology": {"ranks_per_node": 2}})
+    config = load_config({"mesh": {"dims": {"dp": 2, "tp": 2}, "device": "cpu"}, "topology": {"ranks_per_node": 2}})
 
     def look(mesh: meshcomm.Mesh) -> tuple[str, str, dict[str, Any]]:
         return str(mesh), str(mesh.show(by="dp")), mesh.show().facts

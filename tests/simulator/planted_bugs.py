@@ -178,7 +178,7 @@ def merged_dim_before_base_dim(mesh: Mesh, bug: bool) -> Any:
 
 def create_on_some_ranks(mesh: Mesh, bug: bool) -> Any:
     if not bug or mesh.coord("dp") == 0:
-        mesh.create("again", ("tp", "dp"))  # created
+        mesh.create_group("again", ("tp", "dp"))  # created
     return mesh.all_reduce("dp", one(mesh.rank))  # not-created
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshcommError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.train import Callback, Summary, run
@@ -17,17 +17,17 @@ STEPS = 3
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"pp": 1, "dp": 1, "tp": 1}, "device": "cpu"},
     "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp"},
-    "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ff": 64},
-    "data": {"sequence": 32, "max_bytes": 100_000},
+    "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 64},
+    "data": {"seq_len": 32, "max_bytes": 100_000},
     "train": {
-        "steps": STEPS, "global_batch": 4, "microbatch": 1, "warmup_steps": 2, "clip_norm": 0.5,
+        "steps": STEPS, "global_batch_size": 4, "micro_batch_size": 1, "warmup_steps": 2, "clip_norm": 0.5,
         "dtype": "float64", "seed": 3,
     },
 }  # fmt: skip
 
 
 def settings(out: Path, *overrides: str) -> Config:
-    return load(BASE, [f'train.out="{out}"', *overrides])
+    return load_config(BASE, [f'train.out="{out}"', *overrides])
 
 
 def train(config: Config, world: int) -> list[Summary]:

@@ -191,7 +191,7 @@ def test_meshes_inside_merged_created_partial_and_closed() -> None:
             rank_order=[6, 3, 1, 4, 0, 7, 5, 2],
         ) as mesh:
             sums = [mesh.all_reduce(d, torch.tensor(mesh.rank)).item() for d in ("model", ("pp", "tp"), "ep")]
-            mesh.create("data", ("tp", "dp"))
+            mesh.create_group("data", ("tp", "dp"))
             sums.append(mesh.all_reduce("data", torch.tensor(mesh.rank)).item())
             expected = [sum(mesh.ranks(d)) for d in ("model", ("pp", "tp"), "ep", "data")]
             assert sums == expected

@@ -84,7 +84,7 @@ def last_stage_begins_one_layer_late(config: Config) -> Patch:
 @bug("dp2 tp4", "loss of step 1", "dp")
 def samples_numbered_from_zero_on_every_rank(config: Config) -> Patch:
     assert config.train is not None and config.parallel is not None
-    right, own = Drops.at, config.train.global_batch // config.parallel.copies(config.mesh.dims)
+    right, own = Drops.at, config.train.global_batch_size // config.parallel.copies(config.mesh.dims)
 
     def wrong(seed: int, step: int, samples: Tensor, positions: Tensor) -> Drops:
         return right(seed, step, samples % own, positions)
@@ -143,7 +143,7 @@ def rotary_positions_from_zero_on_every_rank(config: Config) -> Patch:
 @bug("dp2 tp4", "loss of step 1", "dp")
 def last_microbatch_is_the_one_before(config: Config) -> Patch:
     assert config.train is not None
-    right, size = Accumulate.__call__, config.train.microbatch
+    right, size = Accumulate.__call__, config.train.micro_batch_size
 
     def wrong(self: Accumulate, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor:
         inputs, targets = (torch.cat([x[:-size], x[-2 * size : -size]]) for x in (inputs, targets))

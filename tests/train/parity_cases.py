@@ -9,12 +9,12 @@ from tests.train.runs import roles_of, sizes_of
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"dp": 8}, "device": "cpu", "timeout_s": 60.0, "reports": ""},
     "parallel": {"data": "dp"},
-    "model": {"layers": 4, "width": 32, "heads": 8, "kv_heads": 4, "ff": 48, "dropout": 0.1},
-    "data": {"sequence": 32, "max_bytes": 200_000},
+    "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 48, "dropout": 0.1},
+    "data": {"seq_len": 32, "max_bytes": 200_000},
     "train": {
         "steps": 20,
-        "global_batch": 16,
-        "microbatch": 1,
+        "global_batch_size": 16,
+        "micro_batch_size": 1,
         "warmup_steps": 2,
         "dtype": "float64",
         "clip_norm": 1.0,
@@ -24,12 +24,12 @@ BASE: dict[str, Any] = {
 # part. The simulator has the other pairs, tests/train/test_random_configs.py.
 SMALL: dict[str, Any] = {
     **BASE,
-    "model": {"layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "ff": 24, "dropout": 0.1},
-    "data": {"sequence": 16, "max_bytes": 50_000},
-    "train": {**BASE["train"], "steps": 3, "global_batch": 4, "warmup_steps": 1},
+    "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 24, "dropout": 0.1},
+    "data": {"seq_len": 16, "max_bytes": 50_000},
+    "train": {**BASE["train"], "steps": 3, "global_batch_size": 4, "warmup_steps": 1},
 }
 _EXPERTS = {"experts": 8, "experts_per_token": 2, "experts_every": 2, "balance_loss": 0.02}
-_MODEL = ("layers", "kv_heads", "tied_embeddings", "capacity_factor")
+_MODEL = ("layers", "num_kv_heads", "tied_embeddings", "capacity_factor")
 _TRAIN = ("recompute", "compile", "microbatch")
 
 
@@ -55,22 +55,22 @@ def small(dims: str, view: str = "", **settings: Any) -> dict[str, Any]:
 
 CASES: dict[str, dict[str, Any]] = {
     "dp8": case("dp=8"),
-    "tp8": case("tp=8", kv_heads=8, microbatch=4),
-    "dp2 tp4": case("dp=2 tp=4", microbatch=2),
-    "dp2 tp4 sequence": case("dp=2 tp=4", sequence_parallel=True, microbatch=2),
+    "tp8": case("tp=8", num_kv_heads=8, micro_batch_size=4),
+    "dp2 tp4": case("dp=2 tp=4", micro_batch_size=2),
+    "dp2 tp4 sequence": case("dp=2 tp=4", sequence_parallel=True, micro_batch_size=2),
     "pp2 dp2 tp2": case("pp=2 dp=2 tp=2"),
     "pp2 dp2 tp2 gpipe": case("pp=2 dp=2 tp=2", schedule="gpipe"),
-    "pp2 dp2 tp2 sequence recompute": case("pp=2 dp=2 tp=2", sequence_parallel=True, recompute=True),
+    "pp2 dp2 tp2 sequence recompute": case("pp=2 dp=2 tp=2", sequence_parallel=True, activation_checkpointing=True),
     "pp2 dp2 tp2 zero bubble": case("pp=2 dp=2 tp=2", schedule="zero_bubble", stages_per_rank=2),
-    "pp4 dp2 interleaved": case("pp=4 dp=2", schedule="interleaved_1f1b", stages_per_rank=2, layers=8),
-    "pp4 tp2": case("pp=4 tp=2", microbatch=2),
+    "pp4 dp2 interleaved": case("pp=4 dp=2", schedule="interleaved_1f1b", stages_per_rank=2, num_layers=8),
+    "pp4 tp2": case("pp=4 tp=2", micro_batch_size=2),
     "pp2 dp4 tied": case("pp=2 dp=4", tied_embeddings=True),
     "dp4 tp2 tied": case("dp=4 tp=2", tied_embeddings=True),
-    "cp2 dp2 tp2": case("dp=2 cp=2 tp=2", microbatch=2),
-    "cp2 dp2 tp2 sequence": case("dp=2 cp=2 tp=2", sequence_parallel=True, microbatch=2),
+    "cp2 dp2 tp2": case("dp=2 cp=2 tp=2", micro_batch_size=2),
+    "cp2 dp2 tp2 sequence": case("dp=2 cp=2 tp=2", sequence_parallel=True, micro_batch_size=2),
     "pp2 cp2 tp2": case("pp=2 cp=2 tp=2"),
-    "cp4 tp2 ulysses": case("cp=4 tp=2", attention="ulysses", microbatch=4),
-    "cp8 ring": case("cp=8", microbatch=4),
+    "cp4 tp2 ulysses": case("cp=4 tp=2", attention="ulysses", micro_batch_size=4),
+    "cp8 ring": case("cp=8", micro_batch_size=4),
     "dp4 cp2 ulysses": case("dp=4 cp=2", attention="ulysses"),
     "shard4 tp2": case("fsdp=4 tp=2"),
     "shard8": case("fsdp=8"),
@@ -88,7 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
         "pp=2 fsdp=4", "pp=2 edp=2 ep=2", experts=8, schedule="interleaved_1f1b", stages_per_rank=2
     ),
     "shard4 tp2 ep2 sequence recompute": case(
-        "fsdp=4 tp=2", "edp=2 ep=2 tp=2", experts=2, sequence_parallel=True, recompute=True
+        "fsdp=4 tp=2", "edp=2 ep=2 tp=2", experts=2, sequence_parallel=True, activation_checkpointing=True
     ),
     "shard2 cp2 tp2 ep2": case("fsdp=2 cp=2 tp=2", "edp=2 ep=2 tp=2", experts=8),
     "shard8 ep8 capacity": case("fsdp=8", "ep=8", experts=8, capacity_factor=1.0),
@@ -96,11 +96,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 PAIRS: dict[str, dict[str, Any]] = {
     "pp2 dp2 interleaved tied": small(
-        "pp=2 dp=2", schedule="interleaved_1f1b", stages_per_rank=2, layers=4, tied_embeddings=True
+        "pp=2 dp=2", schedule="interleaved_1f1b", stages_per_rank=2, num_layers=4, tied_embeddings=True
     ),
     # All microbatches in flight, uneven stages; below, ranks in disorder, the inner dim outside.
     "pp2 tp2 sequence recompute": small(
-        "tp=2 pp=2", sequence_parallel=True, recompute=True, layers=3, schedule="gpipe"
+        "tp=2 pp=2", sequence_parallel=True, activation_checkpointing=True, num_layers=3, schedule="gpipe"
     ),
     "pp2 cp2": small("pp=2 cp=2"),
     "pp2 ep2": small("pp=2 dp=2", "pp=2 edp=1 ep=2"),

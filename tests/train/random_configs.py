@@ -44,10 +44,10 @@ def right(seed: int, parts: Iterable[str] = PARTS, *, must: Iterable[str] = (), 
     sequence = _sequence(chance, parallel, of)
     each = chance.choice([1, 1, 2, 3])
     train = _train(chance)
-    train |= {"global_batch": of["data"] * of["shard"] * micro * each, "microbatch": each}
+    train |= {"global_batch_size": of["data"] * of["shard"] * micro * each, "micro_batch_size": each}
     if {"data", "context"} & set(played) and "shard" not in played and chance.random() < 0.3:
         parallel["bucket_mb"] = chance.choice([1e-5, 1e-3, 0.01, 100])
-    data: Raw = {"sequence": sequence, "max_bytes": chance.choice([sequence + 1, sequence + 500, 20_000])}
+    data: Raw = {"seq_len": sequence, "max_bytes": chance.choice([sequence + 1, sequence + 500, 20_000])}
     return {"mesh": mesh, "parallel": parallel, "model": model, "data": data, "train": train}
 
 
@@ -62,13 +62,13 @@ def changed(seed: int) -> Raw:
             case 0:
                 dims[chance.choice(list(dims))] = chance.choice([-2, -1, *small])
             case 1 | 2:
-                numbers = ["layers", "width", "heads", "kv_heads", "ff", "experts", "experts_per_token"]
+                numbers = ["layers", "width", "heads", "num_kv_heads", "ff", "experts", "experts_per_token"]
                 raw["model"][chance.choice([*numbers, "experts_every"])] = chance.choice(small)
             case 3:
-                numbers = ["steps", "global_batch", "microbatch", "warmup_steps"]
+                numbers = ["steps", "global_batch_size", "microbatch", "warmup_steps"]
                 raw["train"][chance.choice(numbers)] = chance.choice([*small, 100])
             case 4:
-                raw["data"]["sequence"] = chance.randint(1, 40)
+                raw["data"]["seq_len"] = chance.randint(1, 40)
             case 5:
                 named = [*dims, *_NAMES, *_ODD_NAMES, "merged", "flat", "v0", "v1"]
                 parallel[chance.choice([*PARTS, "expert"])] = chance.choice(named)
@@ -135,20 +135,20 @@ def _pipeline(chance: random.Random, parallel: Raw, of: Mapping[str, int]) -> in
 
 def _model(chance: random.Random, parallel: Raw, of: Mapping[str, int]) -> Raw:
     tensor, context = of["tensor"], of["context"]
-    kv_heads = tensor * chance.choice([1, 1, 2])
-    heads = kv_heads * chance.choice([1, 1, 2, 3])
+    num_kv_heads = tensor * chance.choice([1, 1, 2])
+    heads = num_kv_heads * chance.choice([1, 1, 2, 3])
     if parallel.get("attention") == "ulysses":
-        mine = kv_heads // tensor
+        mine = num_kv_heads // tensor
         if mine % context and context % mine:
-            kv_heads = tensor
-        heads = math.lcm(kv_heads, tensor * context) * chance.choice([1, 2])
+            num_kv_heads = tensor
+        heads = math.lcm(num_kv_heads, tensor * context) * chance.choice([1, 2])
     stages = of["pipeline"] * parallel.get("stages_per_rank", 1)
     model: Raw = {
-        "layers": stages + chance.choice([0, 0, 1, 2]),
-        "width": heads * chance.choice([2, 2, 4, 6]),
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "ff": tensor * chance.choice([1, 3, 5, 8]),
+        "num_layers": stages + chance.choice([0, 0, 1, 2]),
+        "hidden_size": heads * chance.choice([2, 2, 4, 6]),
+        "num_heads": heads,
+        "num_kv_heads": num_kv_heads,
+        "intermediate_size": tensor * chance.choice([1, 3, 5, 8]),
     }
     for key, share, values in (
         ("tied_embeddings", 0.3, [True]),
@@ -167,7 +167,7 @@ def _experts(chance: random.Random, mesh: Raw, parallel: Raw, model: Raw) -> Non
     model["experts"] = experts = chance.choice([1, 2, 3, 4, 6, 8])
     model["experts_per_token"] = chance.randint(1, min(3, experts))
     if chance.random() < 0.5:
-        model["experts_every"] = chance.randint(1, min(2, model["layers"]))
+        model["experts_every"] = chance.randint(1, min(2, model["num_layers"]))
     if chance.random() < 0.5:
         model["capacity_factor"] = chance.choice([0.1, 0.5, 1.0, 1.3, 8.0])
     if chance.random() < 0.5:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshcommError
 from meshcomm.train import Callback, Summary, run
 
@@ -29,7 +29,7 @@ def config_on(base: dict[str, Any], dims: str, *overrides: str, **parallel: Any)
     """`base` on other dims, such as "pp=2 dp=4", each with its role. parallel: more of [parallel]."""
     sizes = sizes_of(dims)
     mesh = {**base["mesh"], "dims": sizes}
-    return load({**base, "mesh": mesh, "parallel": {**roles_of(sizes), **parallel}}, overrides)
+    return load_config({**base, "mesh": mesh, "parallel": {**roles_of(sizes), **parallel}}, overrides)
 
 
 def trained(config: Config, callback: Callback | None = None) -> Summary:

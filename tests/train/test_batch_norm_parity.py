@@ -63,7 +63,7 @@ with meshcomm.init() as mesh:
     trainer = Trainer(mesh, model=Net(), loss=torch.nn.functional.cross_entropy)
     def batch(step):
         here = range(16 * step, 16 * step + 16)
-        each = 16 // mesh.data_world
+        each = 16 // mesh.data_world_size
         mine = [Samples()[i] for i in here[mesh.data_rank * each:(mesh.data_rank + 1) * each]]
         return torch.stack([x for x, _ in mine]), torch.stack([y for _, y in mine])
     trainer.run(batch)
@@ -72,8 +72,8 @@ CONFIG: dict[str, Any] = {
     "mesh": {"dims": {"dp": 2, "fsdp": 2}, "device": "cpu", "timeout_s": 60.0},
     "parallel": {"data": "dp", "shard": "fsdp"},
     "model": {"build": "net:spec"},
-    "data": {"build": "net:samples", "sequence": 8},
-    "train": {"steps": 3, "global_batch": 16, "microbatch": 2, "lr": 0.01},
+    "data": {"build": "net:samples", "seq_len": 8},
+    "train": {"steps": 3, "global_batch_size": 16, "micro_batch_size": 2, "lr": 0.01},
 }
 
 
@@ -104,7 +104,7 @@ def test_several_micro_batches_with_batch_norms_agree_with_one_process(tmp_path:
     assert done.returncode == 0, done.stderr + done.stdout
     facts = json.loads(done.stdout)
     assert facts["agrees"] and max(one["relative"] for one in facts["differences"]) < 1e-12
-    assert any("train.microbatch = 8 on one process" in note for note in facts["notes"])
+    assert any("train.micro_batch_size = 8 on one process" in note for note in facts["notes"])
 
 
 @pytest.mark.parity
@@ -118,7 +118,7 @@ def test_smaller_meshes_get_the_same_micro_batches_when_a_dim_to_blame_is_looked
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("microbatch", [pytest.param(4, marks=pytest.mark.parity), 2])
 def test_a_script_with_batch_norms(pool: Pool, tmp_path: Path, microbatch: int) -> None:
-    words = ("c.json", "--set", f"train.microbatch={microbatch}", "--steps", "2", "mine.py")
+    words = ("c.json", "--set", f"train.micro_batch_size={microbatch}", "--steps", "2", "mine.py")
     command = words_of(tmp_path, *words, without=("model", "data"))
     code, out, err = Job(pool, tmp_path, *command, env={"OMP_NUM_THREADS": "1"}).finish()
     if microbatch == 4:
@@ -126,7 +126,7 @@ def test_a_script_with_batch_norms(pool: Pool, tmp_path: Path, microbatch: int) 
         return
     assert code != 0 and "Traceback" not in err
     assert "a script with batch norms and several micro-batches in a step cannot be compared" in err
-    assert "--set train.microbatch=4" in err
+    assert "--set train.micro_batch_size=4" in err
 
 
 class Numbers:
@@ -148,12 +148,12 @@ def test_micro_batches_hold_the_same_samples_on_every_number_of_ranks() -> None:
         for size in (1, 2, 4):
             ranks = []
             for coord in range(size):
-                batches = Batches(corpus, global_batch=24, seed=1, coord=coord, size=size)
+                batches = Batches(corpus, global_batch_size=24, seed=1, coord=coord, size=size)
                 batches.divide_as(4, 3)
                 ranks.append(batches(step)[0].flatten().chunk(3))
             held.append([torch.cat(parts).tolist() for parts in zip(*ranks, strict=True)])
         assert held[0] == held[1] == held[2]
-        plain = [Batches(corpus, global_batch=24, seed=1, coord=coord, size=4)(step)[0] for coord in range(4)]
+        plain = [Batches(corpus, global_batch_size=24, seed=1, coord=coord, size=4)(step)[0] for coord in range(4)]
         assert held[2] == [
             torch.cat([each.flatten().chunk(3)[i] for each in plain]).tolist() for i in range(3)
         ]

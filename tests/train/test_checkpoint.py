@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import meshcomm
 from meshcomm.cli import app
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import CommunicationError, ConfigError, TrainingError
 from meshcomm.parallel import whole
 from meshcomm.testing import Pool
@@ -48,17 +48,17 @@ from tests.train import runs
 
 TINY: dict[str, Any] = {
     "mesh": {"dims": {"pp": 2, "dp": 1, "tp": 2}, "device": "cpu", "timeout_s": 60.0},
-    "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp", "bucket_mb": 0.01},
-    "model": {"layers": 2, "width": 32, "heads": 8, "kv_heads": 4, "ff": 64},
-    "data": {"sequence": 32, "max_bytes": 200_000},
-    "train": {"steps": 10, "global_batch": 8, "microbatch": 2, "warmup_steps": 5, "seed": 7},
+    "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp", "options": {"bucket_mb": 0.01}},
+    "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 64},
+    "data": {"seq_len": 32, "max_bytes": 200_000},
+    "train": {"steps": 10, "global_batch_size": 8, "micro_batch_size": 2, "warmup_steps": 5, "seed": 7},
 }
 TWO = "mesh.dims={ pp = 1, dp = 2, tp = 1 }"
 ONE = "mesh.dims={ pp = 1, dp = 1, tp = 1 }"
 
 
 def tiny(out: Path, *overrides: str) -> Config:
-    return load(TINY, [f'train.out="{out}"', *overrides])
+    return load_config(TINY, [f'train.out="{out}"', *overrides])
 
 
 SLURM = {"SLURM_JOB_ID": "7"}
@@ -193,7 +193,7 @@ def loaded_and_continued(config: Config, path: Path) -> Any:
         # Half of the ranks: dp fills what is left, with the same global batch.
         ("{ pp = 2, dp = -1, tp = 1 }", 2, []),
         # A mesh on part of the ranks.
-        ("{ pp = 1, dp = 2, tp = 1 }", 3, ["mesh.ranks=[1, 2]", "train.microbatch=4"]),
+        ("{ pp = 1, dp = 2, tp = 1 }", 3, ["mesh.ranks=[1, 2]", "train.micro_batch_size=4"]),
     ],
 )
 def test_a_checkpoint_fits_any_mesh(
@@ -232,7 +232,7 @@ def test_a_checkpoint_fits_any_mesh(
 
 def job(folder: Path) -> Path:
     """A file with TINY as a job of 30 steps on two ranks, which writes into "run"."""
-    every = ("train.steps=30", "train.warmup_steps=0", "train.microbatch=4", "train.checkpoint_every=5")
+    every = ("train.steps=30", "train.warmup_steps=0", "train.micro_batch_size=4", "train.checkpoint_every=5")
     path = folder / "job.json"
     path.write_text(tiny(Path("run"), TWO, *every).model_dump_json(exclude_unset=True))
     return path
@@ -280,7 +280,7 @@ def test_a_job_with_a_killed_rank_restarts_and_ends_like_one_without(pool: Pool,
     path = job(tmp_path)
     # A run from before, with a checkpoint further on, that a restart must not take for its own.
     before = ["train.steps=2", "train.checkpoint_every=1", ONE, f'train.out="{tmp_path}/run"']
-    pool.run(run_once, load(path, before), Attempt("another"), ranks=1)
+    pool.run(run_once, load_config(path, before), Attempt("another"), ranks=1)
 
     (tmp_path / "sitecustomize.py").write_text(KILLER)
     done = started(tmp_path, sys.executable, "-m", "meshcomm", "train", "--max-restarts", "1", "job.json")
@@ -293,7 +293,7 @@ def test_a_job_with_a_killed_rank_restarts_and_ends_like_one_without(pool: Pool,
     assert line == f"restart 1: resumed after step {step} from run/checkpoints/step-{step:06d}"
     assert 10 <= step < 30
 
-    pool.run(run_once, load(path, [f'train.out="{tmp_path}/other"']), ranks=2)
+    pool.run(run_once, load_config(path, [f'train.out="{tmp_path}/other"']), ranks=2)
     assert metrics(tmp_path / "run") == metrics(tmp_path / "other")
     assert len(metrics(tmp_path / "run")) == 30
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
@@ -355,7 +355,7 @@ def interrupted(config: Config, attempt: Attempt, stop: int) -> Resumed | None:
 
 
 def test_only_restarts_of_the_same_job_go_on_by_themselves(pool: Pool, tmp_path: Path) -> None:
-    few = (ONE, "train.checkpoint_every=2", "train.steps=6", "train.global_batch=2")
+    few = (ONE, "train.checkpoint_every=2", "train.steps=6", "train.global_batch_size=2")
     config = tiny(tmp_path, *few)
     files = [("checkpoints", ""), ("config", ".json"), ("metrics", ".jsonl"), ("run", ".json")]
 
@@ -503,7 +503,7 @@ def test_a_rank_killed_while_saving_harms_no_complete_checkpoint(
 ) -> None:
     beside = isinstance(moment, int) and bool(moment % 2)
     config = tiny(tmp_path, TWO, "train.checkpoint_every=2", "train.keep=1", "train.steps=8")
-    config = load(config, [f"train.checkpoint_async={str(beside).lower()}"])
+    config = load_config(config, [f"train.checkpoint_async={str(beside).lower()}"])
     how = killed_some_time if isinstance(moment, int) else killed_at
     results = pool.run(how, config, moment, ranks=2, allow=True)
     assert any(isinstance(each, ChildProcessError) for each in results)
@@ -514,7 +514,7 @@ def test_a_rank_killed_while_saving_harms_no_complete_checkpoint(
         complete = [int(name[-6:]) for name in names(tmp_path) if re.fullmatch(r"step-\d+", name)]
         assert complete and set(complete) <= {2, 4, 6, 8}
         step = max(complete)
-    results = pool.run(run_once, load(config, ["train.resume=true"]), ranks=2)
+    results = pool.run(run_once, load_config(config, ["train.resume=true"]), ranks=2)
     assert {resumed.step for _, resumed in results} == {step}
     assert names(tmp_path) == ["job", "latest", "step-000008"]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000008\n"
@@ -527,11 +527,11 @@ def test_a_rank_killed_while_saving_harms_no_complete_checkpoint(
 def test_another_training_is_refused_with_both_values(pool: Pool, at_step_4: Path) -> None:
     folder = at_step_4 / "checkpoints" / "step-000004"
     before, metrics = content(folder), (at_step_4 / "metrics.jsonl").read_bytes()
-    config = tiny(at_step_4, TWO, "train.resume=true", "model.ff=32", "train.seed=8", "train.lr=0.1")
+    config = tiny(at_step_4, TWO, "train.resume=true", "model.intermediate_size=32", "train.seed=8", "train.lr=0.1")
     for text in pool.run(runs.losses_or_error, config, ranks=2):
         assert text == (
-            "this configuration trains something else than the checkpoint: model.ff, train.seed\n"
-            f"  given:    model.ff = 32, and 64 in {folder}\n"
+            "this configuration trains something else than the checkpoint: model.intermediate_size, train.seed\n"
+            f"  given:    model.intermediate_size = 32, and 64 in {folder}\n"
             f"            train.seed = 8, and 7 in {folder}\n"
             "  expected: the checkpoint's own model, data, batch, seed and dtype\n"
             "  try:      put them back; or train.resume = false or another train.out, for a run of its own"
@@ -547,9 +547,9 @@ LOCK = Lock(
     plan={"device": "cpu"},
     config={
         "mesh": {"dims": {"pp": 2, "dp": 2}},
-        "model": {"width": 32},
-        "data": {"sequence": 8, "files": [], "sha256": "aa"},
-        "train": {"lr": 0.1, "seed": 7, "global_batch": 16, "dtype": "float32", "steps": 60},
+        "model": {"hidden_size": 32},
+        "data": {"seq_len": 8, "files": [], "sha256": "aa"},
+        "train": {"lr": 0.1, "seed": 7, "global_batch_size": 16, "dtype": "float32", "steps": 60},
     },
     versions={"torch": "2.13.0"},
 )
@@ -572,7 +572,7 @@ def changed(section: str, **values: Any) -> Lock:
         (changed("train", new=1), "train.new: null -> 1"),
         (changed("train", clip_norm=1.0), "train.clip_norm: null -> 1.0"),
         (changed("train", compute_dtype="bfloat16"), 'train.compute_dtype: null -> "bfloat16"'),
-        (changed("parallel", stages_per_rank=2), "parallel.stages_per_rank: 1 -> 2"),
+        (changed("parallel", stages_per_rank=2), "parallel.options.stages_per_rank: 1 -> 2"),
         (changed("data", files=["x"]), 'data.files: [] -> ["x"]'),
         (dataclasses.replace(LOCK, versions={"torch": "2.14"}), 'versions.torch: "2.13.0" -> "2.14"'),
         (dataclasses.replace(LOCK, plan={"device": "cuda"}), 'device: "cpu" -> "cuda"'),
@@ -589,16 +589,16 @@ def test_what_may_differ_is_shown(now: Lock, line: str | None) -> None:
 
 def test_settings_that_an_older_lock_does_not_know_have_their_defaults_there() -> None:
     # As a version wrote it that had fewer settings, compared with all of today's.
-    today = json.loads(json.dumps(load(TINY, ['data.order="random"']).model_dump(mode="json")))
+    today = json.loads(json.dumps(load_config(TINY, ['data.order="random"']).model_dump(mode="json")))
     config = {name: today[name] for name in ("parallel", "model", "data", "train")}
     now = dataclasses.replace(LOCK, step=4, config=config)
     older = {name: {key: today[name][key] for key in TINY[name]} for name in ("model", "data", "train")}
     parts = {"data": "dp", "pipeline": "pp", "tensor": "tp"}
     saved = dataclasses.replace(LOCK, step=4, config={**older, "parallel": parts})
     assert today["model"].keys() > older["model"].keys()
-    assert compare(saved, now, Path("x")) == ("parallel.bucket_mb: 25.0 -> 0.01",)
+    assert compare(saved, now, Path("x")) == ("parallel.options.bucket_mb: 25.0 -> 0.01",)
     # And the other way round: a setting of today, at its default, for a version that has none.
-    assert compare(now, saved, Path("x")) == ("parallel.bucket_mb: 0.01 -> 25.0",)
+    assert compare(now, saved, Path("x")) == ("parallel.options.bucket_mb: 0.01 -> 25.0",)
     # Before there were epochs, samples were drawn with replacement.
     epochs = dataclasses.replace(now, config={**config, "data": {**today["data"], "order": "epochs"}})
     with pytest.raises(ConfigError) as caught:
@@ -615,11 +615,11 @@ def test_settings_that_an_older_lock_does_not_know_have_their_defaults_there() -
 @pytest.mark.parametrize(
     ("now", "values"),
     [
-        (changed("model", width=64), "model.width = 64, and 32 in x"),
-        (changed("data", sequence=16), "data.sequence = 16, and 8 in x"),
+        (changed("model", hidden_size=64), "model.hidden_size = 64, and 32 in x"),
+        (changed("data", seq_len=16), "data.seq_len = 16, and 8 in x"),
         (changed("data", sha256="bb"), 'data.sha256 = "bb", and "aa" in x'),
         (changed("train", seed=1), "train.seed = 1, and 7 in x"),
-        (changed("train", global_batch=8), "train.global_batch = 8, and 16 in x"),
+        (changed("train", global_batch_size=8), "train.global_batch_size = 8, and 16 in x"),
         (changed("train", dtype="float64"), 'train.dtype = "float64", and "float32" in x'),
         (changed("train", steps=30), "train.steps = 30, and step 40 in x"),
     ],
@@ -633,10 +633,10 @@ def test_what_may_not_differ_is_refused(now: Lock, values: str) -> None:
 @pytest.mark.parametrize(
     ("key", "change", "read"),
     [
-        ("global_batch", ("train", {"global_batch": 8}), 640),
+        ("global_batch_size", ("train", {"global_batch_size": 8}), 640),
         ("data", ("data", {"sha256": "bb"}), 0),
         ("data", ("data", {"order": "random"}), 0),
-        ("sequence", ("data", {"sequence": 16}), 0),
+        ("sequence", ("data", {"seq_len": 16}), 0),
     ],
 )
 def test_what_resume_changed_names_may_differ_and_where_the_samples_go_on(

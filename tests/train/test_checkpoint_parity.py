@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.testing import Pool
 from tests.train.parity_cases import CASES, case
 from tests.train.runs import trained
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.parity
 # The mesh that saves -> its model, and the meshes that resume; of a case, its mesh and its roles.
 GROUPS: dict[str, tuple[dict[str, Any], str]] = {
     "pp2 dp2 tp2": (
-        {**CASES["pp2 dp2 tp2"]["model"], "kv_heads": 8},
+        {**CASES["pp2 dp2 tp2"]["model"], "num_kv_heads": 8},
         "dp4 tp2 tied, tp8, pp4 dp2, pp2 dp2 tp2 zero bubble, shard4 tp2, cp2 dp2 tp2, one process",
     ),
     "shard4 tp2": (
@@ -52,7 +52,7 @@ def job(place: str, model: dict[str, Any], out: Path, **train: Any) -> Config:
     """The mesh and the parts of a case, with another model and other checkpoints."""
     on = OTHERS.get(place) or CASES[place]
     facts = {**CASES["dp8"]["train"], "steps": 8, "checkpoint_every": 4, "keep": 3, "out": str(out), **train}
-    return load(
+    return load_config(
         {
             "mesh": on["mesh"],
             "parallel": on["parallel"],

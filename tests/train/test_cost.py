@@ -27,9 +27,9 @@ from tests.train.test_trainer import BATCH, loss, net, samples, sections
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0},
     "parallel": {},
-    "model": {"layers": 4, "width": 32, "heads": 4, "kv_heads": 4, "ff": 64},
-    "data": {"sequence": 16, "max_bytes": 20_000},
-    "train": {"steps": 6, "global_batch": 8, "microbatch": 2, "seed": 7},
+    "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 4, "intermediate_size": 64},
+    "data": {"seq_len": 16, "max_bytes": 20_000},
+    "train": {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "seed": 7},
 }
 
 
@@ -58,9 +58,9 @@ def counted(config: Config) -> tuple[float, float, int]:
 def by_hand(config: Config) -> tuple[int, int, int]:
     """Multiply-adds of a step's forward pass: all, those of layers, and those of attention's scores."""
     assert config.model is not None and config.data is not None and config.train is not None
-    costs = part_costs(config.model, config.data.sequence)
-    tokens = config.train.global_batch * config.data.sequence
-    scores = config.model.layers * 2 * config.data.sequence * config.model.width
+    costs = part_costs(config.model, config.data.seq_len)
+    tokens = config.train.global_batch_size * config.data.seq_len
+    scores = config.model.num_layers * 2 * config.data.seq_len * config.model.hidden_size
     layers = sum(costs.layers)
     return (layers + costs.head) * tokens, layers * tokens, scores * tokens
 
@@ -87,7 +87,7 @@ def test_the_model_has_six_flops_for_each_multiply_add_on_every_mesh(
 
 
 def test_what_is_computed_again_counts_for_the_hardware_alone(pool: Pool) -> None:
-    config = on("dp=2", "train.recompute=true")
+    config = on("dp=2", "train.activation_checkpointing=true")
     macs, layers, scores = by_hand(config)
     # torch.utils.checkpoint ends where backward has what it needs: before a layer's last matrix.
     again = layers - 4 * 32 * 64 * (8 * 16)
@@ -163,7 +163,7 @@ def test_recomputing_is_told_from_backward_inside_of_an_autograd_function() -> N
 
 @pytest.mark.parity
 def test_compiled_blocks_stay_compiled_and_count_the_same(pool: Pool) -> None:
-    config = on("one=1", "train.compile=true", "model.layers=1")
+    config = on("one=1", "train.compile=true", "model.num_layers=1")
     macs, _, _ = by_hand(config)
     ((model, _, _),) = pool.run(counted, config, ranks=1)
     assert model == 6 * macs

@@ -24,7 +24,7 @@ ABC = Corpus((Stream(TEXT, 7),), b"")
 
 
 def batches(coord: int, size: int, seed: int = 0, order: str = "epochs", corpus: Corpus = ABC) -> Batches:
-    return Batches(corpus, global_batch=12, seed=seed, coord=coord, size=size, order=order)
+    return Batches(corpus, global_batch_size=12, seed=seed, coord=coord, size=size, order=order)
 
 
 # -- the order of samples -------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_parts_with_epochs_of_their_own_are_in_another_order_by_seed_part_and_ep
 
 def test_another_batch_goes_on_where_the_samples_are() -> None:
     before = [batches(0, 1).places(step)[1] for step in (1, 2, 3, 4)]
-    larger = Batches(ABC, global_batch=24, seed=0, after=(2, 24))
+    larger = Batches(ABC, global_batch_size=24, seed=0, after=(2, 24))
     assert larger.places(3)[1].tolist() == np.concatenate(before[2:]).tolist()
     assert larger.read(3) == 48
 
@@ -137,7 +137,7 @@ def test_a_share_for_validation_is_cut_off_the_end_and_never_trained_on() -> Non
 
 
 def test_the_default_text_is_the_standard_library(tmp_path: Path) -> None:
-    corpus = text.load(DataConfig(sequence=8, max_bytes=100_000))
+    corpus = text.load(DataConfig(seq_len=8, max_bytes=100_000))
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     assert corpus.size == 100_000
     (part,) = corpus.parts
@@ -157,7 +157,7 @@ def tokens_of(corpus: Corpus) -> list[int]:
 def test_files_and_globs_are_read_once_and_sorted(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "c.md"):
         (tmp_path / name).write_text(name * 3)
-    config = DataConfig(files=(f"{tmp_path}/*.txt", f"{tmp_path}/b.txt"), sequence=4)
+    config = DataConfig(files=(f"{tmp_path}/*.txt", f"{tmp_path}/b.txt"), seq_len=4)
     corpus = text.load(config)
     assert bytes(tokens_of(corpus)) == b"a.txta.txta.txtb.txtb.txtb.txt"
     assert [file.name for file in corpus.files] == ["a.txt", "b.txt"]
@@ -180,7 +180,7 @@ def test_text_that_is_missing_or_too_short_is_told(
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("abcd")
     with pytest.raises(TrainingError) as caught:
-        text.load(DataConfig(files=(files,), sequence=4))
+        text.load(DataConfig(files=(files,), seq_len=4))
     assert (caught.value.what, caught.value.given) == (what, given) and caught.value.hint
 
 
@@ -206,8 +206,8 @@ def test_text_through_a_tokenizer_ends_each_document_and_is_tokenised_once(tmp_p
     words = tokenizer(tmp_path / "model")
     files = (f"{tmp_path}/*.txt",)
     for named in (words, words / "tokenizer.json"):
-        config = DataConfig(files=files, tokenizer=str(named), sequence=2)
-        corpus = text.load(config, vocabulary=5, cache=tmp_path / "out")
+        config = DataConfig(files=files, tokenizer=str(named), seq_len=2)
+        corpus = text.load(config, vocab_size=5, cache=tmp_path / "out")
         assert tokens_of(corpus) == [1, 2, 0, 4, 3, 4] and corpus.unit == "tokens" and corpus.size == 6
     (kept,) = (tmp_path / "out").iterdir()
     assert np.load(kept).dtype == np.uint16
@@ -227,18 +227,18 @@ def test_what_a_tokenizer_cannot_do_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three")
     (tmp_path / "latin.txt").write_bytes("één".encode("latin-1"))
     words = str(tokenizer(tmp_path / "model"))
-    base = DataConfig(files=(f"{tmp_path}/a.txt",), tokenizer=words, sequence=2)
+    base = DataConfig(files=(f"{tmp_path}/a.txt",), tokenizer=words, seq_len=2)
     cases: list[tuple[dict[str, Any], int | None, str]] = [
         ({"tokenizer": str(tmp_path / "none")}, None, "the tokenizer cannot be read"),
         ({"tokenizer": str(tmp_path / "a.txt")}, None, "the tokenizer cannot be read"),
         ({"eos": "</s>"}, None, "the tokenizer has no token '</s>'"),
         ({"files": (f"{tmp_path}/latin.txt",)}, None, "the text is not UTF-8"),
         ({}, 4, "the data has token 4, and the model's vocabulary is 0 to 3"),
-        ({"sequence": 9}, None, "the training data is less than one sample"),
+        ({"seq_len": 9}, None, "the training data is less than one sample"),
     ]
-    for change, vocabulary, what in cases:
+    for change, vocab_size, what in cases:
         with pytest.raises(TrainingError) as caught:
-            text.load(base.model_copy(update=change), vocabulary=vocabulary)
+            text.load(base.model_copy(update=change), vocab_size=vocab_size)
         assert caught.value.what == what and caught.value.given and caught.value.hint
 
 
@@ -249,16 +249,16 @@ def test_token_files_are_mapped_and_mixed_by_weight(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(101, dtype=np.int32))
     np.arange(1000, 1201, dtype="<u2").tofile(tmp_path / "b.bin")
     paths = (f"{tmp_path}/a.npy", f"{tmp_path}/b.bin")
-    corpus = text.load(DataConfig(tokens=paths, weights=(3.0, 1.0), sequence=10), vocabulary=1201)
+    corpus = text.load(DataConfig(tokens=paths, weights=(3.0, 1.0), seq_len=10), vocab_size=1201)
     assert [len(part) for part in corpus.parts] == [10, 20] and corpus.size == 302
     assert all(isinstance(part, Stream) and isinstance(part.tokens, np.memmap) for part in corpus.parts)
-    many = [Batches(corpus, global_batch=6, seed=0)(step)[0] for step in range(1, 101)]
+    many = [Batches(corpus, global_batch_size=6, seed=0)(step)[0] for step in range(1, 101)]
     share = float((torch.cat(many) < 1000).float().mean())
     assert 0.7 < share < 0.8
     assert {row[0] % 10 for row in torch.cat(many).tolist()} == {0}
-    validated = text.load(DataConfig(tokens=paths, sequence=10, validation=0.1))
+    validated = text.load(DataConfig(tokens=paths, seq_len=10, validation=0.1))
     assert validated.validation is not None and (validated.samples, validated.validation.samples) == (27, 3)
-    own = DataConfig(tokens=paths[:1], validation_files=paths[1:], sequence=10)
+    own = DataConfig(tokens=paths[:1], validation_files=paths[1:], seq_len=10)
     held = text.load(own).validation
     assert held is not None and held.samples == 20
 
@@ -269,7 +269,7 @@ def test_digests_of_token_files_tell_them_apart(tmp_path: Path) -> None:
     tokens[-1] = 1
     np.save(tmp_path / "b.npy", tokens)
     np.save(tmp_path / "c.npy", tokens)
-    digests = [text.load(DataConfig(tokens=(f"{tmp_path}/{name}.npy",), sequence=8)).digest for name in "abc"]
+    digests = [text.load(DataConfig(tokens=(f"{tmp_path}/{name}.npy",), seq_len=8)).digest for name in "abc"]
     assert digests[0] != digests[1] == digests[2]
 
 
@@ -290,7 +290,7 @@ def test_token_files_that_cannot_be_trained_on_are_told(tmp_path: Path) -> None:
         ("none.bin", "no training data matches", "data.tokens"),
     ):
         with pytest.raises(TrainingError) as caught:
-            text.load(DataConfig(tokens=(f"{tmp_path}/{name}",), sequence=8), vocabulary=256)
+            text.load(DataConfig(tokens=(f"{tmp_path}/{name}",), seq_len=8), vocab_size=256)
         assert what in caught.value.what and given in str(caught.value.given), str(caught.value)
 
 
@@ -303,14 +303,14 @@ def test_a_folder_of_datasets_gives_its_rows_as_documents(tmp_path: Path) -> Non
     rows = datasets.Dataset.from_dict({"text": ["one two", "three"], "ids": [[7, 8], [9]], "n": [1, 2]})
     rows.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(tmp_path / "two")
-    one = DataConfig(dataset=str(tmp_path / "one"), tokenizer=words, sequence=1)
+    one = DataConfig(dataset=str(tmp_path / "one"), tokenizer=words, seq_len=1)
     assert tokens_of(text.load(one)) == [1, 2, 4, 3, 4]
     assert (
-        bytes(tokens_of(text.load(DataConfig(dataset=str(tmp_path / "one"), sequence=1)))) == b"one twothree"
+        bytes(tokens_of(text.load(DataConfig(dataset=str(tmp_path / "one"), seq_len=1)))) == b"one twothree"
     )
     assert tokens_of(text.load(one.model_copy(update={"column": "ids"}))) == [7, 8, 4, 9, 4]
     two = DataConfig(
-        dataset=str(tmp_path / "two"), split="train", validation_split="test", tokenizer=words, sequence=1
+        dataset=str(tmp_path / "two"), split="train", validation_split="test", tokenizer=words, seq_len=1
     )
     held = text.load(two).validation
     assert held is not None and tokens_of(held) == [3, 4]
@@ -350,10 +350,10 @@ class Counting:
 def counting(most=1000):
     return Counting(0, 1, most)
 
-def own_share(data_rank, data_world):
-    return Counting(data_rank, data_world, 1000)
+def own_share(data_rank, data_world_size):
+    return Counting(data_rank, data_world_size, 1000)
 
-def sharded_by_index(data_rank, data_world):
+def sharded_by_index(data_rank, data_world_size):
     return Squares()
 
 def sample(kind):
@@ -388,18 +388,18 @@ def loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def named(function: str, sequence: int = 4, **more: Any) -> DataConfig:
-    return DataConfig(build=f"some_loaders:{function}", sequence=sequence, **more)
+    return DataConfig(build=f"some_loaders:{function}", seq_len=sequence, **more)
 
 
-FACTS = {"seed": 7, "data_rank": 0, "data_world": 1}
+FACTS = {"seed": 7, "data_rank": 0, "data_world_size": 1}
 
 
 def test_a_dataset_by_index_is_padded_and_read_in_epochs(loaders: None) -> None:
-    corpus = text.load(named("by_index", validation=0.2), facts=FACTS, vocabulary=20)
+    corpus = text.load(named("by_index", validation=0.2), facts=FACTS, vocab_size=20)
     assert corpus.validation is not None and (corpus.samples, corpus.validation.samples) == (16, 4)
     seen: list[int] = []
     for step in (1, 2):
-        tokens, targets = Batches(corpus, global_batch=8, seed=0)(step)
+        tokens, targets = Batches(corpus, global_batch_size=8, seed=0)(step)
         assert tokens.shape == targets.shape == (8, 4)
         for row, wanted in zip(tokens.tolist(), targets.tolist(), strict=True):
             number, count = row[0], 2 + row[0] % 3
@@ -408,7 +408,7 @@ def test_a_dataset_by_index_is_padded_and_read_in_epochs(loaders: None) -> None:
             seen.append(number)
     held = [
         row[0]
-        for tokens, _ in Batches(corpus.validation, global_batch=4, seed=0).in_order(None)
+        for tokens, _ in Batches(corpus.validation, global_batch_size=4, seed=0).in_order(None)
         for row in tokens
     ]
     assert sorted([*seen, *map(int, held)]) == list(range(20))
@@ -423,8 +423,8 @@ def test_a_dataset_by_index_is_padded_and_read_in_epochs(loaders: None) -> None:
     ],
 )
 def test_kinds_of_samples(loaders: None, kind: str, inputs: Any, targets: Any) -> None:
-    corpus = text.load(named("sample", args={"kind": kind}), vocabulary=10)
-    x, y = Batches(corpus, global_batch=1, seed=0)(1)
+    corpus = text.load(named("sample", args={"kind": kind}), vocab_size=10)
+    x, y = Batches(corpus, global_batch_size=1, seed=0)(1)
     assert x.tolist() == [inputs] and y.tolist() == [targets]
 
 
@@ -432,18 +432,18 @@ def test_an_iterable_is_shared_out_by_position_or_by_the_function_itself(loaders
     for function in ("counting", "own_share"):
         rows = []
         for coord in range(2):
-            facts = {"seed": 7, "data_rank": coord, "data_world": 2}
+            facts = {"seed": 7, "data_rank": coord, "data_world_size": 2}
             flow = Batches(
-                text.load(named(function), facts=facts), global_batch=6, seed=0, coord=coord, size=2
+                text.load(named(function), facts=facts), global_batch_size=6, seed=0, coord=coord, size=2
             )
             rows.append([flow(step)[0][:, 0].tolist() for step in (1, 2)])
             # A run that resumes reads on from its position.
             again = Batches(
-                text.load(named(function), facts=facts), global_batch=6, seed=0, coord=coord, size=2
+                text.load(named(function), facts=facts), global_batch_size=6, seed=0, coord=coord, size=2
             )
             assert again(2)[0][:, 0].tolist() == rows[-1][1]
         assert sorted(rows[0][1] + rows[1][1]) == [6, 7, 8, 9, 10, 11]
-    short = Batches(text.load(named("counting", args={"most": 4})), global_batch=6, seed=0)
+    short = Batches(text.load(named("counting", args={"most": 4})), global_batch_size=6, seed=0)
     assert short(1)[0][:, 0].tolist() == [0, 1, 2, 3, 0, 1]
 
 
@@ -460,7 +460,7 @@ def test_an_iterable_is_shared_out_by_position_or_by_the_function_itself(loaders
         *(
             (("sample", {"args": {"kind": kind}}), "sample 0 of data.build is none", given)
             for kind, given in (
-                ("long", "6 tokens, with data.sequence = 4"),
+                ("long", "6 tokens, with data.seq_len = 4"),
                 ("empty", "inputs of shape (0,)"),
                 ("text", "str"),
                 ("triple", "a tuple of 3"),
@@ -476,13 +476,13 @@ def test_an_iterable_is_shared_out_by_position_or_by_the_function_itself(loaders
 def test_what_a_function_must_return_is_said(loaders: None, config: Any, what: str, given: str) -> None:
     function, more = (*config, {})[:2]
     with pytest.raises(TrainingError) as caught:
-        text.load(named(function, **more), vocabulary=10)
+        text.load(named(function, **more), vocab_size=10)
     assert caught.value.what.startswith(what), caught.value.what
     assert given in str(caught.value.given) and caught.value.expected
 
 
 def test_a_generator_that_ends_is_told(loaders: None) -> None:
-    flow = Batches(text.load(named("generator")), global_batch=2, seed=0)
+    flow = Batches(text.load(named("generator")), global_batch_size=2, seed=0)
     flow(1)
     with pytest.raises(TrainingError, match="the data have ended before the training"):
         flow(2)

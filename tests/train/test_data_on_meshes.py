@@ -23,10 +23,10 @@ from tests.train.test_data import tokenizer
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0},
     "parallel": {},
-    "model": {"layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "ff": 32},
+    "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 32},
     # 20 samples of 16 tokens: an epoch ends within the third step of 8.
-    "data": {"sequence": 16, "max_bytes": 321},
-    "train": {"steps": 6, "global_batch": 8, "microbatch": 2, "seed": 7, "dtype": "float64"},
+    "data": {"seq_len": 16, "max_bytes": 321},
+    "train": {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "seed": 7, "dtype": "float64"},
 }
 
 
@@ -39,7 +39,7 @@ def on(dims: str, *overrides: str, **parallel: Any) -> Config:
 
 def shares(config: Config) -> tuple[int, int, int]:
     with meshcomm.init(config) as mesh:
-        return mesh.rank, mesh.data_rank, mesh.data_world
+        return mesh.rank, mesh.data_rank, mesh.data_world_size
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_mesh_without_roles_says_what_to_ask() -> None:
         with pytest.raises(LayoutError) as caught:
             _ = mesh.data_rank
         with pytest.raises(LayoutError):
-            _ = mesh.data_world
+            _ = mesh.data_world_size
         return str(caught.value.hint), mesh.coord(("dp", "fsdp"))
 
     found = meshcomm.simulate(ask, dims={"dp": 2, "fsdp": 2})
@@ -143,13 +143,13 @@ def with_a_sampler(config: Config, by_role: bool) -> float | str:
     with meshcomm.init(config) as mesh:
         trainer = Trainer(mesh, config).engine
         trainer.checked_steps = 2
-        roles = {"num_replicas": mesh.data_world, "rank": mesh.data_rank} if by_role else {}
+        roles = {"num_replicas": mesh.data_world_size, "rank": mesh.data_rank} if by_role else {}
         sampler = DistributedSampler(Rows(), shuffle=False, **roles)
-        loader = DataLoader(Rows(), batch_size=8 // (mesh.data_world if by_role else 4), sampler=sampler)
+        loader = DataLoader(Rows(), batch_size=8 // (mesh.data_world_size if by_role else 4), sampler=sampler)
         try:
             for step, rows in enumerate(loader, 1):
                 trainer.step(rows[:, :-1], rows[:, 1:], 1e-3, step)
-            return trainer.look()[0].loss
+            return trainer.results()[0].loss
         except TrainingError as error:
             return str(error)
 
@@ -193,7 +193,7 @@ def test_a_sampler_by_role_trains_and_one_of_the_whole_job_is_named(pool: Pool) 
     text = str(texts.pop())
     assert text.startswith("ranks along tp (tensor) have different samples")
     assert "rank 1 against rank 0, which differ only in their coord along tp" in text
-    assert "DistributedSampler(dataset, num_replicas=mesh.data_world, rank=mesh.data_rank)" in text
+    assert "DistributedSampler(dataset, num_replicas=mesh.data_world_size, rank=mesh.data_rank)" in text
 
 
 # -- resuming -------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_on_another_mesh_and_with_anothe
     assert results[0].losses == pytest.approx(again.losses, rel=1e-10)
     assert samples(tmp_path / "b", 4) == 32
     # Another batch goes on behind the samples that were read.
-    larger = on("dp=2", *more, "train.global_batch=12", 'train.resume_changed=["global_batch"]')
+    larger = on("dp=2", *more, "train.global_batch_size=12", 'train.resume_changed=["global_batch_size"]')
     pool.run(trained, larger, ranks=2)
     assert (samples(tmp_path / "b", 5), samples(tmp_path / "b", 6)) == (44, 56)
 
@@ -237,12 +237,12 @@ def test_ranks_train_on_text_that_was_tokenised_once(pool: Pool, tmp_path: Path)
     (tmp_path / "a.txt").write_text("one two three " * 40)
     words = tokenizer(tmp_path / "model")
     data = [f'data.files=["{tmp_path}/a.txt"]', f'data.tokenizer="{words}"', "data.max_bytes=4000"]
-    more = ["data.sequence=4", "train.steps=2", f'train.out="{tmp_path}/out"']
-    config = on("dp=2 tp=2", *data, *more, "model.vocabulary=6")
+    more = ["data.seq_len=4", "train.steps=2", f'train.out="{tmp_path}/out"']
+    config = on("dp=2 tp=2", *data, *more, "model.vocab_size=6")
     losses = pool.run(losses_or_error, config, ranks=4)
     assert len(set(losses)) == 1 and len(losses[0]) == 2
     assert len(list((tmp_path / "out").glob("*tokens-*"))) == 1
-    small = on("dp=2 tp=2", *data, *more, "model.vocabulary=4")
+    small = on("dp=2 tp=2", *data, *more, "model.vocab_size=4")
     texts = pool.run(losses_or_error, small, ranks=4)
     assert all("the data has token 4, and the model's vocabulary is 0 to 3" in text for text in texts)
     assert all(f"4 at position 120 of {tmp_path}/a.txt" in text for text in texts)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError
 from meshcomm.parallel.compose import Engine
 from meshcomm.testing import Pool
@@ -45,11 +45,11 @@ def test_a_run_ends_once_the_loss_has_not_fallen_and_says_so(pool: Pool, tmp_pat
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000008\n"
 
     # Resumed as it was, there is nothing left to do.
-    again = load(config, ["train.resume=true"])
+    again = load_config(config, ["train.resume=true"])
     for each in pool.run(evaluated, again, [], ranks=2):
         assert (each.steps, each.stopped, each.losses) == (8, why, results[0].losses)
     # With more patience it goes on, and so does the count.
-    longer = load(again, ["train.patience=3"])
+    longer = load_config(again, ["train.patience=3"])
     for each in pool.run(evaluated, longer, [2.5, 2.5], ranks=2):
         assert each.steps == 10 and "in 3 evaluations: it was 2.0000 after step 4" in each.stopped
 
@@ -78,8 +78,8 @@ def test_a_target_ends_a_run_on_all_ranks_though_one_of_them_rounds_otherwise(
 def test_other_data_have_another_lowest_loss(pool: Pool, tmp_path: Path) -> None:
     config = stopping(tmp_path, "train.target_loss=1.995")
     pool.run(evaluated, config, FALLS_TWICE, ranks=2)
-    other = load(config, ["train.resume=true", "data.max_bytes=15000", "train.steps=10"])
-    changed = load(other, ['train.resume_changed=["data"]'])
+    other = load_config(config, ["train.resume=true", "data.max_bytes=15000", "train.steps=10"])
+    changed = load_config(other, ['train.resume_changed=["data"]'])
     assert {(each.steps, each.stopped) for each in pool.run(evaluated, changed, [9.0], ranks=2)} == {(10, "")}
 
 

@@ -20,12 +20,12 @@ from tests.train.runs import config_on, losses_or_error, metrics, trained
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0},
     "parallel": {},
-    "model": {"layers": 4, "width": 32, "heads": 4, "kv_heads": 2, "ff": 64, "dropout": 0.3},
-    "data": {"sequence": 16, "max_bytes": 20_000, "validation": 0.05},
+    "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 64, "dropout": 0.3},
+    "data": {"seq_len": 16, "max_bytes": 20_000, "validation": 0.05},
     "train": {
         "steps": 4,
-        "global_batch": 8,
-        "microbatch": 2,
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
         "seed": 7,
         "dtype": "float64",
         "eval_every": 2,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.tensor import local
@@ -27,12 +27,12 @@ Plant = tuple[str, int, str, range]
 def tiny(out: Path, dims: str, *overrides: str) -> Config:
     few = [
         "train.steps=5",
-        "train.microbatch=2",
-        "train.global_batch=8",
+        "train.micro_batch_size=2",
+        "train.global_batch_size=8",
         "train.checkpoint_every=1",
         "train.keep=9",
     ]
-    return load(TINY, [f'train.out="{out}"', f"mesh.dims={dims}", "model.layers=2", *few, *overrides])
+    return load_config(TINY, [f'train.out="{out}"', f"mesh.dims={dims}", "model.num_layers=2", *few, *overrides])
 
 
 def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
@@ -131,7 +131,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_every_rank_and_is_not_sav
     assert lines[-2:] == [
         "  expected: finite numbers on every rank; this step is not applied, and nothing is saved after it",
         "  try:      go on from the last checkpoint (train.resume = true) with a smaller train.lr than 0.003, "
-        'or with train.nonfinite = "skip"',
+        'or with train.on_nonfinite = "skip"',
     ]
     assert names(tmp_path) == ["job", "latest", "step-000001", "step-000002"]
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
@@ -139,7 +139,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_every_rank_and_is_not_sav
     assert (about["state"], about["ended"]["steps"]) == ("stopped", 2)
     assert about["ended"]["reason"] == f"TrainingError: {lines[0]}"
     # And from there it goes on to the end, as if nothing had been.
-    good = load(config, ["train.resume=true"])
+    good = load_config(config, ["train.resume=true"])
     for summary, _ in pool.run(spoilt, good, (*plant[:3], range(0)), ranks=4):
         assert isinstance(summary, Summary) and summary.steps == 5
         assert all(map(math.isfinite, summary.losses))
@@ -147,7 +147,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_every_rank_and_is_not_sav
 
 def test_such_a_step_can_be_left_out_on_all_ranks_alike(pool: Pool, tmp_path: Path) -> None:
     dims, plant, where = CASES[1]
-    config = tiny(tmp_path, dims, 'train.nonfinite="skip"', "train.log_every=5")
+    config = tiny(tmp_path, dims, 'train.on_nonfinite="skip"', "train.log_every=5")
     found = pool.run(spoilt, config, plant, ranks=4)
     summary, faults = found[0]
     assert isinstance(summary, Summary)
@@ -172,10 +172,10 @@ def test_leaving_out_every_step_is_no_training(pool: Pool, tmp_path: Path) -> No
     config = tiny(
         tmp_path,
         "{ pp = 1, dp = 1, tp = 1 }",
-        'train.nonfinite="skip"',
+        'train.on_nonfinite="skip"',
         "train.steps=20",
         "train.checkpoint_every=50",
-        "train.global_batch=2",
+        "train.global_batch_size=2",
     )
     ((text, faults),) = pool.run(spoilt, config, ("backward", 0, WQ, range(2, 21)), ranks=1)
     assert isinstance(text, str)
@@ -192,18 +192,18 @@ def stepped(config: Config, samples: int, target: int) -> str:
         x = torch.arange(samples * 8).reshape(samples, 8) % 256
         try:
             trainer.step(x, torch.full_like(x, target))
-            trainer.look()
+            trainer.results()
         except MeshcommError as error:
             return str(error)
     return ""
 
 
 def test_a_step_without_a_target_and_a_short_batch_say_so(pool: Pool, tmp_path: Path) -> None:
-    config = tiny(tmp_path, "{ pp = 1, dp = 2, tp = 1 }", "data.sequence=8")
+    config = tiny(tmp_path, "{ pp = 1, dp = 2, tp = 1 }", "data.seq_len=8")
     for found in pool.run(stepped, config, 4, -100, ranks=2):
         assert "no target of the global batch counts: all of them are -100" in found
         assert "too large" not in found and "train.lr" not in found
     for found in pool.run(stepped, config, 2, 1, ranks=2):
         assert "drop_last=True in the DataLoader if this is the short batch at its end" in found
     for found in pool.run(stepped, config, 8, 1, ranks=2):
-        assert "train.global_batch = 16" in found and "drop_last" not in found
+        assert "train.global_batch_size = 16" in found and "drop_last" not in found

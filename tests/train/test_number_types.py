@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.config import load
+from meshcomm.config import load_config
 from meshcomm.testing import Pool
 from meshcomm.train.parity import record, reference
 from tests.train.parity_cases import PAIRS
@@ -30,7 +30,7 @@ Found = tuple[tuple[float, ...], tuple[float, ...], set[torch.dtype]]
 def trained(case: dict[str, Any], alone: bool) -> Found:
     """Losses and norms of two steps, and the types that matrix products had."""
     torch.set_num_threads(1)
-    config = load(case)
+    config = load_config(case)
     if alone:
         config = reference(config)
     seen: set[torch.dtype] = set()

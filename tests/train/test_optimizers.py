@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError
 from meshcomm.parallel import whole
 from meshcomm.parallel.optimizer import KINDS
@@ -27,10 +27,10 @@ MESHES = ["{ pp = 1, dp = 2, tp = 2 }", "{ pp = 1, dp = 4, tp = 1 }"]
 def config_of(name: str, dims: str, *more: str) -> Config:
     args = {"sgd": "{ momentum = 0.9 }", "rmsprop": "{ momentum = 0.5, centered = true }"}.get(name, "{}")
     config, _ = in_float64(
-        load(TINY, [f"mesh.dims={dims}", f'train.optimizer="{name}"', f"train.optimizer_args={args}"])
+        load_config(TINY, [f"mesh.dims={dims}", f'train.optimizer="{name}"', f"train.optimizer_args={args}"])
     )
     groups = 'train.groups={ "embed*" = { lr = 0.5 }, "*.wq.*" = { weight_decay = 0.0 } }'
-    return load(config, [groups, "train.weight_decay=0.1", "train.lr=0.01", *more])
+    return load_config(config, [groups, "train.weight_decay=0.1", "train.lr=0.01", *more])
 
 
 def recorded(config: Config) -> Any:
@@ -66,7 +66,7 @@ def resumed(config: Config, folder: Path, save: bool) -> dict[str, Tensor]:
             if step == 3 and save:
                 trainer.save(folder)
             trainer.engine.step(*batches(step), 0.01, step)
-        trainer.look()
+        trainer.results()
         return {name: whole(p).detach().clone() for name, p in trainer.engine.named_parameters()}
 
 
@@ -101,7 +101,7 @@ def test_what_no_optimiser_knows_is_told(pool: Pool, more: str, what: str) -> No
 
 
 def test_wsd_stays_and_falls_at_the_end() -> None:
-    train = load(TINY, ["train.steps=100", 'train.schedule="wsd"', "train.lr=1.0"]).train
+    train = load_config(TINY, ["train.steps=100", 'train.schedule="wsd"', "train.lr=1.0"]).train
     assert train is not None
     rates = [learning_rate(train, step) for step in range(1, 101)]
     assert rates[0] == 0.5 and rates[1:90] == [1.0] * 89 and rates[-1] == pytest.approx(0.1)

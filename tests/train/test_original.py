@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.config.pretrained import TYPES
 from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.mesh.source import CONFIG_VARIABLE, new_job
@@ -106,7 +106,7 @@ def added(config: Config, kind: str) -> str:
     """A type that somebody added in one line, its keys taken for understood."""
     known = replace_keys(kind)
     with patch.dict(TYPES, {kind: known}), patch.dict(KNOWN, {kind: families.llama}):
-        return original(load(config, []))
+        return original(load_config(config, []))
 
 
 def replace_keys(kind: str) -> Any:
@@ -286,7 +286,7 @@ with meshcomm.init() as mesh:
 def of_script(path: Path, script: Path, name: str) -> str:
     with patch.dict(os.environ, {CONFIG_VARIABLE: str(path)}), new_job():
         try:
-            found = record_script(script, [name], load(path), 1)
+            found = record_script(script, [name], load_config(path), 1)
         except TrainingError as error:
             return str(error)
         return "" if found is None else found.original

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, LaunchError
 from meshcomm.show.parity import parity_view
 from meshcomm.testing import Pool
@@ -70,7 +70,7 @@ def mesh(pool: Pool) -> Mesh:
 
 @pytest.mark.parametrize("case", PAIRS)
 def test_three_steps_are_those_of_one_process(mesh: Mesh, case: str) -> None:
-    found = mesh(load(PAIRS[case]), 3)
+    found = mesh(load_config(PAIRS[case]), 3)
     assert {one.kind for one in found} == {"loss", "gradient norm", "weight", "gradient"}
     assert max(found, key=lambda one: one.relative).relative < TOLERANCE
 
@@ -81,7 +81,7 @@ def test_three_steps_are_those_of_one_process(mesh: Mesh, case: str) -> None:
 def test_twenty_steps_are_those_of_one_process(
     mesh: Mesh, case: str, parity_rows: list[tuple[str, Difference]], figures: Callable[[str], None]
 ) -> None:
-    found = mesh(load(CASES[case]), 20)
+    found = mesh(load_config(CASES[case]), 20)
     one = max(found, key=lambda one: one.relative)
     figures(f"parity of {case}, 20 steps: {one.relative:.1e}, {one.words}")
     parity_rows.append((case, one))
@@ -105,7 +105,7 @@ def test_the_page_has_every_case() -> None:
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_mistake_is_caught_and_its_dim_named(mesh: Mesh, bug: str, figures: Callable[[str], None]) -> None:
     _, case, what, dim = BUGS[bug]
-    config = load(CASES[case])
+    config = load_config(CASES[case])
     ahead = first(mesh(config, 3, bug), TOLERANCE)
     assert ahead is not None and ahead.words == what
     found = blame(config, lambda part: mesh(part, 3, bug), TOLERANCE)
@@ -123,7 +123,7 @@ def test_a_mistake_is_caught_and_its_dim_named(mesh: Mesh, bug: str, figures: Ca
     ],
 )
 def test_a_mistake_is_caught_on_two_ranks(mesh: Mesh, bug: str, dim: str) -> None:
-    ahead = first(mesh(load(small(f"{dim}=2")), 3, bug), TOLERANCE)
+    ahead = first(mesh(load_config(small(f"{dim}=2")), 3, bug), TOLERANCE)
     assert ahead is not None and ahead.words == BUGS[bug].first
 
 
@@ -209,13 +209,13 @@ def test_float32_and_bf16_are_put_aside_and_said() -> None:
     narrow = {"dtype": "float32", "compute_dtype": "bfloat16", "float32_matmul_precision": "high"}
     train = {**CASES["shard8"]["train"], **narrow}
     parallel = {**CASES["shard8"]["parallel"], "reduce_dtype": "bfloat16"}
-    config, said = in_float64(load({**CASES["shard8"], "train": train, "parallel": parallel}))
+    config, said = in_float64(load_config({**CASES["shard8"], "train": train, "parallel": parallel}))
     assert config.train is not None and config.parallel is not None
     assert (config.train.dtype, config.train.compute_dtype) == ("float64", None)
-    assert (config.parallel.reduce_dtype, config.train.float32_matmul_precision) == (None, None)
+    assert (config.parallel.options.reduce_dtype, config.train.float32_matmul_precision) == (None, None)
     assert said == (
         'train.compute_dtype left out, was "bfloat16"',
-        'parallel.reduce_dtype left out, was "bfloat16"',
+        'parallel.options.reduce_dtype left out, was "bfloat16"',
         'train.float32_matmul_precision left out, was "high"',
         'train.dtype = "float64", was "float32"',
     )
@@ -240,7 +240,7 @@ def test_float32_and_bf16_are_put_aside_and_said() -> None:
     ],
 )
 def test_a_mesh_of_few_dims(case: str, dims: list[str], sizes: dict[str, int], view: Any) -> None:
-    config = only(load(CASES[case]), dims)
+    config = only(load_config(CASES[case]), dims)
     assert dict(config.mesh.dims) == sizes
     assert config.mesh.views.get("expert") == view
     config.plan(None)
@@ -248,11 +248,11 @@ def test_a_mesh_of_few_dims(case: str, dims: list[str], sizes: dict[str, int], v
 
 def test_every_case_can_be_taken_apart() -> None:
     for case in CASES.values():
-        config = load(case)
+        config = load_config(case)
         for dim in suspected(config):
             only(config, [dim])
-    assert suspected(load(CASES["pp2 ep2 tp2"])) == ("pp", "dp", "tp", "ep")
-    assert suspected(load(CASES["dp8"])) == ("dp",)
+    assert suspected(load_config(CASES["pp2 ep2 tp2"])) == ("pp", "dp", "tp", "ep")
+    assert suspected(load_config(CASES["dp8"])) == ("dp",)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_the_first_that_differs_alone_then_two(
         wrong = any(needed <= used for needed in guilty)
         return [Difference("weight", "a", 0.031 if wrong else 0.0, 0.031 if wrong else 1e-16)]
 
-    found = blame(load(CASES["pp2 dp2 tp2"]), run, TOLERANCE)
+    found = blame(load_config(CASES["pp2 dp2 tp2"]), run, TOLERANCE)
     assert (found.dims, found.words) == (dims, words)
 
 
@@ -286,7 +286,7 @@ def test_a_dim_that_cannot_run_alone_is_to_blame() -> None:
             raise LaunchError("failed", given="exit code 1")
         return [Difference("loss", "step 1", 0.0, 0.0)]
 
-    found = blame(load(CASES["pp2 dp2 tp2"]), run, TOLERANCE)
+    found = blame(load_config(CASES["pp2 dp2 tp2"]), run, TOLERANCE)
     assert found == Blame(("dp",), 2, None)
     assert found.words == "first dim to blame: dp (alone, 2 ranks: the run failed)"
 
@@ -311,7 +311,7 @@ def test_the_table_has_the_worst_ten_and_a_verdict() -> None:
             Difference("gradient", f"w{number}", 0.0, 0.0),
         ]
     found.append(Difference("weight", "gone", math.inf, math.inf, 0, "on one side only"))
-    config = load(CASES["dp8"])
+    config = load_config(CASES["dp8"])
     blamed = Blame(("dp",), 8, found[2])
     text = shown(Parity(config, 20, 1e-9, ("a",), tuple(found), first(found, 1e-9), blamed))
     lines = [line.split() for line in text.splitlines()]
@@ -351,7 +351,7 @@ def job(tmp_path: Path) -> Path:
 
 @pytest.mark.parity
 def test_the_command_runs_both_and_leaves_nothing(job: Path) -> None:
-    done = command(job, "--world", "2", "--steps", "2", "--json")
+    done = command(job, "--world-size", "2", "--steps", "2", "--json")
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["agrees"] and facts["steps"] == 2 and facts["dims"] == {"dp": 2}
@@ -385,8 +385,8 @@ def test_the_command_names_the_dim_to_blame(job: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "env", "message"),
     [
-        (("--world", "2", "--steps", "21"), {}, "--steps 21 is more than the training has"),
-        (("--world", "1"), {}, "a mesh of one rank is one process already"),
+        (("--world-size", "2", "--steps", "21"), {}, "--steps 21 is more than the training has"),
+        (("--world-size", "1"), {}, "a mesh of one rank is one process already"),
         (
             (),
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
@@ -409,7 +409,7 @@ def test_what_cannot_be_compared_is_refused(
 
 
 def test_no_training_is_refused() -> None:
-    mesh_alone = load({"mesh": {"dims": {"dp": 2}}})
+    mesh_alone = load_config({"mesh": {"dims": {"dp": 2}}})
     for function in (in_float64, reference):
         with pytest.raises(ConfigError, match="says nothing about training"):
             function(mesh_alone)

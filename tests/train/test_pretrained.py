@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import meshcomm
 from meshcomm.cli import app
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, MeshcommError, TrainingError
 from meshcomm.models.weights import INDEX, SINGLE
 from meshcomm.testing import Pool
@@ -54,15 +54,15 @@ def config_of(
     views: dict[str, Any] | None = None,
     **train: Any,
 ) -> Config:
-    return load(
+    return load_config(
         {
             "mesh": {"dims": {"pp": 1, "dp": 1, "tp": 1} | dims, "device": "cpu", "timeout_s": 60.0}
             | ({"views": views} if views else {}),
             "parallel": {"pipeline": "pp", "shard" if shard else "data": "dp", "tensor": "tp"}
             | ({"expert": "ep"} if views else {}),
             "model": {"pretrained": str(folder), "dropout": 0.0},
-            "data": {"sequence": 16, "max_bytes": 100_000, "tokenizer": "bytes"},
-            "train": {"steps": 2, "global_batch": 4, "microbatch": 1, "out": str(out), **train},
+            "data": {"seq_len": 16, "max_bytes": 100_000, "tokenizer": "bytes"},
+            "train": {"steps": 2, "global_batch_size": 4, "micro_batch_size": 1, "out": str(out), **train},
         }
     )
 
@@ -254,11 +254,11 @@ def failing(config: Config, target: Path) -> tuple[str, str, str]:
 
 
 def test_what_cannot_be_exported_so_is_said(pool: Pool, tmp_path: Path) -> None:
-    config = load(
+    config = load_config(
         "configs/quickstart.toml",
         ["mesh.dims={pp=1,dp=1,tp=1}", "train.steps=1", "train.warmup_steps=0", "train.checkpoint_every=1"],
     )
-    config = load(config, [f"train.out={tmp_path / 'run'}", "data.max_bytes=100000", "data.sequence=32"])
+    config = load_config(config, [f"train.out={tmp_path / 'run'}", "data.max_bytes=100000", "data.seq_len=32"])
     pool.run(trained, config, None, ranks=1)
     with pytest.raises(ConfigError, match="cannot be written as transformers has it"):
         export_pretrained(tmp_path / "run", tmp_path / "to")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import TrainingError
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import local, whole
@@ -26,8 +26,8 @@ STEPS = WARM + 5
 
 
 def tiny(*overrides: str) -> Config:
-    few = ["train.microbatch=2", "train.global_batch=8", "model.layers=2", "mesh.validate_calls=8"]
-    return load(TINY, [f"train.steps={STEPS}", "train.warmup_steps=2", *few, *overrides])
+    few = ["train.micro_batch_size=2", "train.global_batch_size=8", "model.num_layers=2", "mesh.validate_calls=8"]
+    return load_config(TINY, [f"train.steps={STEPS}", "train.warmup_steps=2", *few, *overrides])
 
 
 def trained(config: Config, strict: bool = True) -> tuple[list[Done], int, dict[str, Tensor]]:
@@ -44,25 +44,25 @@ def trained(config: Config, strict: bool = True) -> tuple[list[Done], int, dict[
                 mesh.step(step)
 
         run(range(1, WARM + 1))
-        found = trainer.look()
+        found = trainer.results()
         before = host_syncs() if nccl else 0
         with no_host_sync() if nccl and strict else nullcontext():
             run(range(WARM + 1, STEPS + 1))
         syncs = host_syncs() - before if nccl else 0
-        found += trainer.look()
+        found += trainer.results()
         weights = {name: whole(each).clone() for name, each in trainer.named_parameters()}
         return found, syncs, weights
 
 
 MESHES = {
     "dp tp": ["mesh.dims={ pp = 1, dp = 2, tp = 2 }"],
-    "dp sp": ["mesh.dims={ pp = 1, dp = 2, tp = 2 }", "parallel.sequence_parallel=true"],
+    "dp sp": ["mesh.dims={ pp = 1, dp = 2, tp = 2 }", "parallel.options.sequence_parallel=true"],
     "pp tp": ["mesh.dims={ pp = 2, dp = 1, tp = 2 }"],
     "fsdp": [
         "mesh.dims={ pp = 1, fsdp = 4, tp = 1 }",
         "parallel.shard=fsdp",
         "parallel.data=",
-        "parallel.bucket_mb=",
+        "parallel.options.bucket_mb=",
     ],
     "ring": ["mesh.dims={ pp = 1, dp = 2, cp = 2, tp = 1 }", "parallel.context=cp"],
 }
@@ -78,7 +78,7 @@ MESHES = {
 def test_a_step_that_logs_nothing_waits_for_nothing(pool: Pool, dims: str) -> None:
     config = tiny(*MESHES[dims])
     plain = pool.run(trained, config, ranks=4)
-    queued = pool.run(trained, load(config, [f"mesh.backend={NAME}"]), ranks=4)
+    queued = pool.run(trained, load_config(config, [f"mesh.backend={NAME}"]), ranks=4)
     for (done, _, weights), (same, syncs, others) in zip(plain, queued, strict=True):
         assert syncs == 0
         assert [each.number for each in same] == list(range(1, STEPS + 1))
@@ -110,9 +110,9 @@ def spoilt(config: Config, how: str) -> tuple[str, list[int], bool]:
             for (_, each), old in zip(trainer.named_parameters(), before, strict=True)
         )
         try:
-            found = trainer.look()
+            found = trainer.results()
         except TrainingError as error:
-            assert trainer.look() == []
+            assert trainer.results() == []
             return str(error), [], changed
         assert all(math.isfinite(each.loss) for each in found if not each.fault)
         return "".join(each.fault for each in found), [each.number for each in found], changed
@@ -139,7 +139,7 @@ def test_what_is_not_finite_is_not_applied_and_named_at_the_next_look(
         assert f"rank {ranks // 2} (pp=0 dp=1 tp=0): tokens are " in error
         assert "to 300, the vocabulary has 0 to 255\n" in error
     assert all(other == (error, [], False) for other in others)
-    skipping = load(config, ['train.nonfinite="skip"'])
+    skipping = load_config(config, ['train.on_nonfinite="skip"'])
     for fault, numbers, changed in pool.run(spoilt, skipping, how, ranks=ranks):
         assert all(line in error for line in fault.splitlines())
         assert fault and numbers == [1, 2, 3, 4, 5, 6] and changed

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.config.parse import parse_toml
 from meshcomm.config.problems import Problem
 from meshcomm.config.read import apply
@@ -39,7 +39,7 @@ def alone(config: Config) -> Record:
 
 def simulated(raw: dict[str, Any]) -> Difference:
     """The largest difference of simulated ranks from one process."""
-    config = load(raw)
+    config = load_config(raw)
     known = alone(config)
 
     def rank(mesh: meshcomm.Mesh) -> list[Difference]:
@@ -56,7 +56,7 @@ def of_rank(config: Config, path: Path) -> list[Difference] | None:
 
 def on_processes(pool: Pool, raw: dict[str, Any]) -> Difference:
     """As `simulated`, of processes: for pipelines and shards, which need torch's groups."""
-    config = load(raw)
+    config = load_config(raw)
     known = alone(config)
     path = pool.folder / "random.pt"
     known.save(path)
@@ -113,9 +113,9 @@ def smaller(dims: str, **parallel: Any) -> dict[str, Any]:
     return {
         "mesh": {"dims": parse_toml(f"dims = {{ {dims} }}", "")["dims"], "device": "cpu", "reports": ""},
         "parallel": parallel,
-        "model": {"layers": 4, "width": 8, "heads": 2, "kv_heads": 2, "ff": 6},
-        "data": {"sequence": 8, "max_bytes": 20_000},
-        "train": {"steps": 2, "global_batch": 8, "microbatch": 1, "dtype": "float64", "clip_norm": 0.5},
+        "model": {"num_layers": 4, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 6},
+        "data": {"seq_len": 8, "max_bytes": 20_000},
+        "train": {"steps": 2, "global_batch_size": 8, "micro_batch_size": 1, "dtype": "float64", "clip_norm": 0.5},
     }
 
 
@@ -138,7 +138,7 @@ def test_shards_where_a_backward_pass_runs_in_halves(pool: Pool) -> None:
 )
 def test_gradients_are_summed_along_two_dims(dims: str, data: str, merge: dict[str, list[str]]) -> None:
     raw = smaller(dims, data=data, context="cp")
-    raw["model"] |= {"width": 4}  # heads of two elements around a ring
+    raw["model"] |= {"hidden_size": 4}  # heads of two elements around a ring
     raw["mesh"]["merge"] = merge
     one = simulated(raw)
     assert one.relative < TOLERANCE, one
@@ -221,7 +221,7 @@ def test_any_value_anywhere_is_taken_or_refused(share: float) -> None:
         raw = right(5)
         raw.setdefault(section, {})[field] = value
         with contextlib.suppress(ConfigError):
-            load(raw)
+            load_config(raw)
             continue
         refused += 1
     assert refused > 1000 * share
@@ -237,7 +237,7 @@ def test_any_value_anywhere_is_taken_or_refused(share: float) -> None:
 )
 def test_a_number_or_a_word(value: str, what: str, way: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load({"mesh": {"dims": {"dp": 2}}}, [f"mesh.validate_calls={value}"])
+        load_config({"mesh": {"dims": {"dp": 2}}}, [f"mesh.validate_calls={value}"])
     said, given, expected, tries = str(caught.value).splitlines()[1:]
     assert said == f"  mesh.validate_calls: {what}" and given == f"    given:    validate_calls = {value}"
     assert expected.endswith(', or "always"') and tries == f"    try:      mesh.validate_calls = {way}"
@@ -246,12 +246,12 @@ def test_a_number_or_a_word(value: str, what: str, way: str) -> None:
 def test_names_beyond_ascii_are_written_as_toml_reads_them() -> None:
     raw = smaller('"größe" = 2, pp = 2, data = 1, model = 1, one_two = 1, abcdefgh = 1', tensor="größe")
     with pytest.raises(ConfigError) as caught:
-        load(raw, ['parallel.data="δ"', 'parallel.pipeline="pp"'])
+        load_config(raw, ['parallel.data="δ"', 'parallel.pipeline="pp"'])
     (way, _) = re.findall(r"(?:try: +| {14})(.+?)(?:, or)?$", str(caught.value), re.MULTILINE)
     overrides = as_overrides(way.strip())
     assert overrides is not None
-    settings = load(raw, ['parallel.data="δ"', 'parallel.pipeline="pp"', *overrides])
+    settings = load_config(raw, ['parallel.data="δ"', 'parallel.pipeline="pp"', *overrides])
     assert list(settings.mesh.dims)[:2] == ["δ", "größe"]
     assert whole_toml(settings.mesh.dims) in way
     # --set takes a key in quotes, as a file does.
-    assert load(settings, ['mesh.dims."größe" = 1']).mesh.dims["größe"] == 1
+    assert load_config(settings, ['mesh.dims."größe" = 1']).mesh.dims["größe"] == 1

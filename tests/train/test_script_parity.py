@@ -20,8 +20,8 @@ data = "dp"
 tensor = "tp"
 [train]
 steps = 30
-global_batch = 8
-microbatch = 2
+global_batch_size = 8
+micro_batch_size = 2
 schedule = "constant"
 """
 SCRIPT = """

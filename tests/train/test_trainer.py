@@ -24,7 +24,7 @@ BATCH, STEPS = 8, 4
 
 BASE: dict[str, Any] = {
     "mesh": {"device": "cpu", "timeout_s": 60.0},
-    "train": {"steps": STEPS, "global_batch": BATCH, "microbatch": 2, "lr": 0.05, "dtype": "float64"},
+    "train": {"steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": 2, "lr": 0.05, "dtype": "float64"},
 }
 
 
@@ -94,7 +94,7 @@ def trained(config: Config, scheduled: bool) -> tuple[tuple[float, ...], dict[st
         done = []
         for step in range(1, STEPS + 1):
             trainer.step(*mine(trainer)(step))
-            done += trainer.look()
+            done += trainer.results()
         named = trainer.engine.named_parameters()
         return tuple(each.loss for each in done), {name: whole(p).detach() for name, p in named}
 

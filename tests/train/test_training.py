@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 import meshcomm
-from meshcomm.config import Config, ModelConfig, load
+from meshcomm.config import Config, ModelConfig, load_config
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.models.transformer import Transformer, initialise
@@ -34,16 +34,16 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 TINY: dict[str, Any] = {
     "mesh": {"dims": {"pp": 1, "dp": 1, "tp": 1}, "device": "cpu", "timeout_s": 60.0},
     # Small buckets: several all_reduces per step, even of this model.
-    "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp", "bucket_mb": 0.01},
+    "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp", "options": {"bucket_mb": 0.01}},
     # Three layers: stages of two and one.
-    "model": {"layers": 3, "width": 32, "heads": 4, "kv_heads": 2, "ff": 64},
-    "data": {"sequence": 16, "max_bytes": 200_000},
-    "train": {"steps": 6, "global_batch": 8, "microbatch": 2, "warmup_steps": 2, "seed": 7},
+    "model": {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 64},
+    "data": {"seq_len": 16, "max_bytes": 200_000},
+    "train": {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "warmup_steps": 2, "seed": 7},
 }
 
 
 def tiny(*overrides: str) -> Config:
-    return load(TINY, overrides)
+    return load_config(TINY, overrides)
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ class NoMesh:
     """As much of a mesh as a split over nothing needs."""
 
     device = torch.device("cpu")
-    asynchronous = False
+    is_async = False
 
 
 def plain_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def plain_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor
     def linear(x: Tensor, name: str) -> Tensor:
         return torch.einsum("bsi,oi->bso", x, weights[name + ".weight"])
 
-    length, size = tokens.shape[1], config.width // config.heads
+    length, size = tokens.shape[1], config.hidden_size // config.num_heads
     turn = torch.polar(
         torch.ones(length, size // 2, dtype=torch.float64),
         torch.tensor(
@@ -80,13 +80,13 @@ def plain_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor
 
     x = weights["embed.weight"][tokens]
     future = torch.ones(length, length).triu(1).bool()
-    for layer in range(config.layers):
+    for layer in range(config.num_layers):
         at = f"layers.{layer}."
         h = norm(x, at + "attn_norm")
         q, k, v = (linear(h, at + f"attn.w{name}").split(size, -1) for name in "qkv")
         heads = []
-        for head in range(config.heads):
-            shared = head * config.kv_heads // config.heads
+        for head in range(config.num_heads):
+            shared = head * config.num_kv_heads // config.num_heads
             scores = rotated(q[head]) @ rotated(k[shared]).mT / math.sqrt(size)
             heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[shared])
         x = x + linear(torch.cat(heads, -1), at + "attn.wo")
@@ -97,7 +97,7 @@ def plain_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor
 
 
 def test_the_model_is_the_transformer_it_says_it_is() -> None:
-    config = ModelConfig(layers=2, width=24, heads=6, kv_heads=2, ff=40)
+    config = ModelConfig(num_layers=2, hidden_size=24, num_heads=6, num_kv_heads=2, intermediate_size=40)
     split = Splits.of(TensorSplit(cast(Mesh, NoMesh()), None, torch.float64))
     model = Transformer(split, config, Stage(0, 1, range(2)), 9)
     initialise(model, config, seed=1)
@@ -107,7 +107,7 @@ def test_the_model_is_the_transformer_it_says_it_is() -> None:
 
 
 def test_weights_follow_from_the_seed_and_the_name_alone() -> None:
-    config = ModelConfig(layers=4, width=16, heads=2, kv_heads=2, ff=16)
+    config = ModelConfig(num_layers=4, hidden_size=16, num_heads=2, num_kv_heads=2, intermediate_size=16)
     split = Splits.of(TensorSplit(cast(Mesh, NoMesh()), None))
 
     def drawn(seed: int, stage: Stage) -> dict[str, Tensor]:
@@ -193,8 +193,8 @@ def test_a_run_tells_every_rank_the_same_and_writes_metrics_once(pool: Pool, tmp
         *("metrics.jsonl", "config.json", "run.json"),
         *("metrics.1.jsonl", "config.1.json", "run.1.json"),
     }
-    again = load(tmp_path / "config.json")
-    assert again == load(again, ["mesh.dims={ pp = 2, dp = 1, tp = 1 }"]) and again.train == config.train
+    again = load_config(tmp_path / "config.json")
+    assert again == load_config(again, ["mesh.dims={ pp = 2, dp = 1, tp = 1 }"]) and again.train == config.train
     about, before = (json.loads((tmp_path / f"run{n}.json").read_text()) for n in ("", ".1"))
     assert about["state"] == before["state"] == "finished" and about["run"] != before["run"]
     assert (about["steps"], about["ended"]["steps"], about["ended"]["reason"]) == (4, 4, None)
@@ -361,7 +361,7 @@ def test_a_console_without_unicode_gets_ascii() -> None:
 
 def test_the_quickstart_learns(pool: Pool, tmp_path: Path) -> None:
     dims = "mesh.dims={ pp = 1, dp = 2, tp = 1 }"  # the losses of any mesh
-    config = load(QUICKSTART, [dims, "train.steps=12", f'train.out="{tmp_path}"'])
+    config = load_config(QUICKSTART, [dims, "train.steps=12", f'train.out="{tmp_path}"'])
     summary, _ = pool.run(run_once, config, ranks=2, timeout_s=120)[0]
     assert abs(summary.losses[0] - math.log(256)) < 0.05
     assert summary.losses[-1] < 3.2

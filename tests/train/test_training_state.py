@@ -36,7 +36,7 @@ from tests.train.runs import config_on
 STEPS, CUT, BATCH = 6, 3, 8
 BASE: dict[str, Any] = {
     "mesh": {"device": "cpu", "timeout_s": 60.0},
-    "train": {"steps": STEPS, "global_batch": BATCH, "microbatch": 2, "lr": 0.05, "dtype": "float64"},
+    "train": {"steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": 2, "lr": 0.05, "dtype": "float64"},
 }
 
 
@@ -221,7 +221,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "step": lambda optimizer: StepLR(optimizer, 2),
     "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1),
     "restarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 2),
-    "sequence": lambda optimizer: SequentialLR(
+    "seq_len": lambda optimizer: SequentialLR(
         optimizer, [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, 4)], [2]
     ),
     "chain": lambda optimizer: ChainedScheduler([LinearLR(optimizer), StepLR(optimizer, 3)], optimizer),

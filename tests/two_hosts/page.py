@@ -74,7 +74,7 @@ def section(
             "",
             "### Order of dims, 2 x 4 ranks",
             "",
-            "The calls of a step as `meshcomm place` counts them for two trainings on `pp = 2, dp = 2, tp = 2`, without",
+            "The calls of a step as `meshcomm tune` counts them for two trainings on `pp = 2, dp = 2, tp = 2`, without",
             "computation: *activations* has long sequences and few weights, *weights* the reverse. Predicted by the same",
             "model, from what is stated in `tests/two_hosts/traffic.py`; orders whose outermost dim is the same cross the",
             "cable with the same dim, and are the same to it.",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import permutations
 from typing import Any, Final, NamedTuple
 
-from meshcomm.config import load
+from meshcomm.config import load_config
 from meshcomm.layout import Layout
 from meshcomm.predict.links import span
 from meshcomm.predict.machine import Machine, known_machine
@@ -29,7 +29,7 @@ TOPOLOGY: Final = {
 
 
 class Traffic(NamedTuple):
-    """What a rank sends in a step, whatever the order. shares: as `meshcomm place` counts them, along the
+    """What a rank sends in a step, whatever the order. shares: as `meshcomm tune` counts them, along the
     dims of `SIZES`. candidates: the predicted seconds of the orders that differ in the model, ascending.
     """
 
@@ -57,7 +57,7 @@ class Traffic(NamedTuple):
 
 def traffic(name: str) -> Traffic:
     """Of the training with this name in `TRAININGS`."""
-    settings = load({**_training(**TRAININGS[name]), "topology": TOPOLOGY})
+    settings = load_config({**_training(**TRAININGS[name]), "topology": TOPOLOGY})
     assert settings.parallel is not None
     dims = settings.parallel.parts
     keep = {part: SIZES[dim] for part, dim in dims.items()}
@@ -69,16 +69,16 @@ def traffic(name: str) -> Traffic:
 
 # Long sequences and a small model, then the other way round.
 TRAININGS: Final[Mapping[str, Mapping[str, int]]] = {
-    "activations": {"width": 256, "ff": 256, "sequence": 128, "global_batch": 8},
-    "weights": {"width": 256, "ff": 1408, "sequence": 32, "global_batch": 4},
+    "activations": {"hidden_size": 256, "intermediate_size": 256, "seq_len": 128, "global_batch_size": 8},
+    "weights": {"hidden_size": 256, "intermediate_size": 1408, "seq_len": 32, "global_batch_size": 4},
 }
 
 
-def _training(width: int, ff: int, sequence: int, global_batch: int) -> dict[str, Any]:
+def _training(width: int, ff: int, sequence: int, global_batch_size: int) -> dict[str, Any]:
     return {
         "mesh": {"dims": dict(SIZES), "device": "cpu"},
-        "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp", "schedule": "1f1b"},
-        "model": {"layers": 4, "width": width, "heads": 4, "kv_heads": 4, "ff": ff},
-        "data": {"sequence": sequence},
-        "train": {"steps": 1, "global_batch": global_batch, "microbatch": 1, "lr": 1e-3, "out": "runs/none"},
+        "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp", "options": {"schedule": "1f1b"}},
+        "model": {"num_layers": 4, "hidden_size": width, "num_heads": 4, "num_kv_heads": 4, "intermediate_size": ff},
+        "data": {"seq_len": sequence},
+        "train": {"steps": 1, "global_batch_size": global_batch_size, "micro_batch_size": 1, "lr": 1e-3, "out": "runs/none"},
     }

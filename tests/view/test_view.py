@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from meshcomm.config import Config, load
+from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, TrainingError, ViewError
 from meshcomm.mesh.stats import CallStats, Stats
 from meshcomm.predict.machine import machine
@@ -69,7 +69,7 @@ def facts_of(settings: Config, world: int | None = None) -> dict[str, Any]:
     ids=["merged dims and views", "reversed", "part of a world"],
 )
 def test_every_group_follows_from_the_strides_that_are_sent(mesh: dict[str, Any]) -> None:
-    settings = load({"mesh": mesh})
+    settings = load_config({"mesh": mesh})
     facts, layout = facts_of(settings), settings.layout(None)
     world = facts["world_size"]
     order = facts["rank_order"] or list(range(world))
@@ -90,14 +90,14 @@ def test_every_group_follows_from_the_strides_that_are_sent(mesh: dict[str, Any]
 
 
 def test_facts_of_131072_ranks_are_as_short_as_those_of_8() -> None:
-    big = facts_of(load(BIG), 131072)
+    big = facts_of(load_config(BIG), 131072)
     assert big["world_size"] == 131072 and big["ranks_per_node"] == 8
     assert len(json.dumps(big)) < 2000
     assert [dim["nodes"]["most"] for dim in big["dims"]] == [8, 2048, 1]
 
 
 def test_predicted_traffic_is_that_of_place() -> None:
-    settings = load(CONFIGS / "llama_405b.toml")
+    settings = load_config(CONFIGS / "llama_405b.toml")
     where = machine(settings.topology)
     assert where is not None and settings.parallel is not None
     keep = {part: settings.mesh.dims[dim] for part, dim in settings.parallel.parts.items()}
@@ -121,20 +121,20 @@ def test_predicted_traffic_is_that_of_place() -> None:
 
 
 def test_the_mesh_of_a_model_that_code_builds_is_shown_without_its_traffic() -> None:
-    settings = load(
+    settings = load_config(
         {
             "mesh": {"dims": {"dp": 2}},
             "parallel": {"data": "dp"},
             "model": {"build": "module:function"},
-            "data": {"sequence": 8},
-            "train": {"steps": 1, "global_batch": 2, "microbatch": 1},
+            "data": {"seq_len": 8},
+            "train": {"steps": 1, "global_batch_size": 2, "micro_batch_size": 1},
         }
     )
     assert page_facts(settings, None, settings.topology)["traffic"] is None
 
 
 def test_predicted_traffic_by_hand_whoever_sits_where() -> None:
-    settings = load(CONFIGS / "quickstart.toml").resolved(8)
+    settings = load_config(CONFIGS / "quickstart.toml").resolved(8)
     traffic = facts_of(settings, 8)["traffic"]
     rows = {row["along"][0]: row for row in traffic["rows"]}
     assert traffic["links"] is None and list(rows) == ["tp", "pp", "dp"]
@@ -150,14 +150,14 @@ def test_predicted_traffic_by_hand_whoever_sits_where() -> None:
         "mesh.rank_order = [7, 6, 5, 4, 3, 2, 1, 0]",
         "mesh.views = { other = { a = 4, b = 2 } }",
     ):
-        assert facts_of(load(settings, [change]), 8)["traffic"] == traffic
-    assert facts_of(load(CONFIGS / "mesh.toml"))["traffic"] is None
+        assert facts_of(load_config(settings, [change]), 8)["traffic"] == traffic
+    assert facts_of(load_config(CONFIGS / "mesh.toml"))["traffic"] is None
 
 
 def test_experts_gradients_go_along_the_dims_of_their_view() -> None:
-    rows = facts_of(load(CONFIGS / "ep4_edp2.toml"))["traffic"]["rows"]
+    rows = facts_of(load_config(CONFIGS / "ep4_edp2.toml"))["traffic"]["rows"]
     assert {(*row["along"], row["size"]) for row in rows} == {("ep", 4), ("dp", 8), ("edp", 2)}
-    both = load(CONFIGS / "cp2_dp2_tp2.toml")
+    both = load_config(CONFIGS / "cp2_dp2_tp2.toml")
     (row,) = [row for row in facts_of(both)["traffic"]["rows"] if len(row["along"]) == 2]
     assert row["along"] == ["dp", "cp"] and row["size"] == 4 and row["digits"] == [[2, 2], [2, 4]]
 
@@ -183,7 +183,7 @@ def step(number: int) -> Step:
 
 def settings_for(out: Path, *overrides: str) -> Config:
     dims = "mesh.dims={ pp = 2, dp = 2, tp = 2 }"
-    return load(CONFIGS / "quickstart.toml", [dims, f'train.out="{out}"', "train.steps=30", *overrides])
+    return load_config(CONFIGS / "quickstart.toml", [dims, f'train.out="{out}"', "train.steps=30", *overrides])
 
 
 @contextlib.contextmanager
@@ -303,10 +303,10 @@ def test_what_stopped_a_run_is_written_down_and_a_full_disk_is_said(tmp_path: Pa
 
 
 def test_the_configuration_that_a_run_leaves_is_the_one_that_was_trained(tmp_path: Path) -> None:
-    given = load(CONFIGS / "quickstart.toml", ["mesh.dims.dp=-1", f'train.out="{tmp_path}"'])
+    given = load_config(CONFIGS / "quickstart.toml", ["mesh.dims.dp=-1", f'train.out="{tmp_path}"'])
     with MetricsFile(tmp_path) as _, recorded(tmp_path, given, given.plan(16), START):
         pass
-    left = load(tmp_path / "config.json")
+    left = load_config(tmp_path / "config.json")
     assert left == given.resolved(16) and left.mesh.dims == {"pp": 2, "dp": 4, "tp": 2}
     assert find_target(tmp_path) == (left, tmp_path)
 
@@ -330,7 +330,7 @@ def test_a_target_is_a_configuration_or_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("embedded", [False, True])
 def test_the_page_refers_to_nothing_outside(embedded: bool) -> None:
-    page = document(facts_of(load(MESH)), None) if embedded else document()
+    page = document(facts_of(load_config(MESH)), None) if embedded else document()
     html = re.sub(r"xmlns='http://www\.w3\.org/2000/svg'|\"http://www\.w3\.org/2000/svg\"", "", page.html)
     for outside in [
         "http:",
@@ -431,7 +431,7 @@ def test_what_is_served_and_what_is_not(tmp_path: Path) -> None:
 def test_only_names_of_this_machine_are_answered() -> None:
     mine = ("127.0.0.1", "localhost:8000", "LOCALHOST", "[::1]:80")
     foreign = ("mesh.example", "127.0.0.1.mesh.example:80", "mesh.example:127.0.0.1", "localhost.", "", None)
-    with served(load(MESH)) as server:
+    with served(load_config(MESH)) as server:
         for host in (*mine, *foreign):
             for path in ("/", "/facts.json", "/run.json"):
                 status, _, body = ask(server, path, headers={} if host is None else {"Host": host})
@@ -440,7 +440,7 @@ def test_only_names_of_this_machine_are_answered() -> None:
 
 
 def test_nothing_listens_on_other_addresses() -> None:
-    with served(load(MESH)) as server, socket.socket() as other:
+    with served(load_config(MESH)) as server, socket.socket() as other:
         # Another address of the loopback interface: refused where only 127.0.0.1 is bound.
         other.settimeout(10)
         with pytest.raises(OSError):
@@ -449,12 +449,12 @@ def test_nothing_listens_on_other_addresses() -> None:
 
 def test_a_port_that_is_taken_is_said() -> None:
     said = r"address already in use\n  given:    --port \d+ on 127.0.0.1\n(.*\n)+  try:      leave --port out"
-    with served(load(MESH)) as server, pytest.raises(ViewError, match=said):
+    with served(load_config(MESH)) as server, pytest.raises(ViewError, match=said):
         Server({}, None, server.server_port)
 
 
 def test_the_command_prints_its_address_and_ends_quietly_on_ctrl_c() -> None:
-    words = ["view", "configs/gpt_1024.toml", "--world", "1024"]
+    words = ["view", "configs/gpt_1024.toml", "--world-size", "1024"]
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "meshcomm", *words],
         cwd=ROOT,
@@ -553,7 +553,7 @@ def ranks_in_panel(tab: Tab) -> dict[str, str]:
 
 @pytest.mark.parametrize("order", [None, [*range(15, -1, -1)]], ids=["ascending", "reversed"])
 def test_the_mesh_turns_by_every_dim(browser: Browser, order: list[int] | None) -> None:
-    settings = load({**MESH, "mesh": {**MESH["mesh"], **({} if order is None else {"rank_order": order})}})
+    settings = load_config({**MESH, "mesh": {**MESH["mesh"], **({} if order is None else {"rank_order": order})}})
     layout = settings.layout(None)
     with served(settings) as server, opened(browser, server.url) as tab:
         assert tab.text("#summary").startswith("16 ranks · ") and settings.plan(None).fingerprint in tab.text(
@@ -581,7 +581,7 @@ def test_the_mesh_turns_by_every_dim(browser: Browser, order: list[int] | None) 
 
 
 def test_a_rank_that_is_pointed_at_shows_its_groups(browser: Browser) -> None:
-    settings = load(MESH)
+    settings = load_config(MESH)
     layout = settings.layout(None)
     with served(settings) as server, opened(browser, server.url) as tab:
         tab.hover('.cell[data-rank="5"]')
@@ -598,7 +598,7 @@ def test_a_rank_that_is_pointed_at_shows_its_groups(browser: Browser) -> None:
         # Each in the colour of the dim that it is turned by, or else of the smallest group.
         shared = {rank: tab.attribute(f'.cell[data-rank="{rank}"]', "data-shared")[0] for rank in sorted(lit)}
         assert shared == {13: "pp", 4: "tp", 1: "dp", 3: "dp", 7: "dp", 12: "model", 6: "ep"}
-        assert f"ring: from {layout.peer_rank(5, 'dp', -1)}, to {layout.peer_rank(5, 'dp', 1)}" in tab.text(
+        assert f"ring: from {layout.neighbor_rank(5, 'dp', -1)}, to {layout.neighbor_rank(5, 'dp', 1)}" in tab.text(
             ".group[data-family=dp]"
         )
         assert "inside one node" in tab.text(".group[data-family=tp]")
@@ -621,7 +621,7 @@ def test_a_rank_that_is_pointed_at_shows_its_groups(browser: Browser) -> None:
 
 
 def test_the_page_by_keyboard_alone(browser: Browser) -> None:
-    with served(load(MESH)) as server, opened(browser, server.url) as tab:
+    with served(load_config(MESH)) as server, opened(browser, server.url) as tab:
         here = "document.activeElement"
         for _ in range(10):
             tab.key("Tab")
@@ -641,7 +641,7 @@ def test_the_page_by_keyboard_alone(browser: Browser) -> None:
 
 
 def test_on_a_phone_by_touch(browser: Browser) -> None:
-    with served(load(MESH)) as server, opened(browser, server.url, 400, dark=True) as tab:
+    with served(load_config(MESH)) as server, opened(browser, server.url, 400, dark=True) as tab:
         assert tab.ask("document.documentElement.scrollWidth") <= 400
         tab.tap('.cell[data-rank="6"]')
         tab.wait("document.querySelector('.cell.self')?.dataset.rank === '6'")
@@ -662,7 +662,7 @@ def test_light_and_dark_can_be_read(browser: Browser) -> None:
       const style = (s) => getComputedStyle(document.querySelector(s));
       return [light(style("html").backgroundColor), ratio(style("body").color, style("section").backgroundColor), ratio(style(".quiet").color, style("section").backgroundColor),
         Math.min(...[...document.querySelectorAll(".cell")].map((c) => ratio(getComputedStyle(c.children[1]).fill, getComputedStyle(c.children[0]).fill)))]; })()"""
-    settings = load(MESH)
+    settings = load_config(MESH)
     with served(settings) as server:
         for dark in (False, True):
             with opened(browser, server.url, dark=dark) as tab:
@@ -673,7 +673,7 @@ def test_light_and_dark_can_be_read(browser: Browser) -> None:
 
 
 def test_131072_ranks_are_folded_and_every_one_can_be_found(browser: Browser) -> None:
-    settings = load(BIG)
+    settings = load_config(BIG)
     layout = settings.layout(131072)
     with served(settings, 131072) as server, opened(browser, server.url) as tab:
         drawn = cells(tab)
@@ -710,7 +710,7 @@ def test_ranks_whose_numbers_do_not_fit_say_them_and_can_be_made_larger(browser:
         "[...document.querySelectorAll('.num')].filter((n) => getComputedStyle(n).visibility === 'visible')"
     )
     choose = "document.querySelector('#choose-cells')"
-    settings = load(BIG)
+    settings = load_config(BIG)
     with served(settings, 1024) as server, opened(browser, server.url) as tab:
         assert (len(cells(tab)), tab.ask(f"{numbers}.length")) == (1024, 0)
         tab.hover('.cell[data-rank="777"]')
@@ -732,7 +732,7 @@ def test_ranks_whose_numbers_do_not_fit_say_them_and_can_be_made_larger(browser:
         assert not tab.ask(f"{choose}.hidden")
         tab.click("input[name=cells][value=fit] + span")
         assert tab.ask(f"{numbers}.length") == 0
-    with served(load(MESH)) as server, opened(browser, server.url) as tab:
+    with served(load_config(MESH)) as server, opened(browser, server.url) as tab:
         assert tab.ask(f"{choose}.hidden") and tab.ask(f"{numbers}.length") == 16
 
 
@@ -839,7 +839,7 @@ def test_a_page_without_its_server_says_so(browser: Browser, tmp_path: Path) -> 
 
 
 def test_the_policy_keeps_the_page_from_talking_to_others(browser: Browser) -> None:
-    with served(load(MESH)) as server, served(load(MESH)) as other:
+    with served(load_config(MESH)) as server, served(load_config(MESH)) as other:
         tab = browser.open(server.url)
         asked = (
             f"fetch({json.dumps(other.url)}, {{ mode: 'no-cors' }}).then(() => 'reached', () => 'refused')"
@@ -871,7 +871,7 @@ def test_an_exported_page_needs_no_server(browser: Browser, tmp_path: Path) -> N
 
 
 def test_a_picture_of_the_page_is_not_empty(browser: Browser, tmp_path: Path) -> None:
-    with served(load(MESH)) as server, opened(browser, server.url) as tab:
+    with served(load_config(MESH)) as server, opened(browser, server.url) as tab:
         tab.picture(tmp_path / "page.png")
         # Many colours: the cells are painted, not only in the document.
         shown = tab.ask(f"""new Promise((resolve) => {{ const image = new Image(); image.onload = () => {{

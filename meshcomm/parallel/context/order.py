@@ -15,16 +15,16 @@ from meshcomm.mesh import Mesh
 Order: TypeAlias = Literal["zigzag", "contiguous"]
 
 
-def zigzag_positions(sequence: int, n: int, coord: int) -> Tensor:
+def zigzag_positions(seq_len: int, n: int, coord: int) -> Tensor:
     """`sequence_positions` in zig-zag order.
 
     >>> zigzag_positions(12, 3, 1).tolist()
     [2, 3, 8, 9]
     """
-    return sequence_positions(sequence, n, coord, "zigzag")
+    return sequence_positions(seq_len, n, coord, "zigzag")
 
 
-def sequence_positions(sequence: int, n: int, coord: int, order: Order) -> Tensor:
+def sequence_positions(seq_len: int, n: int, coord: int, order: Order) -> Tensor:
     """The positions in the whole sequence of the tokens that coord `coord` of `n` holds, in its order.
 
     "contiguous": slice `coord` of n. "zigzag": of 2n chunks, chunk c and chunk 2n - 1 - c for coord c. So each rank has
@@ -47,15 +47,15 @@ def sequence_positions(sequence: int, n: int, coord: int, order: Order) -> Tenso
             hint="mesh.coord(dim)",
         )
     chunks = 2 * n if order == "zigzag" and n > 1 else n
-    if sequence % chunks:
+    if seq_len % chunks:
         raise ShapeError(
-            f"a sequence of {sequence} cannot be split in {order} order over {n} ranks",
-            given=f"{sequence} tokens, {chunks} chunks",
-            expected=f"a multiple of {chunks}; {sequence} % {chunks} = {sequence % chunks}",
-            hint=f"{-(-sequence // chunks) * chunks} tokens"
-            + (', or order="contiguous"' if order == "zigzag" and sequence % n == 0 else ""),
+            f"a sequence of {seq_len} cannot be split in {order} order over {n} ranks",
+            given=f"{seq_len} tokens, {chunks} chunks",
+            expected=f"a multiple of {chunks}; {seq_len} % {chunks} = {seq_len % chunks}",
+            hint=f"{-(-seq_len // chunks) * chunks} tokens"
+            + (', or order="contiguous"' if order == "zigzag" and seq_len % n == 0 else ""),
         )
-    length = sequence // chunks
+    length = seq_len // chunks
     mine = [coord] if chunks == n else [coord, chunks - 1 - coord]
     return torch.cat([torch.arange(c * length, (c + 1) * length) for c in mine])
 

@@ -108,12 +108,12 @@ class ContextSplit:
         # For its checks of the order.
         self.positions(2 * self.size)
 
-    def positions(self, sequence: int) -> Tensor:
+    def positions(self, seq_len: int) -> Tensor:
         """The positions of this rank's tokens in a sequence of that length: int64 (sequence / size,), ascending.
 
         Raises: ShapeError where the sequence cannot be split.
         """
-        return sequence_positions(sequence, self.size, self.coord, self.order).to(self.mesh.device)
+        return sequence_positions(seq_len, self.size, self.coord, self.order).to(self.mesh.device)
 
     def split(self, x: Tensor, axis: int) -> Tensor:
         """This rank's tokens of an x that all hold whole. See `split_sequence`."""

@@ -71,13 +71,13 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, mesh: Mesh, dim: str, sent: list[int], received: list[int]) -> Tensor:
         ctx.mesh, ctx.dim, ctx.sent, ctx.received = mesh, dim, sent, received
         held = rows.detach()
-        (arrived,) = once(lambda: [mesh.all_to_all(dim, held, splits=sent, received=received)], held)
+        (arrived,) = once(lambda: [mesh.all_to_all(dim, held, input_split_sizes=sent, output_split_sizes=received)], held)
         return arrived
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        dx = ctx.mesh.all_to_all(ctx.dim, dy, splits=ctx.received, received=ctx.sent)
+        dx = ctx.mesh.all_to_all(ctx.dim, dy, input_split_sizes=ctx.received, output_split_sizes=ctx.sent)
         return dx, None, None, None, None
 
 

@@ -42,10 +42,10 @@ class ExpertWeights(nn.Module):
     w3: nn.Parameter
     w2: nn.Parameter
 
-    def __init__(self, tensor: TensorSplit, dim: str | None, width: int, ff: int, experts: int) -> None:
+    def __init__(self, tensor: TensorSplit, dim: str | None, hidden_size: int, intermediate_size: int, experts: int) -> None:
         super().__init__()
         mesh = tensor.mesh
-        for name, shape, inner in (("w1", (ff, width), 1), ("w3", (ff, width), 1), ("w2", (width, ff), 2)):
+        for name, shape, inner in (("w1", (intermediate_size, hidden_size), 1), ("w3", (intermediate_size, hidden_size), 1), ("w2", (hidden_size, intermediate_size), 2)):
             pairs = ((dim, 0), (tensor.dim, inner))
             axes = {along: axis for along, axis in pairs if along and mesh.size(along) > 1}
             part = [experts, *shape]
@@ -141,8 +141,8 @@ class Experts(nn.Module):
         dim: str | None,
         tensor: TensorSplit,
         *,
-        width: int,
-        ff: int,
+        hidden_size: int,
+        intermediate_size: int,
         experts: int,
         experts_per_token: int = 2,
         normalised: bool = True,
@@ -152,15 +152,15 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         _check_sizes(mesh, dim, tensor, experts, experts_per_token, capacity_factor)
-        tensor.share(ff, "the inner axis of the experts")
+        tensor.share(intermediate_size, "the inner axis of the experts")
         self.mesh, self.tensor = mesh, tensor
         self.dim = dim if dim is not None and mesh.size(dim) > 1 else None
         self.context = context if context is not None and mesh.size(context) > 1 else None
         self.ranks = mesh.size(self.dim) if self.dim else 1
-        self.width, self.count, self.slots = width, experts, experts_per_token
+        self.hidden_size, self.count, self.slots = hidden_size, experts, experts_per_token
         self.capacity_factor, self.balance_weight = capacity_factor, balance_weight
-        self.router = Router(tensor, width, experts, experts_per_token, normalised)
-        self.experts = ExpertWeights(tensor, self.dim, width, ff, experts)
+        self.router = Router(tensor, hidden_size, experts, experts_per_token, normalised)
+        self.experts = ExpertWeights(tensor, self.dim, hidden_size, intermediate_size, experts)
         none = torch.zeros(experts, dtype=torch.int64, device=mesh.device)
         self._zero = Load(0, torch.zeros((), dtype=torch.float64, device=mesh.device), none, none)
         self._load = self._zero
@@ -192,11 +192,11 @@ class Experts(nn.Module):
         Raises:     ShapeError; TrainingError where ranks along tensor route their tokens differently, compared in the
                     first two calls.
         """
-        if x.ndim not in (2, 3) or x.shape[-1] != self.width or not x.numel() or not x.is_floating_point():
+        if x.ndim not in (2, 3) or x.shape[-1] != self.hidden_size or not x.numel() or not x.is_floating_point():
             raise ShapeError(
                 f"experts on {self.mesh.label} cannot take this tensor",
                 given=f"x of shape {tuple(x.shape)}, {x.dtype}",
-                expected=f"(samples, tokens, {self.width}) or (tokens, {self.width}), floating point, at least one token",
+                expected=f"(samples, tokens, {self.hidden_size}) or (tokens, {self.hidden_size}), floating point, at least one token",
                 hint="x.unflatten(0, (samples, -1)): capacity and balance are reckoned sample by sample",
             )
         # Routing looks at whole samples, so what lies along the sequence between layers is gathered.
@@ -367,7 +367,7 @@ def _check_sizes(
 
 def _check_routing(mesh: Mesh, dim: str, chosen: Tensor, experts: int) -> None:
     """Raises TrainingError, on every rank along `dim`, where they route their tokens differently."""
-    if mesh.pretended:
+    if mesh.is_fake:
         # Nobody to compare with, and no choices.
         return
     mine = torch.bincount(chosen.reshape(-1), minlength=experts)

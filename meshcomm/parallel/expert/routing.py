@@ -39,11 +39,11 @@ class Router(nn.Module):
     """
 
     def __init__(
-        self, split: TensorSplit, width: int, experts: int, slots: int, normalised: bool = True
+        self, split: TensorSplit, hidden_size: int, experts: int, slots: int, normalised: bool = True
     ) -> None:
         super().__init__()
         self.slots, self.normalised = slots, normalised
-        self.weight = split.parameter(experts, width, axis=None)
+        self.weight = split.parameter(experts, hidden_size, axis=None)
 
     def forward(self, x: Tensor) -> Choice:
         """(samples, tokens, width) -> where each token goes.

@@ -100,17 +100,17 @@ class VocabParallelEmbedding(nn.Module):
     padding_idx: int | None = None
 
     def __init__(
-        self, split: TensorSplit, vocab: int, width: int, *, dtype: torch.dtype | None = None
+        self, split: TensorSplit, vocab: int, hidden_size: int, *, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.meshcomm_split, self.meshcomm_dtype = split, dtype
-        self.weight = split.parameter(vocab, width, axis=0)
+        self.weight = split.parameter(vocab, hidden_size, axis=0)
 
     def forward(self, ids: Tensor) -> Tensor:
         """See the class."""
         split, table, padding = self.meshcomm_split, held(self, "weight"), self.padding_idx
         dtype = self.meshcomm_dtype or table.dtype
-        if split.size == 1 and not split.mesh.asynchronous:
+        if split.size == 1 and not split.mesh.is_async:
             return F.embedding(ids, table, padding).to(dtype)
         outside = outside_of(split, ids, table.shape[0] * split.size, "an embedding's ids")
         row, mine = owned(ids, table.shape[0], split.coord)
@@ -137,7 +137,7 @@ def outside_of(split: TensorSplit, ids: Tensor, vocab: int, what: str) -> Tensor
 
     Raises ShapeError where a look costs nothing, for ids outside of 0 .. vocab - 1.
     """
-    if torch.compiler.is_compiling() or split.mesh.asynchronous:
+    if torch.compiler.is_compiling() or split.mesh.is_async:
         return (ids < 0) | (ids >= vocab)
     if not ids.numel():
         return None
@@ -251,7 +251,7 @@ def cross_entropy(
         logits = logits.float()
     counted = targets != ignore_index
     outside = None
-    if split.size > 1 or split.mesh.asynchronous:
+    if split.size > 1 or split.mesh.is_async:
         outside = outside_of(split, targets.where(counted, 0), logits.shape[-1] * split.size, "targets")
     if split.size == 1:
         held = targets if outside is None else targets.where(~outside, ignore_index)

@@ -134,7 +134,7 @@ class Batches:
 
     Args:
         corpus: what is read.
-        global_batch: samples per step, all ranks together.
+        global_batch_size: samples per step, all ranks together.
         seed: of the run.
         coord, size: along data.
         device: where batches are put.
@@ -147,7 +147,7 @@ class Batches:
         self,
         corpus: Corpus,
         *,
-        global_batch: int,
+        global_batch_size: int,
         seed: int,
         coord: int = 0,
         size: int = 1,
@@ -156,10 +156,10 @@ class Batches:
         after: tuple[int, int] = (0, 0),
         dtype: torch.dtype | None = None,
     ) -> None:
-        share = global_batch // size
+        share = global_batch_size // size
         self._parts = corpus.parts
         self._weights = corpus.weights
-        self._global_batch = global_batch
+        self._global_batch = global_batch_size
         self._seed = seed
         self._mine: slice | NDArray[np.int64] = slice(coord * share, (coord + 1) * share)
         self._coord, self._size = coord, size
@@ -179,7 +179,7 @@ class Batches:
                 "samples of an iterable cannot be read in another order",
                 given=f"data.build, {microbatches} micro-batches in a step, and batch norms, which see one at a time",
                 expected="one micro-batch in a step, or a dataset with __getitem__",
-                hint=f"train.microbatch = {self._global_batch // copies}",
+                hint=f"train.micro_batch_size = {self._global_batch // copies}",
             )
         if microbatches > 1:
             places = np.arange(self._global_batch).reshape(copies, microbatches, -1).swapaxes(0, 1)
@@ -206,7 +206,7 @@ class Batches:
         return parts, (draw.random(self._global_batch)[self._mine] * starts[parts]).astype(np.int64)
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each (global_batch / size, ...): of tokens int64 (..., sequence)."""
+        """Inputs and targets, each (global_batch_size / size, ...): of tokens int64 (..., sequence)."""
         if self._flow is not None:
             assert isinstance(self._mine, slice)
             return self._put(self._flow.read(self.read(step - 1), self._global_batch, self._mine))

@@ -25,10 +25,10 @@ _EXPECTED = (
 )
 
 
-def built(config: DataConfig, facts: Mapping[str, int], vocabulary: int | None) -> Corpus:
+def built(config: DataConfig, facts: Mapping[str, int], vocab_size: int | None) -> Corpus:
     """Call the function of `config.build`.
 
-    facts: seed, sequence, data_rank, data_world; the function is given those whose names its parameters have.
+    facts: seed, sequence, data_rank, data_world_size; the function is given those whose names its parameters have.
     Raises TrainingError where it cannot be called or returns something else.
     """
     assert config.build is not None
@@ -49,7 +49,7 @@ def built(config: DataConfig, facts: Mapping[str, int], vocabulary: int | None) 
         ) from error
     if isinstance(found, torch.utils.data.DataLoader):
         raise _no_dataset(config.build, "a DataLoader, which gives batches", "return its dataset")
-    form = _Form(config.build, config.sequence, vocabulary)
+    form = _Form(config.build, config.seq_len, vocab_size)
     if hasattr(found, "__getitem__") and hasattr(found, "__len__"):
         if "data_rank" in known:
             raise _no_dataset(
@@ -74,15 +74,15 @@ def built(config: DataConfig, facts: Mapping[str, int], vocabulary: int | None) 
                 f"an iterable, with data.{setting}",
                 f"a dataset by index; or remove data.{setting}",
             )
-    shares = facts["data_world"] if "data_rank" in known else 1
+    shares = facts["data_world_size"] if "data_rank" in known else 1
     return Corpus((), b"", 0, "samples of an iterable", flow=Flow(found, form, shares))
 
 
 class _Form:
     """What a sample must be, and samples as arrays. name: of the function, for errors."""
 
-    def __init__(self, name: str, sequence: int, vocabulary: int | None) -> None:
-        self._name, self._sequence, self._vocabulary = name, sequence, vocabulary
+    def __init__(self, name: str, seq_len: int, vocab_size: int | None) -> None:
+        self._name, self._seq_len, self._vocab_size = name, seq_len, vocab_size
 
     def joined(self, samples: Sequence[tuple[int, Any]]) -> Samples:
         """Numbered samples as arrays; those of tokens padded to the sequence, where no target counts."""
@@ -120,15 +120,15 @@ class _Form:
             raise self._wrong(number, f"{len(inputs)} tokens and {len(wanted)} targets")
         if shifted:
             inputs, wanted = inputs[:-1], wanted[1:]
-        if not 0 < len(inputs) <= self._sequence:
+        if not 0 < len(inputs) <= self._seq_len:
             raise self._wrong(
-                number, f"{len(inputs) + shifted} tokens, with data.sequence = {self._sequence}"
+                number, f"{len(inputs) + shifted} tokens, with data.seq_len = {self._seq_len}"
             )
-        if inputs.min() < 0 or (self._vocabulary is not None and inputs.max() >= self._vocabulary):
+        if inputs.min() < 0 or (self._vocab_size is not None and inputs.max() >= self._vocab_size):
             place = int(inputs.argmin() if inputs.min() < 0 else inputs.argmax())
             where = f"position {place} of sample {number} of {self._name}"
-            raise outside(int(inputs[place]), self._vocabulary or 0, where)
-        more = self._sequence - len(inputs)
+            raise outside(int(inputs[place]), self._vocab_size or 0, where)
+        more = self._seq_len - len(inputs)
         return np.pad(inputs, (0, more)), np.pad(wanted, (0, more), constant_values=IGNORED)
 
     def _array(self, number: int, value: Any) -> NDArray[Any]:
@@ -145,7 +145,7 @@ class _Form:
             f"sample {number} of data.build is none",
             given=f"{self._name}: {what}",
             expected=_EXPECTED,
-            hint="data.sequence = the longest sample; or cut it in the function",
+            hint="data.seq_len = the longest sample; or cut it in the function",
         )
 
 

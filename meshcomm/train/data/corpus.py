@@ -63,42 +63,42 @@ class Stream:
     def __init__(
         self,
         tokens: NDArray[Any],
-        sequence: int,
+        seq_len: int,
         name: str = "",
-        vocabulary: int | None = None,
+        vocab_size: int | None = None,
         first: int = 0,
     ) -> None:
-        self.tokens, self.name, self.vocabulary, self._first = tokens, name, vocabulary, first
-        self._window = np.arange(sequence + 1)
-        self._sequence = sequence
+        self.tokens, self.name, self.vocab_size, self._first = tokens, name, vocab_size, first
+        self._window = np.arange(seq_len + 1)
+        self._seq_len = seq_len
 
     def __len__(self) -> int:
-        return max(0, (len(self.tokens) - 1) // self._sequence)
+        return max(0, (len(self.tokens) - 1) // self._seq_len)
 
     @property
     def starts(self) -> int:
         """See Part."""
-        return len(self.tokens) - self._sequence
+        return len(self.tokens) - self._seq_len
 
     def read(self, samples: NDArray[np.int64], *, anywhere: bool = False) -> Samples:
         """See Part: int64 (samples, sequence) each, targets one token further."""
-        offsets = samples if anywhere else samples * self._sequence
+        offsets = samples if anywhere else samples * self._seq_len
         found = self.tokens[offsets[:, None] + self._window].astype(np.int64)
-        if self.vocabulary is not None and found.size:
+        if self.vocab_size is not None and found.size:
             for worst in (found.argmax(), found.argmin()):
                 sample, place = divmod(int(worst), found.shape[1])
                 token = int(found[sample, place])
-                if not 0 <= token < self.vocabulary:
+                if not 0 <= token < self.vocab_size:
                     where = f"position {self._first + int(offsets[sample]) + place} of {self.name}"
-                    raise outside(token, self.vocabulary, where)
+                    raise outside(token, self.vocab_size, where)
         return found[:, :-1], found[:, 1:]
 
     def cut(self, share: float) -> tuple[Stream, Stream]:
         """See Part. The token after the last sample before the cut is the first after it."""
         kept = len(self) - _of(len(self), share)
-        place = kept * self._sequence
+        place = kept * self._seq_len
         before, after = (
-            Stream(self.tokens[begin:end], self._sequence, self.name, self.vocabulary, self._first + begin)
+            Stream(self.tokens[begin:end], self._seq_len, self.name, self.vocab_size, self._first + begin)
             for begin, end in ((0, place + 1), (place, len(self.tokens)))
         )
         return before, after
@@ -156,24 +156,24 @@ class Corpus:
         )
 
 
-def outside(token: int, vocabulary: int, where: str, hint: str = "") -> TrainingError:
+def outside(token: int, vocab_size: int, where: str, hint: str = "") -> TrainingError:
     """The error of a token that the model does not have. where: its place in its file."""
     return TrainingError(
-        f"the data has token {token}, and the model's vocabulary is 0 to {vocabulary - 1}",
+        f"the data has token {token}, and the model's vocabulary is 0 to {vocab_size - 1}",
         given=f"{token} at {where}",
-        expected=f"tokens of 0 or more and below model.vocabulary = {vocabulary}",
+        expected=f"tokens of 0 or more and below model.vocab_size = {vocab_size}",
         hint=hint
-        or "model.vocabulary = the size of the tokenizer that made them; or data.token_type, where the file holds another type",
+        or "model.vocab_size = the size of the tokenizer that made them; or data.token_type, where the file holds another type",
     )
 
 
-def checked(parts: Sequence[Part], given: str, sequence: int) -> None:
+def checked(parts: Sequence[Part], given: str, seq_len: int) -> None:
     """Raises TrainingError where there is less than one sample."""
     if not any(len(part) for part in parts):
         raise TrainingError(
             "the training data is less than one sample",
-            given=f"{given}, sequence = {sequence}",
-            expected=f"{sequence + 1} tokens or more: a sample, and the token after it",
+            given=f"{given}, sequence = {seq_len}",
+            expected=f"{seq_len + 1} tokens or more: a sample, and the token after it",
             hint="more data, or a shorter sequence",
         )
 

@@ -24,7 +24,7 @@ def load(
     config: DataConfig,
     *,
     model: ModelConfig | None = None,
-    vocabulary: int | None = None,
+    vocab_size: int | None = None,
     cache: Path | None = None,
     facts: Mapping[str, int] | None = None,
 ) -> Corpus:
@@ -33,26 +33,26 @@ def load(
     model:      the folder of `pretrained` has the tokenizer that is the default.
     vocabulary: of the model; None: not known, and not checked.
     cache:      a folder where the tokens of tokenised text are kept, and looked for. None: in memory.
-    facts:      what the function of `build` may be given: seed, data_rank, data_world.
+    facts:      what the function of `build` may be given: seed, data_rank, data_world_size.
     Raises TrainingError where nothing is found, less than one sample is, or tokens are not the model's.
     """
     if config.build is not None:
         from meshcomm.train.data.build import built
 
-        alone = {"seed": 0, "sequence": config.sequence, "data_rank": 0, "data_world": 1}
-        return built(config, {**alone, **(facts or {})}, vocabulary)
+        alone = {"seed": 0, "seq_len": config.seq_len, "data_rank": 0, "data_world_size": 1}
+        return built(config, {**alone, **(facts or {})}, vocab_size)
     part: Any = config.files
     held: Any = config.validation_files
     key, held_key = "data.files", "data.validation_files"
-    tokens = None if config.tokens else Tokens(config, cache, model, vocabulary)
+    tokens = None if config.tokens else Tokens(config, cache, model, vocab_size)
     if tokens is None:
-        part, key, read = config.tokens, "data.tokens", partial(_token_files, config, vocabulary)
+        part, key, read = config.tokens, "data.tokens", partial(_token_files, config, vocab_size)
     elif config.dataset is not None:
         part, held = config.split, config.validation_split
         key, held_key = "data.dataset", f"the split {config.validation_split!r}"
         read = partial(_rows, config, tokens)
     elif tokens.tokenizer is None:
-        read = partial(_bytes, config, vocabulary)
+        read = partial(_bytes, config, vocab_size)
     else:
         read = partial(_texts, config, tokens)
     corpus = read(part, key)
@@ -85,30 +85,30 @@ def _texts(config: DataConfig, tokens: Tokens, patterns: tuple[str, ...], key: s
 
 
 def _tokenised(config: DataConfig, tokens: NDArray[Any], files: tuple[Path, ...], key: str) -> Corpus:
-    part = Stream(tokens, config.sequence, key)
-    checked([part], f"{len(tokens)} tokens of {key}", config.sequence)
+    part = Stream(tokens, config.seq_len, key)
+    checked([part], f"{len(tokens)} tokens of {key}", config.seq_len)
     return Corpus((part,), part.digest(), len(tokens), "tokens", files)
 
 
-def _bytes(config: DataConfig, vocabulary: int | None, patterns: tuple[str, ...], key: str) -> Corpus:
+def _bytes(config: DataConfig, vocab_size: int | None, patterns: tuple[str, ...], key: str) -> Corpus:
     files = _files(patterns, key)
     documents: list[Document] = list(texts_of(files, config.max_bytes))
-    if vocabulary is not None:
+    if vocab_size is not None:
         for each in documents:
-            if (highest := max(each.text, default=0)) >= vocabulary:
+            if (highest := max(each.text, default=0)) >= vocab_size:
                 raise outside(
-                    highest, vocabulary, f"position {each.text.index(highest)} of {each.name}", NO_TOKENIZER
+                    highest, vocab_size, f"position {each.text.index(highest)} of {each.name}", NO_TOKENIZER
                 )
     text = b"".join(each.text for each in documents)
-    if len(text) <= config.sequence:
+    if len(text) <= config.seq_len:
         raise TrainingError(
             f"{len(text)} bytes of training data are less than one sample",
-            given=f"{len(documents)} files, sequence = {config.sequence}"
+            given=f"{len(documents)} files, sequence = {config.seq_len}"
             + ("" if config.max_bytes is None else f", max_bytes = {config.max_bytes}"),
-            expected=f"{config.sequence + 1} bytes or more: a sample, and the byte after it",
+            expected=f"{config.seq_len + 1} bytes or more: a sample, and the byte after it",
             hint="more files, or a shorter sequence",
         )
-    part = Stream(np.frombuffer(text, dtype=np.uint8), config.sequence, "data.files")
+    part = Stream(np.frombuffer(text, dtype=np.uint8), config.seq_len, "data.files")
     used = tuple(files[: len(documents)])
     return Corpus((part,), hashlib.sha256(text).digest(), len(text), files=used)
 
@@ -128,7 +128,7 @@ def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
     return files
 
 
-def _token_files(config: DataConfig, vocabulary: int | None, patterns: tuple[str, ...], key: str) -> Corpus:
+def _token_files(config: DataConfig, vocab_size: int | None, patterns: tuple[str, ...], key: str) -> Corpus:
     """Files of tokens: data.tokens, by weights, each pattern's files together; or those for validation."""
     weighted = key == "data.tokens"
     weights: list[float] = []
@@ -136,19 +136,19 @@ def _token_files(config: DataConfig, vocabulary: int | None, patterns: tuple[str
     files: list[Path] = []
     for index, group in enumerate([(each,) for each in patterns] if weighted else [patterns]):
         here = matches(group, key)
-        some = [_token_file(path, config, vocabulary) for path in here]
+        some = [_token_file(path, config, vocab_size) for path in here]
         if weighted and config.weights:
             total = max(1, sum(len(each) for each in some))
             weights += [config.weights[index] * len(each) / total for each in some if len(each)]
         parts += [each for each in some if len(each)]
         files += here
-    checked(parts, ", ".join(map(str, files[:4])) if weighted else key, config.sequence)
+    checked(parts, ", ".join(map(str, files[:4])) if weighted else key, config.seq_len)
     digest = hashlib.sha256(b"".join(part.digest() for part in parts)).digest()
     size = sum(len(part.tokens) for part in parts)
     return Corpus(tuple(parts), digest, size, "tokens", tuple(files), tuple(weights))
 
 
-def _token_file(path: Path, config: DataConfig, vocabulary: int | None) -> Stream:
+def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Stream:
     """A file of tokens, mapped: nothing is read before it is needed."""
     wanted = "a .npy of one axis of an unsigned or signed whole type, or raw little-endian tokens of data.token_type"
     try:
@@ -165,7 +165,7 @@ def _token_file(path: Path, config: DataConfig, vocabulary: int | None) -> Strea
         raise TrainingError(
             "a token file cannot be read", given=f"{path}: {error}", expected=wanted
         ) from error
-    stream = Stream(tokens, config.sequence, str(path), vocabulary)
+    stream = Stream(tokens, config.seq_len, str(path), vocab_size)
     if len(stream):
         # The ends, so that a wrong type or vocabulary is found before the first step.
         stream.read(np.unique(np.linspace(0, len(stream) - 1, 256).astype(np.int64)))

@@ -114,9 +114,9 @@ class Tokens:
         config: DataConfig,
         cache: Path | None,
         model: ModelConfig | None = None,
-        vocabulary: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
-        self._cache, self._config, self._vocabulary = cache, config, vocabulary
+        self._cache, self._config, self._vocab_size = cache, config, vocab_size
         self.tokenizer: Any = None
         self.eos: int | None = None
         self._facts = b""
@@ -134,8 +134,8 @@ class Tokens:
         """
         held = list(documents)
         tokens = self._kept(held)
-        if self._vocabulary is not None and len(tokens) and int(tokens.max()) >= self._vocabulary:
-            raise self._outside(held, self._vocabulary)
+        if self._vocab_size is not None and len(tokens) and int(tokens.max()) >= self._vocab_size:
+            raise self._outside(held, self._vocab_size)
         return tokens
 
     def _kept(self, held: list[Document]) -> NDArray[Any]:
@@ -159,18 +159,18 @@ class Tokens:
                 "tokens cannot be kept", given=f"{path}: {error}", expected="a folder with space, train.out"
             ) from error
 
-    def _outside(self, documents: list[Document], vocabulary: int) -> TrainingError:
+    def _outside(self, documents: list[Document], vocab_size: int) -> TrainingError:
         """The error of the first token that the model does not have."""
         document, ids = next(
-            each for each in self._tokenised(documents) if each[1].max(initial=0) >= vocabulary
+            each for each in self._tokenised(documents) if each[1].max(initial=0) >= vocab_size
         )
-        place = int((ids >= vocabulary).argmax())
+        place = int((ids >= vocab_size).argmax())
         if self.tokenizer is None:
             hint = NO_TOKENIZER
         else:
             size = self.tokenizer.get_vocab_size()
             hint = f"the tokenizer of this model: {self._path} has {size} tokens"
-        return outside(int(ids[place]), vocabulary, f"position {place} of {document.name}", hint)
+        return outside(int(ids[place]), vocab_size, f"position {place} of {document.name}", hint)
 
     def _made(self, documents: list[Document]) -> NDArray[Any]:
         found = [ids for _, ids in self._tokenised(documents)]
@@ -225,7 +225,7 @@ class Tokens:
                 expected="a tokenizer.json of tokenizers, or a folder with one",
                 hint="AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes one",
             ) from error
-        # What a sample is, is said by data.sequence.
+        # What a sample is, is said by data.seq_len.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         said = self._config.eos or _eos_beside(file)
