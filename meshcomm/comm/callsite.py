@@ -73,7 +73,10 @@ def stack_of(thread: int) -> list[tuple[str, int, str]]:
             gc.enable()
     # Where the caller is, not where this is.
     own = thread == threading.get_ident()
-    return [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames[own:] if f is not None]
+    lines = [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames[own:] if f is not None]
+    # This function's own frame may be among them.
+    frames.clear()
+    return lines
 
 
 def thread_frames() -> dict[int, FrameType]:
