@@ -357,7 +357,7 @@ def test_an_option_that_the_fast_path_does_not_know_takes_the_stages(mesh: Any) 
 
 
 @pytest.mark.mesh(dp=2, validate_calls=0, via="gloo", timeout_s=20)
-def test_a_scatter_tells_its_slices_however_often_it_was_made(mesh: Mesh) -> None:
+def test_a_scatter_tells_its_slices_however_often_it_was_made(mesh: Any) -> None:
     for size in (4, 4, 4, 8):
         x = torch.arange(float(size)) if mesh.coord("dp") == 1 else None
         assert torch.equal(mesh.scatter("dp", x, src=1), torch.arange(float(size)).chunk(2)[mesh.coord("dp")])
