@@ -10,9 +10,10 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from meshcomm.config.pretrained import dropouts_of, is_gated, misunderstood, sizes_of, windows_of
-from meshcomm.config.problems import Problem, divisors, multiples, nearest, remainder
+from meshcomm.config.problems import Problem, multiples, nearest, remainder
 from meshcomm.config.section import Arguments, Fraction, Function, NoEffect, Section, Table, Text
 from meshcomm.errors import ConfigError
+from meshcomm.layout.sizes import divisors
 
 
 def _fact(example: int) -> Any:
@@ -34,7 +35,7 @@ def _facts(model: ModelConfig) -> Iterator[Problem]:
 def _one_source(model: ModelConfig) -> Iterator[Problem]:
     if model.pretrained is not None and model.build is not None:
         ways, given = ["remove model.build", "remove model.pretrained"], model.written("pretrained build")
-        yield Problem("pretrained", "two models", "one of both", ways, given)
+        yield Problem("pretrained", "two models", "one of the two", ways, given)
 
 
 def _folder(model: ModelConfig) -> Iterator[Problem]:
@@ -47,20 +48,17 @@ def _folder(model: ModelConfig) -> Iterator[Problem]:
             return
         known = sizes_of(folder)
     except (ValueError, OSError) as error:
-        expected, ways = (
-            "a folder with a config.json that save_pretrained wrote",
-            ["model.save_pretrained(folder)"],
+        what, expected = (
+            f"no model of transformers: {error}",
+            "a folder with the config.json of save_pretrained",
         )
-        yield Problem(
-            "pretrained", f"no model of transformers: {error}", expected, ways, model.written("pretrained")
-        )
+        ways = ["model.save_pretrained(folder)"]
+        yield Problem("pretrained", what, expected, ways, model.written("pretrained"))
         return
     for name, value in known.items():
         if getattr(model, name) != value:
-            what, expected = (
-                f"the folder's config.json has {name} {value}",
-                f"{value}, or nothing: it follows from the folder",
-            )
+            what = f"the folder's config.json has {name} {value}"
+            expected = f"{value}, or nothing: it follows from the folder"
             yield Problem(name, what, expected, [f"remove model.{name}"], model.written(name))
 
 
@@ -69,30 +67,24 @@ def _dropout(model: ModelConfig) -> Iterator[Problem]:
         return
     with contextlib.suppress(ValueError, OSError):
         if shares := dropouts_of(Path(model.pretrained)):
-            written = ", ".join(f"{name} = {value}" for name, value in shares.items())
-            yield Problem(
-                "dropout",
-                "the model drops out, by random numbers that would differ from mesh to mesh",
+            what = "the model drops out, by random numbers that would differ from mesh to mesh"
+            expected = (
                 "model.dropout, in the same places on every mesh: behind attention and feed-forward of each block, "
-                "nowhere else; 0.0 trains without",
-                [f"model.dropout = {max(shares.values())}", "model.dropout = 0.0"],
-                f"{written} in the folder's config.json",
+                "nowhere else; 0.0 trains without"
             )
+            ways = [f"model.dropout = {max(shares.values())}", "model.dropout = 0.0"]
+            written = ", ".join(f"{name} = {value}" for name, value in shares.items())
+            yield Problem("dropout", what, expected, ways, f"{written} in the folder's config.json")
 
 
 def _shared_kv_heads(model: ModelConfig) -> Iterator[Problem]:
     heads, kv_heads = model.heads, model.kv_heads
     if None not in (heads, kv_heads) and heads % kv_heads:
-        yield Problem(
-            "kv_heads",
-            f"heads is not divisible by kv_heads: {remainder(heads, kv_heads)}",
-            "heads divisible by kv_heads: equally many query heads share each of them",
-            [
-                *(f"model.kv_heads = {n}" for n in nearest(kv_heads, divisors(heads))),
-                *(f"model.heads = {n}" for n in multiples(heads, kv_heads, 1)),
-            ],
-            model.written("heads kv_heads"),
-        )
+        what = f"heads is not divisible by kv_heads: {remainder(heads, kv_heads)}"
+        expected = "heads divisible by kv_heads: equally many query heads share each of them"
+        ways = [f"model.kv_heads = {n}" for n in nearest(kv_heads, divisors(heads))]
+        ways += [f"model.heads = {n}" for n in multiples(heads, kv_heads, 1)]
+        yield Problem("kv_heads", what, expected, ways, model.written("heads kv_heads"))
 
 
 def _head_size(model: ModelConfig) -> Iterator[Problem]:

@@ -41,14 +41,12 @@ def _host_and_port(address: str) -> str:
 
 
 def _what_init_needs(process: ProcessConfig) -> Iterator[Problem]:
-    needed = {
-        "tcp": ("address", _ADDRESS, "127.0.0.1:29500"),
-        "file": ("path", "a file that all processes can write", "/shared/rendezvous"),
-    }
-    field, expected, example = needed.get(process.init, ("init", "", ""))
+    examples = {"tcp": ("address", "127.0.0.1:29500"), "file": ("path", "/shared/rendezvous")}
+    field, example = examples.get(process.init, ("init", ""))
     if getattr(process, field) is None:
-        what = f"missing for init = {toml(process.init)}"
-        yield Problem(field, what, expected, [f"process.{field} = {toml(example)}"], f"no {field}")
+        expected = _ADDRESS if field == "address" else "a file that all processes can write"
+        ways = [f"process.{field} = {toml(example)}"]
+        yield Problem(field, f"missing for init = {toml(process.init)}", expected, ways, f"no {field}")
 
 
 def _rank_in_the_world(process: ProcessConfig) -> Iterator[Problem]:
@@ -90,29 +88,25 @@ class ProcessConfig(Section):
 def _parts_of_nccl(network: NetworkConfig) -> Iterator[Problem]:
     for index, word in enumerate(network.nccl_debug_subsys):
         name = word.removeprefix("^")
-        if name in _SUBSYSTEMS:
-            continue
-        mended = [*network.nccl_debug_subsys]
-        mended[index] = "^" * (name != word) + (nearest_name(name.upper(), _SUBSYSTEMS) or "ALL")
-        yield Problem(
-            f"nccl_debug_subsys[{index}]",
-            f"NCCL has no part {toml(word)}",
-            f"parts out of {', '.join(_SUBSYSTEMS[:9])},\n{', '.join(_SUBSYSTEMS[9:])}",
-            [f"network.nccl_debug_subsys = {toml(mended)}"],
-            network.written("nccl_debug_subsys"),
-        )
+        if name not in _SUBSYSTEMS:
+            changed = [*network.nccl_debug_subsys]
+            changed[index] = "^" * (name != word) + (nearest_name(name.upper(), _SUBSYSTEMS) or "ALL")
+            ways, given = (
+                [f"network.nccl_debug_subsys = {toml(changed)}"],
+                network.written("nccl_debug_subsys"),
+            )
+            key, what = f"nccl_debug_subsys[{index}]", f"NCCL has no part {toml(word)}"
+            yield Problem(key, what, f"parts out of {', '.join(_SUBSYSTEMS)}", ways, given)
 
 
 def _sockets_of_nccl(network: NetworkConfig) -> Iterator[Problem]:
     threads, sockets = network.nccl_socket_nthreads or 0, network.nccl_nsocks_perthread or 0
     if threads * sockets > _MOST_SOCKETS:
-        yield Problem(
-            "nccl_nsocks_perthread",
-            f"more than {_MOST_SOCKETS} sockets: {threads}*{sockets} = {threads * sockets}",
-            f"at most {_MOST_SOCKETS} sockets for a connection, which is NCCL's own limit",
-            [f"network.nccl_nsocks_perthread = {_MOST_SOCKETS // threads}"],
-            network.written("nccl_nsocks_perthread nccl_socket_nthreads"),
-        )
+        what = f"more than {_MOST_SOCKETS} sockets: {threads}*{sockets} = {threads * sockets}"
+        expected = f"at most {_MOST_SOCKETS} sockets for a connection, which is NCCL's own limit"
+        ways = [f"network.nccl_nsocks_perthread = {_MOST_SOCKETS // threads}"]
+        given = network.written("nccl_nsocks_perthread nccl_socket_nthreads")
+        yield Problem("nccl_nsocks_perthread", what, expected, ways, given)
 
 
 class NetworkConfig(Section):

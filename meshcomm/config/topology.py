@@ -33,15 +33,17 @@ class Links(Section):
 def _links(topology: TopologyConfig) -> Iterator[Problem]:
     links = topology.links
     if not topology.ranks_per_node and any(dict(links).values()):
-        expected = "ranks_per_node, which says who crosses which link"
-        ways = ["topology.ranks_per_node = 8", "remove topology.links"]
-        given = topology.written("links ranks_per_node")
-        yield Problem("links", "no effect without topology.ranks_per_node", expected, ways, given)
+        ways, given = (
+            ["topology.ranks_per_node = 8", "remove topology.links"],
+            topology.written("links ranks_per_node"),
+        )
+        yield Problem(
+            "links", "no effect without topology.ranks_per_node", "topology.ranks_per_node", ways, given
+        )
     if links.rack is not None and topology.nodes_per_rack is None:
-        expected = "nodes_per_rack, which says who shares a rack"
         ways = ["topology.nodes_per_rack = 4", "remove topology.links.rack"]
-        given = topology.written("links nodes_per_rack")
-        yield Problem("links.rack", "no effect without topology.nodes_per_rack", expected, ways, given)
+        what, given = "no effect without topology.nodes_per_rack", topology.written("links nodes_per_rack")
+        yield Problem("links.rack", what, "topology.nodes_per_rack", ways, given)
 
 
 class TopologyConfig(Section):

@@ -27,7 +27,6 @@ from meshcomm.config.write import toml
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 
-
 # In place of a tokenizer.
 BYTES: Final = "bytes"
 
@@ -63,15 +62,12 @@ def _one_of(data: DataConfig, what: str, names: tuple[str, ...]) -> Iterator[Pro
 def _token_weights(data: DataConfig) -> Iterator[Problem]:
     weights, entries = data.weights, len(data.tokens)
     if weights and entries and (len(weights) != entries or min(weights) <= 0):
-        what = f"{len(weights)} weights of {entries} entries of tokens"
+        what = "a weight is not above 0"
+        if len(weights) != entries:
+            what = f"{len(weights)} weights of {entries} entries of tokens"
+        expected = "a number above 0 for each entry of data.tokens"
         ways = [f"data.weights = {toml([1.0] * entries)}", "remove data.weights"]
-        yield Problem(
-            "weights",
-            what if len(weights) != entries else "a weight is not above 0",
-            "a number above 0 for each entry of data.tokens",
-            ways,
-            data.written("weights tokens"),
-        )
+        yield Problem("weights", what, expected, ways, data.written("weights tokens"))
 
 
 class DataConfig(Section):
@@ -167,26 +163,19 @@ def _warm_up(train: TrainConfig) -> Iterator[Problem]:
 def _decay(train: TrainConfig) -> Iterator[Problem]:
     most = train.steps - train.warmup_steps
     if train.decay_steps is not None and train.decay_steps > most >= 0:
-        both = train.warmup_steps + train.decay_steps
-        yield Problem(
-            "decay_steps",
-            f"the warm-up and the decay are longer than the training: {train.warmup_steps} + {train.decay_steps} > "
-            f"{train.steps}",
-            f"1 to {most}",
-            [f"train.decay_steps = {most}"] * (most > 0) + [f"train.steps = {both}"],
-            train.written("decay_steps warmup_steps steps"),
-        )
+        both = f"{train.warmup_steps} + {train.decay_steps} > {train.steps}"
+        what = f"the warm-up and the decay are longer than the training: {both}"
+        ways = [f"train.decay_steps = {most}"] * (most > 0)
+        ways.append(f"train.steps = {train.warmup_steps + train.decay_steps}")
+        given = train.written("decay_steps warmup_steps steps")
+        yield Problem("decay_steps", what, f"1 to {most}", ways, given)
 
 
 def _selective(train: TrainConfig) -> Iterator[Problem]:
     if train.compile and train.recompute == "selective":
-        yield Problem(
-            "compile",
-            "a compiled block is one operator: which results in it to keep cannot be said",
-            "recompute that keeps nothing of a block, or no compile",
-            ["train.recompute = true", "train.compile = false"],
-            train.written("compile recompute"),
-        )
+        what = "a compiled block is one operator: which results in it to keep cannot be said"
+        ways, given = ["train.recompute = true", "train.compile = false"], train.written("compile recompute")
+        yield Problem("compile", what, "recompute that keeps nothing of a block, or no compile", ways, given)
 
 
 def _some_steps(train: TrainConfig) -> Iterator[Problem]:
