@@ -135,8 +135,7 @@ class ModelConfig(Section):
         ),
     )
     pretrained: Text | None = Field(default=None, examples=["Llama-3.2-1B"])
-    """A folder with the config.json and the safetensors of a model of transformers, relative to the config file: the
-    sizes below follow from it. None: the built-in transformer, or build."""
+    """A folder of save_pretrained, relative to the config file: the sizes below follow from it. None: built in, or build."""
     random_weights: bool = False
     """With pretrained: weights are drawn from train.seed, not read."""
     build: Function | None = Field(default=None, examples=["my_package.models:gpt"])
@@ -164,8 +163,8 @@ class ModelConfig(Section):
     tied_embeddings: bool = False
     """The head uses the embedding's weights."""
     dropout: Fraction = 0.0
-    """Share of what attention and feed-forward of each block give that is set to zero in training, in the same places
-    on every mesh. With pretrained it is to be said where the folder's config.json has dropout."""
+    """Share of the outputs of attention and feed-forward that is set to zero in training, in the same places on every
+    mesh. With pretrained it is needed where the folder's config.json has dropout."""
     experts: int = Field(default=0, ge=0)
     """Feed-forward blocks to choose from in a layer. Default 0: one, no choice."""
     experts_per_token: int = Field(default=2, ge=1)
