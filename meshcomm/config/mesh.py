@@ -155,12 +155,8 @@ class MeshConfig(Section):
         """The same mesh with a merged dim of `dims`, where there are several and none is of just these in this order."""
         if len(dims) < 2 or dims in self.merge.values():
             return self
-        taken = {
-            *self.dims,
-            *self.merge,
-            *self.views,
-            *(dim for sizes in self.views.values() for dim in sizes),
-        }
+        views = [name for sizes in self.views.values() for name in sizes]
+        taken = {*self.dims, *self.merge, *self.views, *views}
         merge = Table({**self.merge, merged_name(dims, taken): dims})
         return self.model_copy(update={"merge": merge})
 

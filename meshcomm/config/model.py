@@ -48,10 +48,7 @@ def _folder(model: ModelConfig) -> Iterator[Problem]:
             return
         known = sizes_of(folder)
     except (ValueError, OSError) as error:
-        what, expected = (
-            f"no model of transformers: {error}",
-            "a folder with the config.json of save_pretrained",
-        )
+        what, expected = f"no model of transformers: {error}", "a config.json that save_pretrained wrote"
         ways = ["model.save_pretrained(folder)"]
         yield Problem("pretrained", what, expected, ways, model.written("pretrained"))
         return
@@ -68,10 +65,7 @@ def _dropout(model: ModelConfig) -> Iterator[Problem]:
     with contextlib.suppress(ValueError, OSError):
         if shares := dropouts_of(Path(model.pretrained)):
             what = "the model drops out, by random numbers that would differ from mesh to mesh"
-            expected = (
-                "model.dropout, in the same places on every mesh: behind attention and feed-forward of each block, "
-                "nowhere else; 0.0 trains without"
-            )
+            expected = "model.dropout: behind attention and feed-forward of each block, in the same places on every mesh"
             ways = [f"model.dropout = {max(shares.values())}", "model.dropout = 0.0"]
             written = ", ".join(f"{name} = {value}" for name, value in shares.items())
             yield Problem("dropout", what, expected, ways, f"{written} in the folder's config.json")
@@ -106,18 +100,14 @@ def _experts(model: ModelConfig) -> Iterator[Problem]:
     each, experts, every, layers = model.experts_per_token, model.experts, model.experts_every, model.layers
     if 0 < experts < each:
         ways = [f"model.experts_per_token = {experts}", f"model.experts = {each}"]
-        what, given = (
-            f"more than there are experts: {each} > {experts}",
-            model.written("experts_per_token experts"),
-        )
+        what, given = f"more than there are: {each} > {experts}", model.written("experts_per_token experts")
         yield Problem("experts_per_token", what, f"1 to {experts}", ways, given)
     if experts and layers is not None and every > layers:
         ways = [f"model.experts_every = {layers}", f"model.layers = {every}"]
-        what, given = (
-            f"no layer has experts: {every} > {layers}",
-            model.written("experts_every layers experts"),
+        given = model.written("experts_every layers experts")
+        yield Problem(
+            "experts_every", f"no layer has experts: {every} > {layers}", f"1 to {layers}", ways, given
         )
-        yield Problem("experts_every", what, f"1 to {layers}", ways, given)
 
 
 class ModelConfig(Section):

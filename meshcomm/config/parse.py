@@ -66,15 +66,12 @@ def _yaml(text: str) -> Any:
     try:
         yaml = import_module("yaml")
     except ImportError:
-        raise ConfigError(
-            "YAML files need PyYAML, which is not installed",
-            given="a YAML file",
-            expected="PyYAML beside meshcomm; TOML and JSON need nothing",
-            hint="pip install 'meshcomm[yaml]'",
-        ) from None
-    loader: Any = type(
-        "Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}, "compose_node": _compose_node}
-    )
+        what, given = "YAML files need PyYAML, which is not installed", "a YAML file"
+        hint = "pip install 'meshcomm[yaml]'"
+        expected = "PyYAML beside meshcomm; TOML and JSON need nothing"
+        raise ConfigError(what, given=given, expected=expected, hint=hint) from None
+    own = {"yaml_implicit_resolvers": {}, "compose_node": _compose_node}
+    loader: Any = type("Loader", (yaml.SafeLoader,), own)
     for tag, pattern, first in _CORE:
         loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), [*first, ""])
     loader.add_constructor("tag:yaml.org,2002:map", _yaml_table)
@@ -91,9 +88,8 @@ def _yaml(text: str) -> Any:
 def _compose_node(loader: Any, parent: Any, index: Any) -> Any:
     yaml = import_module("yaml")
     if loader.check_event(yaml.AliasEvent):
-        raise yaml.MarkedYAMLError(
-            problem="aliases are not read", problem_mark=loader.peek_event().start_mark
-        )
+        mark = loader.peek_event().start_mark
+        raise yaml.MarkedYAMLError(problem="aliases are not read", problem_mark=mark)
     return yaml.SafeLoader.compose_node(loader, parent, index)
 
 

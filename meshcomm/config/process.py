@@ -90,10 +90,8 @@ def _parts_of_nccl(network: NetworkConfig) -> Iterator[Problem]:
         if name not in _SUBSYSTEMS:
             changed = [*network.nccl_debug_subsys]
             changed[index] = "^" * (name != word) + (nearest_name(name.upper(), _SUBSYSTEMS) or "ALL")
-            ways, given = (
-                [f"network.nccl_debug_subsys = {toml(changed)}"],
-                network.written("nccl_debug_subsys"),
-            )
+            ways = [f"network.nccl_debug_subsys = {toml(changed)}"]
+            given = network.written("nccl_debug_subsys")
             key, what = f"nccl_debug_subsys[{index}]", f"NCCL has no part {toml(word)}"
             yield Problem(key, what, f"parts out of {', '.join(_SUBSYSTEMS)}", ways, given)
 
@@ -154,13 +152,9 @@ class Links(Section):
 def _links(topology: TopologyConfig) -> Iterator[Problem]:
     links = topology.links
     if not topology.ranks_per_node and any(dict(links).values()):
-        ways, given = (
-            ["topology.ranks_per_node = 8", "remove topology.links"],
-            topology.written("links ranks_per_node"),
-        )
-        yield Problem(
-            "links", "no effect without topology.ranks_per_node", "topology.ranks_per_node", ways, given
-        )
+        ways = ["topology.ranks_per_node = 8", "remove topology.links"]
+        what, given = "no effect without topology.ranks_per_node", topology.written("links ranks_per_node")
+        yield Problem("links", what, "topology.ranks_per_node", ways, given)
     if links.rack is not None and topology.nodes_per_rack is None:
         ways = ["topology.nodes_per_rack = 4", "remove topology.links.rack"]
         what, given = "no effect without topology.nodes_per_rack", topology.written("links nodes_per_rack")

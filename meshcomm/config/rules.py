@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -219,7 +218,7 @@ def _tokenizer(resolved: Resolved) -> Iterator[Problem]:
         ways = [
             'data.tokenizer = "FOLDER"',
             'data.tokenizer = "bytes"',
-            "data.tokens, with the tokens of these texts",
+            "data.tokens, with these texts' tokens",
         ]
         yield Problem("data.tokenizer", what, expected, ways, f"no tokenizer.json in {pretrained}")
 
@@ -292,13 +291,10 @@ def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
         what = f"{dim} is in {len(homes)} views: {', '.join(homes)}"
     else:
         what = f"{dim} is a merged dim" if dim in mesh.merge else f"no dim {dim} in a view"
-    of_views = dict.fromkeys(n for sizes in mesh.views.values() for n in sizes if n not in mesh.dims)
-    others = [name for name in of_views if name != dim]
-    near = nearest_name(dim, others)
-    names = [] if homes else [near] if near is not None else others
+    others = [name for sizes in mesh.views.values() for name in sizes if name not in (dim, *mesh.dims)]
+    names = [] if homes else dict.fromkeys(others)
     ways = [*(f'parallel.expert = "{name}"' for name in names), "remove parallel.expert"]
-    expected = "a dim of one of mesh.views that is no dim of mesh.dims"
-    expected += f": {', '.join(others)}" if others else ", as ep in mesh.views.expert = { edp = 2, ep = 4 }"
+    expected = "a dim of one of mesh.views that is no dim of mesh.dims, as ep in mesh.views.expert = { edp = 2, ep = 4 }"
     given = f"expert = {toml(dim)}, mesh.dims = {toml(mesh.dims)}, mesh.views = {toml(mesh.views)}"
     yield Problem("parallel.expert", what, expected, ways, given)
 
@@ -315,22 +311,18 @@ def _expert_view(resolved: Resolved) -> Iterator[Problem]:
     for part in kept:
         dim = parallel.parts.get(part)
         if dim is not None and dim in mesh.dims and dim not in sizes:
-            expected = (
-                f"{dim} = {mesh.dims[dim]} in its place: experts are split along {part} as all weights are"
-            )
             what, dims = f"does not hold {dim}, which plays {part}", toml(mesh.dims)
-            yield Problem(
-                path, what, expected, [_A_VIEW], f"{given}, mesh.dims = {dims}, {part} = {toml(dim)}"
-            )
+            expected = f"{dim} = {mesh.dims[dim]} in it: experts are split along {part} as all weights are"
+            listed = f"{given}, mesh.dims = {dims}, {part} = {toml(dim)}"
+            yield Problem(path, what, expected, [_A_VIEW], listed)
     # FSDP takes two dims: one along which weights are shards, and one along which these are copied.
     copied = [dim for dim in parallel.expert_gradient_dims(mesh.views) if sizes[dim] != 1]
     if parallel.shard is not None and len(copied) > 2:
-        what = (
-            f"has {', '.join(copied)} next to the dims of expert, pipeline and tensor: experts are sharded along one dim "
-            "and copied along one other"
-        )
+        what = f"has {', '.join(copied)} next to the dims of expert, pipeline and tensor"
         ways, given = [_A_VIEW, "remove parallel.shard"], f"{given}, {parallel.written('shard expert')}"
-        yield Problem(path, what, "two of them at most", ways, given)
+        yield Problem(
+            path, what, "at most two: experts are sharded along one and copied along the other", ways, given
+        )
 
 
 # -- samples and tokens -----------------------------------------------------------------------------
@@ -379,9 +371,7 @@ def _microbatches(resolved: Resolved) -> Iterator[Problem]:
         rounds = number // ranks
         division = f"{number} // {ranks} = {rounds}, {remainder(number, rounds)}"
         what = f"micro-batches do not fall into {rounds} equal rounds: {arithmetic}, {division}"
-        expected = (
-            f"as many micro-batches in each round of {schedule}, at least one for each rank along {dim}"
-        )
+        expected = f"rounds of equally many micro-batches, at least one for each rank along {dim}"
     one_stage = " and parallel.stages_per_rank = 1" if parallel.stages_per_rank > 1 else ""
     ways = [
         f"train.global_batch = {-(-number // ranks) * ranks * copies * micro}",
@@ -421,27 +411,19 @@ def _tokens(resolved: Resolved) -> Iterator[Problem]:
 # -- the model on the mesh --------------------------------------------------------------------------
 
 
-def _split_along_tensor(name: str, resolved: Resolved) -> Iterator[Problem]:
+def _split_along_tensor(resolved: Resolved) -> Iterator[Problem]:
+    # Embedding and head of a folder stay unsplit where they cannot be split; code says itself what it can.
     model, size = resolved.model, resolved.size("tensor")
-    number = getattr(model, name)
-    if number is not None and number % size:
-        dim = resolved.dim("tensor")
-        what = f"{name} is not divisible by {dim}: {remainder(number, size)}"
-        fitting = [f"model.ff = {n}" for n in multiples(number, size, 1)] if name == "ff" else []
-        given = resolved.written(f"model.{name} tensor")
-        yield Problem(
-            f"model.{name}", what, f"a multiple of mesh.dims.{dim}", [Fit("tensor", 2), *fitting], given
-        )
-
-
-def _vocabulary(resolved: Resolved) -> Iterator[Problem]:
-    # Embedding and head of a folder stay whole where they cannot be split; code says itself what it can.
-    tokens, size = resolved.model.vocabulary, resolved.size("tensor")
-    if resolved.model.is_built_in and tokens % size:
-        dim = resolved.dim("tensor")
-        what = f"the vocabulary of {tokens} is not divisible by {dim}: {remainder(tokens, size)}"
-        ways, given = [Fit("tensor", 2)], resolved.written("tensor")
-        yield Problem(f"mesh.dims.{dim}", what, f"a divisor of {tokens}", ways, given)
+    for name in (
+        ("heads", "kv_heads", "ff", "vocabulary") if model.is_built_in else ("heads", "kv_heads", "ff")
+    ):
+        number = model.__dict__.get(name)
+        if number is not None and number % size:
+            dim, given = resolved.dim("tensor"), resolved.written(f"model.{name} tensor")
+            what = f"{name} is not divisible by {dim}: {remainder(number, size)}"
+            fitting = [f"model.ff = {n}" for n in multiples(number, size, 1)] if name == "ff" else []
+            ways = [Fit("tensor", 2), *fitting]
+            yield Problem(f"model.{name}", what, f"a multiple of mesh.dims.{dim}", ways, given)
 
 
 def _overlap(resolved: Resolved) -> Iterator[Problem]:
@@ -482,15 +464,13 @@ def _ulysses(resolved: Resolved) -> Iterator[Problem]:
         arithmetic = f"{quotient(model.heads, tensor)}{remainder(heads, context)}"
         what = f"a rank's heads are not divisible by {dim}: {arithmetic}"
         expected = (
-            f"equally many heads for each of the {context} ranks along {dim}, which exchange tokens for heads"
+            f"equally many heads for each of the {context} ranks along {dim}: they exchange tokens for heads"
         )
         yield Problem("model.heads", what, expected, ways, given)
     elif kv_heads % context and context % kv_heads:
         arithmetic = quotient(model.kv_heads, tensor) + remainder(kv_heads, context)
         what = f"neither a rank's kv_heads nor {dim} divides the other: {arithmetic}, {remainder(context, kv_heads)}"
-        expected = (
-            f"equally many for each of the {context} ranks along {dim}, or each on equally many of them"
-        )
+        expected = f"equally many for each of the {context} ranks along {dim}, or each on equally many"
         yield Problem("model.kv_heads", what, expected, ways, given)
 
 
@@ -543,6 +523,6 @@ RULES: Final[tuple[Rule, ...]] = (
     _sections, _device_to_bind, _network_of_nccl, _tokenizer, _evaluation,
     _parts, _expert_dim, _expert_view,
     _global_batch, _microbatches, _tokens,
-    *(partial(_split_along_tensor, name) for name in ("heads", "kv_heads", "ff")), _vocabulary, _overlap, _stages, _ulysses, _experts,
+    _split_along_tensor, _overlap, _stages, _ulysses, _experts,
     _compiled_halves, _profiled_ranks,
 )  # fmt: skip

@@ -80,7 +80,7 @@ def _ranks(mesh: MeshConfig) -> Iterator[Problem]:
     given = f"ranks = {toml(ranks)}"
     if ascending != list(ranks) or not ranks:
         expected = (
-            "at least one rank of the world, each once, ascending; rank_order puts them in another order"
+            "one or more ranks of the world, each once, ascending; rank_order puts them in another order"
         )
         way = f"mesh.ranks = {toml(ascending)}" if ascending else "remove mesh.ranks: all ranks"
         yield Problem("ranks", "not a list of ranks in ascending order", expected, [way], given)

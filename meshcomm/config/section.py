@@ -141,10 +141,8 @@ class NoEffect(NamedTuple):
             else:
                 why, expected = f" without {need}", " or ".join(f"{place}.{name}" for name in names)
             ways = [] if self.way is None else [f"{place}.{self.way}" if " = " in self.way else self.way]
-            tries, what = (
-                [*ways, f"remove {place}.{field}"],
-                f"no effect{why if self.why is None else self.why}",
-            )
+            tries = [*ways, f"remove {place}.{field}"]
+            what = f"no effect{why if self.why is None else self.why}"
             known = " ".join(name for name in names if name in type(section).model_fields)
             yield Problem(field, what, expected, tries, section.written(f"{field} {known}"))
 
