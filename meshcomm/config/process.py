@@ -12,7 +12,6 @@ from pydantic_core import PydanticCustomError
 from meshcomm.config.problems import Problem
 from meshcomm.config.section import FrozenList, NoEffect, Section, Text
 from meshcomm.config.write import toml
-from meshcomm.layout.names import nearest_name
 
 # What NCCL's own parser knows; it ignores every other word without saying so.
 _SUBSYSTEMS: Final = (
@@ -38,6 +37,12 @@ def _host_and_port(address: str) -> str:
     if not (host and port and 1 <= int(port[1]) <= 65535):
         raise PydanticCustomError("address", _ADDRESS)
     return address
+
+
+def _nccl_part(word: str) -> str:
+    if word.removeprefix("^") not in _SUBSYSTEMS:
+        raise PydanticCustomError("nccl_part", ", ".join(_SUBSYSTEMS))
+    return word
 
 
 def _what_init_needs(process: ProcessConfig) -> Iterator[Problem]:
@@ -84,18 +89,6 @@ class ProcessConfig(Section):
     the dims' groups from that. Default "auto": no, each group connects when it is first used."""
 
 
-def _parts_of_nccl(network: NetworkConfig) -> Iterator[Problem]:
-    for index, word in enumerate(network.nccl_debug_subsys):
-        name = word.removeprefix("^")
-        if name not in _SUBSYSTEMS:
-            changed = [*network.nccl_debug_subsys]
-            changed[index] = "^" * (name != word) + (nearest_name(name.upper(), _SUBSYSTEMS) or "ALL")
-            ways = [f"network.nccl_debug_subsys = {toml(changed)}"]
-            given = network.written("nccl_debug_subsys")
-            key, what = f"nccl_debug_subsys[{index}]", f"NCCL has no part {toml(word)}"
-            yield Problem(key, what, f"parts out of {', '.join(_SUBSYSTEMS)}", ways, given)
-
-
 def _sockets_of_nccl(network: NetworkConfig) -> Iterator[Problem]:
     threads, sockets = network.nccl_socket_nthreads or 0, network.nccl_nsocks_perthread or 0
     if threads * sockets > _MOST_SOCKETS:
@@ -110,13 +103,13 @@ class NetworkConfig(Section):
     """`[network]`: which network interfaces carry the traffic, what NCCL logs about it, and its sockets."""
 
     place = "network"
-    rules = (_parts_of_nccl, _sockets_of_nccl)
+    rules = (_sockets_of_nccl,)
     no_effect = (NoEffect("nccl_debug_subsys", "nccl_debug", ("INFO", "TRACE"), 'nccl_debug = "INFO"'),)
     interfaces: FrozenList[Text] = ()
     """Names of network interfaces for Gloo and NCCL. Default: theirs to choose."""
     nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
     """How much NCCL logs. None: as NCCL decides."""
-    nccl_debug_subsys: FrozenList[str] = ()
+    nccl_debug_subsys: FrozenList[Annotated[str, AfterValidator(_nccl_part)]] = ()
     """With nccl_debug INFO or TRACE: the parts of NCCL that log; "^NAME" leaves one out."""
     nccl_socket_nthreads: int | None = Field(default=None, ge=1, le=16)
     """Threads with which NCCL serves a connection over sockets. None: what NCCL chooses."""

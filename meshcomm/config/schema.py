@@ -24,6 +24,7 @@ def schema() -> dict[str, Any]:
         for setting in part["properties"].values():
             # The title is the key itself in other letters; no file has to write a default of nothing.
             setting.pop("title", None)
+            setting["description"] = " ".join(setting["description"].split())
             if setting.get("default") is None or isinstance(setting["default"], dict):
                 setting.pop("default", None)
     properties = {

@@ -95,14 +95,6 @@ Arguments: TypeAlias = FrozenTable[str | int | float | bool]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _described(schema: dict[str, Any]) -> None:
-    """Settings' docstrings in the JSON schema: one line, with the default where the text does not say it."""
-    for setting in schema.get("properties", {}).values():
-        default, text = setting.get("default"), " ".join(setting.get("description", "").split())
-        is_said = default is None or isinstance(default, dict) or "Default" in text
-        setting["description"] = text if is_said else f"{text} Default {toml(default)}."
-
-
 Rule: TypeAlias = Callable[[Any], Iterable[Problem]]
 
 
@@ -162,7 +154,6 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        json_schema_extra=_described,
     )
 
     def __init__(self, **data: Any) -> None:

@@ -23,11 +23,7 @@ def times(sizes: Mapping[str, int]) -> str:
 
 
 def toml_dims(sizes: Mapping[str, int]) -> str:
-    """The sizes as they are written in a config file.
-
-    >>> toml_dims({"dp": 4, "tp": 2})
-    '{ dp = 4, tp = 2 }'
-    """
+    """The sizes as they are written in a config file: `{ dp = 4, tp = 2 }`."""
     # Only ASCII letters may stand without quotes in TOML; a dim may have others.
     written = (name if name.isascii() else f'"{name}"' for name in sizes)
     listed = ", ".join(f"{name} = {size}" for name, size in zip(written, sizes.values(), strict=True))
@@ -41,11 +37,7 @@ def divisors(n: int) -> list[int]:
 
 
 def whole(value: Any, what: str) -> int:
-    """`value` as an int. NumPy's integers are taken; bools, floats and all else are refused as `what`.
-
-    >>> whole(3, "rank")
-    3
-    """
+    """`value` as an int. NumPy's integers are taken; bools, floats and all else are refused as `what`."""
     if type(value) is int:
         return value
     try:
