@@ -54,19 +54,11 @@ def _what_init_needs(process: ProcessConfig) -> Iterator[Problem]:
         yield Problem(field, f"missing for init = {toml(process.init)}", expected, ways, f"no {field}")
 
 
-def _rank_in_the_world(process: ProcessConfig) -> Iterator[Problem]:
-    rank, world = process.rank, process.world_size
-    if rank is not None and world is not None and rank >= world:
-        ways = [f"process.rank = {world - 1}", f"process.world_size = {rank + 1}"]
-        what, given = f"rank {rank} is not in a world of {world}", process.written("rank world_size")
-        yield Problem("rank", what, f"0 to {world - 1}", ways, given)
-
-
 class ProcessConfig(Section):
     """`[process]`: how the processes of the job find each other. Default: by a launcher's variables."""
 
     place = "process"
-    rules = (_what_init_needs, _rank_in_the_world)
+    rules = (_what_init_needs,)
     no_effect = (
         NoEffect("address", "init", ("tcp",), 'init = "tcp"'),
         NoEffect("path", "init", ("file",), 'init = "file"'),

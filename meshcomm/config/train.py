@@ -34,16 +34,6 @@ _WITH_BETAS: Final = ("adamw", "adam", "nadam", "radam", "adamax")
 _WITH_EPS: Final = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta")
 
 
-def _one_sample(data: DataConfig) -> Iterator[Problem]:
-    if data.max_bytes is None or data.source != "files" or data.tokenizer not in (None, BYTES):
-        return
-    if data.max_bytes <= data.sequence:
-        what = f"does not hold one sample: {data.sequence} + 1 > {data.max_bytes}"
-        expected = "max_bytes above sequence: a sample is its tokens and the one that follows"
-        ways = [f"data.max_bytes = {data.sequence + 1}", f"data.sequence = {data.max_bytes - 1}"]
-        yield Problem("max_bytes", what, expected, ways, data.written("max_bytes sequence"))
-
-
 def _one_source(data: DataConfig) -> Iterator[Problem]:
     return _one_of(data, "sources of data", ("files", "tokens", "dataset", "build"))
 
@@ -74,7 +64,7 @@ class DataConfig(Section):
     """`[data]`: text, as bytes or through a tokenizer, token files, a folder of datasets, or what a function returns."""
 
     place = "data"
-    rules = (_one_sample, _one_source, _one_validation, _token_weights)
+    rules = (_one_source, _one_validation, _token_weights)
     no_effect = (
         NoEffect("token_type weights", "tokens"),
         NoEffect("split column validation_split", "dataset"),
