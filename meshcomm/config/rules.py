@@ -414,15 +414,13 @@ def _tokens(resolved: Resolved) -> Iterator[Problem]:
 def _split_along_tensor(resolved: Resolved) -> Iterator[Problem]:
     # Embedding and head of a folder stay unsplit where they cannot be split; code says itself what it can.
     model, size = resolved.model, resolved.size("tensor")
-    for name in (
-        ("heads", "kv_heads", "ff", "vocabulary") if model.is_built_in else ("heads", "kv_heads", "ff")
-    ):
+    for name in ("heads", "kv_heads", "ff", *["vocabulary"] * model.is_built_in):
         number = model.__dict__.get(name)
         if number is not None and number % size:
             dim, given = resolved.dim("tensor"), resolved.written(f"model.{name} tensor")
             what = f"{name} is not divisible by {dim}: {remainder(number, size)}"
-            fitting = [f"model.ff = {n}" for n in multiples(number, size, 1)] if name == "ff" else []
-            ways = [Fit("tensor", 2), *fitting]
+            fitting = multiples(number, size, 1) if name == "ff" else []
+            ways = [Fit("tensor", 2), *(f"model.{name} = {n}" for n in fitting)]
             yield Problem(f"model.{name}", what, f"a multiple of mesh.dims.{dim}", ways, given)
 
 
