@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.config.mesh import DimOptions, MeshConfig
 from meshcomm.config.problems import report
-from meshcomm.config.process import NetworkConfig, ProcessConfig
+from meshcomm.config.process import NetworkConfig, ProcessConfig, TopologyConfig
 from meshcomm.errors import LaunchError, LayoutError, MeshcommError
 from meshcomm.layout import Plan
 from meshcomm.layout.sizes import fold, toml_dims
@@ -27,7 +26,7 @@ from meshcomm.mesh.environment import command_line
 from meshcomm.transport.torch_private import root_of
 
 if TYPE_CHECKING:
-    from meshcomm.config import Config, TopologyConfig
+    from meshcomm.config import Config
 
 CONFIG_VARIABLE: Final = "MESHCOMM_CONFIG"
 OVERRIDES_VARIABLE: Final = "MESHCOMM_SET"
@@ -42,13 +41,7 @@ class MeshOnly:
     mesh: MeshConfig
     process: ProcessConfig = field(default_factory=ProcessConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
-
-    @cached_property
-    def topology(self) -> TopologyConfig:
-        """The default; its model is only loaded when the mesh is shown."""
-        from meshcomm.config.topology import TopologyConfig
-
-        return TopologyConfig()
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
 
     def plan(self, world: int | None) -> Plan:
         """See Config.plan."""
