@@ -54,18 +54,6 @@ def plan(
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Draw the pipeline's schedule: who runs which pass when.")
     ] = False,
-    tree: Annotated[
-        bool,
-        typer.Option(
-            "--tree",
-            help="Show the dims inside each other instead, down to the ranks of the innermost groups; "
-            "--json has all of them.",
-        ),
-    ] = False,
-    view: Annotated[
-        str | None,
-        typer.Option(help="With --tree: a view's dims in place of the base's."),
-    ] = None,
     diff: Other = None,
     export: Export = None,
     json: AsJson = False,
@@ -77,8 +65,11 @@ def plan(
 
     With --diff the exit code is 0 where the two are equal, and 1 where they are not.
     """
-    _one_picture(tree, view, diff, {"--rank": rank, "--grid": grid, "--by": by, "--schedule": schedule})
     _one_way_out(export, json)
+    if diff is not None and (grid or schedule or rank is not None or by is not None):
+        raise typer.BadParameter(
+            "--diff has no effect on --rank, --grid, --by and --schedule: leave them out"
+        )
     if schedule and export is not None and export.suffix.lower() != ".json":
         raise typer.BadParameter("--schedule is drawn on a terminal only; --export FILE.json has its facts")
     from meshcomm.config import load
@@ -88,13 +79,8 @@ def plan(
         picture = _difference(settings, load(diff, overrides or ()).resolved(world), world)
         _write(picture, export, json)
         raise typer.Exit(0 if picture.facts["equal"] else 1)
-    if tree:
-        whole = json or (export is not None and export.suffix.lower() == ".json")
-        picture = _tree(settings, world, view or "", whole)
-    else:
-        drawn = grid or by is not None or export is not None
-        picture = _tables(settings, world, rank, (_dims(by),) if drawn else (), schedule)
-    _write(picture, export, json)
+    drawn = grid or by is not None or export is not None
+    _write(_tables(settings, world, rank, (_dims(by),) if drawn else (), schedule), export, json)
 
 
 class _Picture(NamedTuple):
@@ -108,16 +94,6 @@ class _Picture(NamedTuple):
     title: str = ""
     shown: Sequence[RenderableType] = ()
     svg: Callable[[], str] | None = None
-
-
-def _tree(settings: Config, world: int | None, view: str, whole: bool) -> _Picture:
-    from meshcomm.show.page import Line, as_text
-    from meshcomm.show.tree import FOLDED, headline, tree_facts, tree_view
-
-    topology = discovered_topology(settings)
-    facts = tree_facts(settings.plan(world), view, topology, None if whole else FOLDED)
-    drawn = tree_view(facts)
-    return _Picture(facts, lambda: [Line(as_text(drawn), drawing=True)], headline(facts), [drawn])
 
 
 def _difference(a: Config, b: Config, world: int | None) -> _Picture:
@@ -262,16 +238,6 @@ def schema(
 
     write_whole(out, schema_text())
     typer.echo(f"written: {out}", err=True)
-
-
-def _one_picture(tree: bool, view: str | None, diff: Path | None, others: dict[str, object]) -> None:
-    """Refuse an option that would have no effect beside --tree or --diff."""
-    if view is not None and not tree:
-        raise typer.BadParameter("--view has no effect without --tree")
-    chosen = [name for name, given in (("--tree", tree), ("--diff", diff is not None)) if given]
-    beside = [name for name, value in others.items() if value is not None and value is not False]
-    if chosen and len(chosen) + len(beside) > 1:
-        raise typer.BadParameter(f"{' and '.join([*chosen, *beside])}: one of them at a time")
 
 
 def _dims(by: str | None) -> str | tuple[str, ...] | None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from meshcomm.config import Config, NetworkConfig, ProcessConfig
-from meshcomm.doctor import network
+from meshcomm.doctor import host
 from meshcomm.doctor.examine import examine, versions
 from meshcomm.doctor.finding import Facts, Finding, exit_code
 from meshcomm.errors import MeshcommError
@@ -33,11 +33,9 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
     """`examine` on every host of a job, and what each rank says of itself.
 
     Called by: every rank. The first rank of each host examines it; rank 0 gathers.
-    Returns: on rank 0 the facts of its own host, the findings of all, and `ranks`, one entry per
-        rank: rank, coords, host, interface, address, device. None elsewhere.
+    Returns: on rank 0 the facts of its own host with the findings of all and an entry of `ranks` for each; None elsewhere.
         And the exit code, equal on all ranks.
-    Raises: LaunchError where the ranks do not meet; MeshcommError on the others where rank 0 does
-        not answer within `timeout_s`.
+    Raises: LaunchError where the ranks do not meet; MeshcommError on the others if rank 0 does not answer in time.
     """
     examined = examine(settings) if launch.local_rank == 0 else None
     row = _row(settings, launch)
@@ -80,12 +78,12 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
 
 
 def _row(settings: Config | None, launch: Launch) -> Facts:
-    present = network.interfaces()
+    present = host.interfaces()
     name = socket.gethostname()
     asked = settings.network if settings is not None else NetworkConfig()
     # As a mesh would set them.
     env = {**gloo_defaults(launch.one_host), **os.environ, **network_variables(asked)}
-    interface, address = network.chosen(present, env, launch.one_host, name)
+    interface, address = host.chosen(present, env, launch.one_host, name)
     coords, device = None, "unknown"
     if settings is not None:
         # What is wrong here is a finding of `examine` on this host's first rank.
@@ -100,7 +98,7 @@ def _row(settings: Config | None, launch: Launch) -> Facts:
         "interface": interface,
         "address": address,
         "device": device,
-        "hint": network.interface_hint(present),
+        "hint": host.interface_hint(present),
         **{name: versions()[name] for name in _AGREED},
     }
 
@@ -171,10 +169,8 @@ def judge(rows: Sequence[Facts]) -> Iterator[Finding]:
 
 def _by(rows: Sequence[Facts], key: str) -> dict[str, list[Facts]]:
     """The rows by their value of `key`."""
-    found: dict[str, list[Facts]] = {}
-    for row in rows:
-        found.setdefault(row[key], []).append(row)
-    return found
+    values = dict.fromkeys(row[key] for row in rows)
+    return {value: [row for row in rows if row[key] == value] for value in values}
 
 
 def _ranks(rows: Sequence[Facts]) -> str:

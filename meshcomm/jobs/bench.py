@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from meshcomm.bench.facts import Asked, chosen_dims, items, measured_facts
+from meshcomm.bench.measure import Asked, chosen_dims, items, measured_facts
 from meshcomm.config import Config, load
 from meshcomm.config.write import check_ending, write_whole
 from meshcomm.errors import ConfigError
@@ -60,7 +60,7 @@ def bench(
     words = ["bench", *([] if config is None else [str(config)]), "--rounds", str(asked.rounds)]
     for option, values in (("--op", asked.operations), ("--bytes", asked.sizes), ("--dim", asked.dims)):
         words += [word for value in values for word in (option, str(value))]
-    words += ["--alone"] * asked.alone + ["--json"] * output.json
+    words += ["--json"] * output.json
     words += [] if output.fit is None else ["--fit", str(output.fit)]
     return start_job(settings, world, words, overrides, lambda: body(settings, asked, output))
 

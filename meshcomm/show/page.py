@@ -12,34 +12,30 @@ from io import StringIO
 from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, final
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import escape
 
 from meshcomm.config.write import check_ending, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-    from rich.segment import Segment
 
 # Columns of what does not go to a terminal.
 _WIDTH: Final = 100
 KINDS: Final = (".svg", ".md", ".json")
 # A table that would be folded to less than its width over this is shown as records instead.
 _SQUEEZE = 1.4
-# Pixels of a character in a picture.
-_CHARACTER, _ROW = 8.4, 17
-_SVG = """\
-<svg xmlns="http://www.w3.org/2000/svg" class="mc-text" role="img" aria-label={label} width="{width}" height="{height}" viewBox="0 0 {width} {height}">
-<title>{title}</title>
-<style>{style}</style>
-<rect class="paper" width="{width}" height="{height}"/>
-{body}
+# rich's picture of a console, without the window around it, and light or dark as the reader's.
+_SVG: Final = """\
+<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height:.0f}" viewBox="0 0 {width} {height:.0f}">
+<style>
+svg {{ --ink: #1f2328; --paper: #ffffff; }}
+@media (prefers-color-scheme: dark) {{ svg {{ --ink: #e6edf3; --paper: #0d1117; }} }}
+text {{ font: {char_height}px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre; }}
+{styles}
+</style>
+<rect width="100%" height="100%" fill="var(--paper)"/>
+<g transform="translate({terminal_x}, 22)">{backgrounds}{matrix}</g>
 </svg>
-"""
-_STYLE = """
-.mc-text text { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 14px; fill: #1f2328; white-space: pre; }
-.mc-text .paper { fill: #ffffff; }
-.mc-text .cell:hover rect { opacity: 0.75; }
-@media (prefers-color-scheme: dark) { .mc-text text { fill: #e6edf3; } .mc-text .paper { fill: #0d1117; } }
 """
 
 # A column of a table: the key of a cell in its item ("a.b" is inside of "a"), a template with keys in braces, a key and
@@ -229,53 +225,25 @@ def _escaped(text: str, in_table: bool = True) -> str:
 
 
 def svg_of(shown: Sequence[RenderableType], title: str, columns: int = _WIDTH) -> str:
-    """What a console of so many columns shows, in colours, as a picture, light and dark, that needs nothing else.
+    """What a console of at most so many columns shows, in colours, as a picture, light and dark, that needs nothing else.
 
-    title: for screen readers. What the meta data of a style has as "about" is shown under the pointer.
+    title: for screen readers.
     """
+    from rich.cells import cell_len
     from rich.console import Console, Group
-    from rich.segment import Segment
+    from rich.terminal_theme import SVG_EXPORT_THEME
 
+    what = Group(*shown)
+    widest = max(map(cell_len, as_text(what, columns).splitlines()))
     # The environment has no say: a picture has colours.
-    console = Console(
-        width=columns, file=StringIO(), color_system="truecolor", no_color=False, force_jupyter=False
-    )
-    lines = list(Segment.split_lines(console.render(Group(*shown))))
-    body, widest = [], 0
-    for row, line in enumerate(lines):
-        at = 0
-        for segment in Segment.simplify(line):
-            body.append(_drawn(segment, at, row))
-            at += segment.cell_length
-            widest = max(widest, at if body[-1] else 0)
-    return _SVG.format(
-        label=quoteattr(title),
-        title=escape(title),
-        width=round(40 + _CHARACTER * widest),
-        height=40 + _ROW * len(lines),
-        style=_STYLE,
-        body="\n".join(filter(None, body)),
-    )
-
-
-def _drawn(segment: Segment, column: int, row: int) -> str:
-    """A piece of a line: its text, on its own colour where it has one."""
-    text, style = segment.text.strip(), segment.style
-    x = 20 + _CHARACTER * (column + len(segment.text) - len(segment.text.lstrip()))
-    y, ink, weight = 20 + _ROW * row, "", ' font-weight="bold"' if style is not None and style.bold else ""
-    tile = ""
-    if style is not None and style.bgcolor is not None and not style.bgcolor.is_default:
-        size = f'width="{_CHARACTER * segment.cell_length:.1f}" height="{_ROW}"'
-        fill = style.bgcolor.get_truecolor().hex
-        tile = f'<rect x="{20 + _CHARACTER * column:.1f}" y="{y}" {size} fill="{fill}"/>'
-        ink = "" if style.color is None else f' style="fill: {style.color.get_truecolor().hex}"'
-    words = (
-        f'<text x="{x:.1f}" y="{y + 13}" xml:space="preserve" textLength="{_CHARACTER * len(text):.1f}" '
-        f'lengthAdjust="spacingAndGlyphs"{weight}{ink}>{escape(text)}</text>'
-    )
-    about = "" if style is None else style.meta.get("about", "")
-    words = tile + (words if text else "")
-    return f'<g class="cell"><title>{escape(about)}</title>{words}</g>' if about else words
+    options: dict[str, Any] = {"color_system": "truecolor", "no_color": False, "force_jupyter": False}
+    console = Console(width=widest, file=StringIO(), record=True, **options)
+    console.print(what)
+    picture = console.export_svg(code_format=_SVG, unique_id="c", theme=SVG_EXPORT_THEME)
+    picture = picture.replace(f"fill: {SVG_EXPORT_THEME.foreground_color.hex}", "fill: var(--ink)")
+    # Nothing is wider than the picture.
+    picture = re.sub(r' clip-path="[^"]*"', "", picture)
+    return picture.replace("<style>", f"<title>{escape(title)}</title>\n<style>", 1)
 
 
 def export(

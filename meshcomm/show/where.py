@@ -42,17 +42,13 @@ def read_place(text: str) -> int | dict[str, int]:
             )
         coords[match[1]] = int(match[2])
     if not coords:
-        raise LayoutError(
-            "neither a rank nor coords", given=repr(text), expected="a rank, or DIM=COORD pairs", hint="pp=1"
-        )
+        wanted = "a rank, or DIM=COORD pairs"
+        raise LayoutError("neither a rank nor coords", given=repr(text), expected=wanted, hint="pp=1")
     return coords
 
 
 def ranks_at(layout: Layout, coords: dict[str, int]) -> list[int]:
-    """All ranks with these coords, of any dims, merged dims and views' dims; ascending by grid place.
-
-    Raises UnknownDim, and LayoutError where a coord is outside.
-    """
+    """All ranks with these coords, by grid place. Raises UnknownDim, and LayoutError where a coord is outside."""
     positions = np.arange(layout.world_size, dtype=np.int64)
     for name, coord in coords.items():
         digits = layout.digits(name)
@@ -69,34 +65,25 @@ def where_facts(
 
     settings: with every -1 filled in. place: a rank, or coords.
 
-    Keys: world_size, fingerprint, asked (the place), ranks: those that are there. Where it is one, rank:
-    what `plan_facts` says of it; machine: its node, rack, local_rank and the ranks on its node, None where
-    nobody says which ranks share a node; exchanges: see `exchange_facts`. Where there are more, or none,
-    these three are None, and listed has coords and node of the first ones.
+    If one rank is there, rank is that of `plan_facts`, machine its node, rack, local_rank and the ranks on its node (None
+    if unknown), and exchanges as of `exchange_facts`; else these are None, and listed has coords and node of the first.
     Raises LayoutError, UnknownDim.
     """
     layout = plan.layout
     ranks = [place] if isinstance(place, int) else ranks_at(layout, place)
-    facts: Facts = {
-        "world_size": layout.world_size,
-        "fingerprint": plan.fingerprint,
-        "asked": place,
-        "ranks": ranks,
-        "rank": None,
-        "machine": None,
-        "exchanges": None,
-    }
+    facts = {"world_size": layout.world_size, "fingerprint": plan.fingerprint, "asked": place, "ranks": ranks}
     if len(ranks) == 1:
-        facts["rank"] = plan_facts(plan, ranks[0], topology)["rank"]
-        facts["machine"] = _machine(layout, ranks[0], topology)
-        facts["exchanges"] = exchange_facts(settings, layout, ranks[0])
-        return facts
+        return facts | {
+            "rank": plan_facts(plan, ranks[0], topology)["rank"],
+            "machine": _machine(layout, ranks[0], topology),
+            "exchanges": exchange_facts(settings, layout, ranks[0]),
+        }
     per_node = None if topology is None else topology.ranks_per_node
-    facts["listed"] = [
+    listed = [
         {"rank": rank, "coords": layout.coords(rank), "node": None if per_node is None else rank // per_node}
         for rank in ranks[:_LISTED]
     ]
-    return facts
+    return facts | {"rank": None, "machine": None, "exchanges": None, "listed": listed}
 
 
 def _machine(layout: Layout, rank: int, topology: TopologyConfig | None) -> Facts | None:
@@ -116,21 +103,19 @@ def _machine(layout: Layout, rank: int, topology: TopologyConfig | None) -> Fact
 def exchange_facts(settings: Config, layout: Layout, rank: int) -> list[Facts]:
     """Whom a rank exchanges what with in training, by the part that each dim plays: one entry for each kind.
 
-    Keys: part, dims, what, operation; ranks: all that take part, in coord order, or None for messages,
-    which have to and from: ranks, or None at the ends. said_by: "parallel" where the configuration says
-    which part the dim plays, "name" where only its name does. Parts of one rank exchange nothing.
+    ranks: all that take part, in coord order; None for messages, which have to and from: ranks, or None at the ends.
+    said_by: "parallel" if the configuration says which part the dim plays, "name" if only its name does.
     """
+    said_by = "name" if settings.parallel is None else "parallel"
     found = []
     for part, along, operation, what, wraps in _exchanges(settings, layout):
-        facts = {"part": part, "dims": list(layout.expand(along)), "what": what, "operation": operation}
-        ranks, after, before = layout.group_of(rank, along).tolist(), None, None
+        ranks, peers = layout.group_of(rank, along).tolist(), [None, None]
         if len(ranks) == 1:
             continue
         if wraps is not None:
-            ranks = None
-            after, before = (layout.peer_rank(rank, along, step, wrap=wraps) for step in (1, -1))
-        said_by = "name" if settings.parallel is None else "parallel"
-        found.append({**facts, "ranks": ranks, "to": after, "from": before, "said_by": said_by})
+            ranks, peers = None, [layout.peer_rank(rank, along, step, wrap=wraps) for step in (1, -1)]
+        facts = {"part": part, "dims": list(layout.expand(along)), "what": what, "operation": operation}
+        found.append({**facts, "ranks": ranks, "to": peers[0], "from": peers[1], "said_by": said_by})
     return found
 
 
@@ -207,7 +192,9 @@ def _several(facts: Facts) -> list[Part]:
         "coords": ("coords", coords_text),
         ">node": ("node", str),
     }
-    parts: list[Part] = [Line(f"{len(ranks):,} ranks have {asked}: {fold(ranks)}", heading=True)]
-    parts.append(Cells.of(listed, columns))
+    parts = [
+        Line(f"{len(ranks):,} ranks have {asked}: {fold(ranks)}", heading=True),
+        Cells.of(listed, columns),
+    ]
     left = len(ranks) - len(listed)
     return [*parts, Line(f"and {left:,} more; --json has all of them")] if left else parts

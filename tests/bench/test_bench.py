@@ -17,8 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.bench.facts import Asked, chosen_dims, items, measured_facts
-from meshcomm.bench.measure import Item, Measured, in_turn
+from meshcomm.bench.measure import Asked, Item, Measured, chosen_dims, in_turn, items, measured_facts
 from meshcomm.cli import app
 from meshcomm.config import Config, TopologyConfig, load
 from meshcomm.errors import ConfigError, UnknownDim
@@ -295,7 +294,6 @@ def made_facts(dims: int = 3) -> dict[str, Any]:
         "machine": machine | {"device": "a <device> & more", "torch": "2.13.0"},
         "mesh": {"dims": {"dp": 2, "tp": 2}, "world_size": 4},
         "rounds": 9,
-        "alone": False,
         "dims": [{"dim": dim, "size": 4, "groups": 1, "backend": "gloo", "link": "node"} for dim in names],
         "rows": rows,
         "skipped": [{"dim": "pp", "operation": None, "why": "one rank: nothing moves"}],
@@ -339,7 +337,7 @@ def test_the_table_has_every_row_and_what_was_left_out() -> None:
 # -- real ranks -------------------------------------------------------------------------------------
 
 
-def on_ranks(operations: tuple[Operation, ...], lacking: tuple[str, ...], alone: bool) -> dict[str, Any]:
+def on_ranks(operations: tuple[Operation, ...], lacking: tuple[str, ...]) -> dict[str, Any]:
     """The facts, and for each item under "made" how many calls of either side this rank has made."""
     from meshcomm.bench.calls import Call, Pair, pair
 
@@ -366,13 +364,13 @@ def on_ranks(operations: tuple[Operation, ...], lacking: tuple[str, ...], alone:
         patch("meshcomm.bench.measure.pair", counted),
         meshcomm.init(**mesh_of, device="cpu", validate_calls=0) as mesh,  # type: ignore[arg-type]
     ):
-        asked = Asked(operations, [64, 4099], ("tp", "all"), 1, alone, round_s=0.001)
+        asked = Asked(operations, [64, 4099], ("tp", "all"), 1, round_s=0.001)
         facts = measured_facts(mesh, asked, TopologyConfig(ranks_per_node=2), progress=mesh.rank == 0)
     return facts | {"made": made}
 
 
 def test_four_ranks_measure_every_operation_along_every_dim(pool: Pool) -> None:
-    by_rank = pool.run(on_ranks, OPERATIONS, (), False, ranks=4)
+    by_rank = pool.run(on_ranks, OPERATIONS, (), ranks=4)
     facts = by_rank[0]
     # All ranks have the same figures: the slowest rank's.
     assert all(each["rows"] == facts["rows"] for each in by_rank)
@@ -394,23 +392,11 @@ def test_four_ranks_measure_every_operation_along_every_dim(pool: Pool) -> None:
 
 
 def test_what_the_backend_lacks_is_skipped_by_name(pool: Pool) -> None:
-    facts = pool.run(on_ranks, ("all_reduce", "all_gather"), ("sum",), False, ranks=4)[0]
+    facts = pool.run(on_ranks, ("all_reduce", "all_gather"), ("sum",), ranks=4)[0]
     assert {row["operation"] for row in facts["rows"]} == {"all_gather"}
     assert len(facts["skipped"]) == 2
     assert "skipped: all_reduce along tp: " in printed(facts)
     assert "an operation that gloo has" in facts["skipped"][0]["why"]
-
-
-def test_alone_one_group_runs_while_the_others_wait(pool: Pool) -> None:
-    by_rank = pool.run(on_ranks, ("broadcast",), (), True, ranks=4)
-    assert all(each["rows"] == by_rank[0]["rows"] and each["alone"] for each in by_rank)
-    for number, row in enumerate(by_rank[0]["rows"]):
-        for rank, each in enumerate(by_rank):
-            # Along tp ranks 0 and 1 are a group; the others have made the first call, which connects.
-            waits = row["dim"] == "tp" and rank > 1
-            ours, theirs = each["made"][number]
-            assert ours == theirs and (ours == 1 if waits else ours > 2 * row["calls"])
-    assert "one group along a dim at a time" in printed(by_rank[0])
 
 
 GPUS = torch.cuda.device_count()
@@ -479,7 +465,7 @@ def job(folder: str, byte_s: float) -> tuple[str, str, str]:
 
     from meshcomm.jobs.bench import Output, body
 
-    def sweep(mesh: Any, wanted: list[Item], rounds: int, **_: Any) -> tuple[list[Measured], list[Any]]:
+    def sweep(mesh: Any, wanted: list[Item], rounds: int, *_: Any) -> tuple[list[Measured], list[Any]]:
         times = [(1e-4 + byte_s * item.size_bytes,) * rounds for item in wanted]
         return [Measured(item, 1, t, t) for item, t in zip(wanted, times, strict=True)], []
 
@@ -487,7 +473,7 @@ def job(folder: str, byte_s: float) -> tuple[str, str, str]:
     settings = load({"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "topology": {"ranks_per_node": 1}})
     asked = Asked(["sendrecv"], [1024, 1 << 22], (), 1)
     output = Output(True, Path(folder, "b.toml"))
-    with redirect_stdout(out), redirect_stderr(err), patch("meshcomm.bench.facts.sweep", sweep):
+    with redirect_stdout(out), redirect_stderr(err), patch("meshcomm.bench.measure.sweep", sweep):
         try:
             body(settings, asked, output)
         except ConfigError as error:
@@ -535,7 +521,7 @@ def test_the_ranks_are_asked_for_what_was_typed(tmp_path: Path, monkeypatch: pyt
     words = (
         "bench mesh.toml --world 4 --op reduce --op all_reduce --bytes 4KiB --bytes 64 --dim tp --rounds 3"
     )
-    more = "--alone --json --fit b.toml --set mesh.timeout_s=50.0"
+    more = "--json --fit b.toml --set mesh.timeout_s=50.0"
     assert CliRunner().invoke(app, [*words.split(), *more.split()]).exit_code == 0
     ((arguments, world),) = started
     assert world == 4 and arguments[:3] == ["-P", "-m", "meshcomm"]
@@ -545,6 +531,6 @@ def test_the_ranks_are_asked_for_what_was_typed(tmp_path: Path, monkeypatch: pyt
     assert CliRunner().invoke(app, arguments[3:]).exit_code == 0
     ((settings, asked, output),) = bodies
     assert settings.mesh.timeout_s == 50.0
-    assert asked == Asked(("all_reduce", "reduce"), [4096, 64], ["tp"], 3, True)
+    assert asked == Asked(("all_reduce", "reduce"), [4096, 64], ["tp"], 3)
     assert output == (True, Path("b.toml"))
     assert "--world 8 inside a job of 4 processes" in refused("mesh.toml", "--world", "8")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.bench.facts import machine_facts
+from meshcomm.bench.measure import machine_facts
 from meshcomm.comm.spans import Span
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError

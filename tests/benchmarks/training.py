@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshcomm.bench.facts import machine_facts
-from meshcomm.bench.measure import in_turn, slowest
+from meshcomm.bench.measure import in_turn, machine_facts, slowest
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.layout.sizes import coords_text

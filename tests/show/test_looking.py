@@ -23,7 +23,6 @@ from meshcomm.show.grid import RankGrid, grid_facts
 from meshcomm.show.page import as_text, page_markdown, page_view
 from meshcomm.show.plan import plan_facts, plan_page, plan_view
 from meshcomm.show.stats import traffic_view
-from meshcomm.show.tree import tree_facts, tree_view
 from meshcomm.show.where import exchange_facts, ranks_at, read_place, where_facts, where_page
 from tests.show.shown import (
     GPT,
@@ -121,11 +120,7 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
         ),
         (["configs/mash.toml"], ["no such file", "try:      did you mean configs/mesh.toml?"]),
         ([MESH, "--ranks", "3"], ["No such option: --ranks", "--rank)"]),
-        ([MESH, "--tree", "--diff", MESH], ["--tree and --diff"]),
-        ([MESH, "--tree", "--rank", "0"], ["--tree and --rank"]),
-        ([MESH, "--diff", MESH, "--grid"], ["--diff and --grid"]),
-        ([MESH, "--view", "expert"], ["--view has no effect without --tree"]),
-        ([MESH, "--tree", "--view", "exprt"], ["no view 'exprt'", 'did you mean "expert"?']),
+        ([MESH, "--diff", MESH, "--grid"], ["--diff has no effect on"]),
         ([MESH, "--diff", "nothing.toml"], ["nothing.toml: cannot be read"]),
         ([MESH, "--diff", GPT, "--world", "64"], ["world"]),
         (
@@ -215,7 +210,6 @@ for words in eval(sys.argv[1]):
         *(["plan", *world, "--export", str(tmp_path / f"topo.{kind}")] for kind in ("svg", "md")),
         ["where", *world, "777"],
         ["where", *world, "pp=3"],
-        ["plan", "--tree", *world],
         ["plan", *world, "--diff", GPT],
     ]
     done = python("-c", program, repr(words))
@@ -241,7 +235,7 @@ def test_no_line_is_wider_than_the_console_and_no_word_of_a_table_is_broken(widt
         plan = settings.plan(world)
         topology = settings.topology if settings.topology.ranks_per_node else nodes(4)
         places: tuple[Any, ...] = (rank, {next(iter(plan.layout.dims)): 1})
-        shown += [plan_view(plan, rank, topology), tree_view(tree_facts(plan, "", topology, 4))]
+        shown.append(plan_view(plan, rank, topology))
         shown += [page_view(where_page(where_facts(settings, plan, place, topology))) for place in places]
         shown += [RankGrid(grid_facts(plan, by, topology, rank)) for by in (*plan.layout.names, None)]
     for view in shown:
@@ -296,7 +290,6 @@ def test_a_narrow_table_is_records_with_the_same_facts() -> None:
     [
         ["plan", MESH, "--rank", "5"],
         ["where", MESH, "5"],
-        ["plan", MESH, "--tree"],
         ["plan", MESH, "--diff", MESH],
     ],
 )
@@ -309,8 +302,8 @@ def test_every_command_exports_what_it_shows(command: list[str], tmp_path: Path)
         if kind == "svg":
             assert ElementTree.fromstring(text).tag == f"{SVG}svg"
         elif kind == "md":
-            assert check_markdown(text) or "--diff" in command or "--tree" in command
-            assert ("```text\n" in text) == ("--rank" in command or "--tree" in command)
+            assert check_markdown(text) or "--diff" in command
+            assert ("```text\n" in text) == ("--rank" in command)
         else:
             printed = run(*command, "--json", *(["--grid"] if "--rank" in command else []))
             assert json.loads(text) == json.loads(printed.out)
@@ -425,55 +418,6 @@ def test_whom_a_rank_exchanges_what_with(config: str, rank: int) -> None:
         for e in exchange_facts(settings, settings.plan(8).layout, rank)
     ]
     assert told == EXCHANGES[config, rank].splitlines()
-
-
-# -- tree ---------------------------------------------------------------------------------------------
-
-
-def leaves(facts: dict[str, Any]) -> list[list[int]]:
-    if "ranks" in facts:
-        return [facts["ranks"]]
-    return [ranks for branch in facts["branches"] for ranks in leaves(branch)]
-
-
-@pytest.mark.parametrize("view", ["", "other", "third"])
-@pytest.mark.parametrize("ascending", [False, True])
-def test_the_leaves_of_a_tree_are_the_innermost_groups(view: str, ascending: bool) -> None:
-    order = (
-        [*range(0, 24, 2), *range(1, 24, 2)]
-        if ascending
-        else np.random.default_rng(2).permutation(24).tolist()
-    )
-    plan = plan_of(**WIDE, rank_order=order)
-    facts = tree_facts(plan, view, nodes(5))
-    innermost = {"": "c", "other": "y", "third": "q"}[view]
-    assert leaves(facts) == plan.layout.groups(innermost).tolist()
-    for branch in facts["branches"]:
-        inside = [rank for ranks in leaves(branch) for rank in ranks]
-        assert branch["count"] == len(inside)
-        assert (branch["first"], branch["last"]) == (inside[0], inside[-1])
-        assert branch["contiguous"] == (inside == list(range(inside[0], inside[0] + len(inside))))
-        assert branch["nodes"] == {"first": min(inside) // 5, "last": max(inside) // 5}
-
-
-TREE = """\
-mesh of 1,024 ranks, 8 on each node: pp=2 dp=64 tp=8
-├── pp=0  ranks 0 to 511, nodes 0 to 63
-│   ├── dp=0  tp: ranks 0 to 7, node 0
-│   ├── dp=1  tp: ranks 8 to 15, node 1
-│   ├── dp=2  tp: ranks 16 to 23, node 2
-│   ├── dp=3 to 62 (60 not shown)
-│   └── dp=63  tp: ranks 504 to 511, node 63
-└── pp=1  ranks 512 to 1023, nodes 64 to 127
-"""
-
-
-def test_a_tree_is_folded_on_the_screen_and_whole_as_facts() -> None:
-    command = ["plan", GPT, "--tree", "--world", "1024", "--set", "mesh.dims.pp=2"]
-    code, shown, _ = run(*command)
-    assert (code, shown.splitlines()[:8]) == (0, TREE.splitlines())
-    whole = leaves(json.loads(run(*command, "--json").out))
-    assert [rank for ranks in whole for rank in ranks] == list(range(1024))
 
 
 # -- diff ---------------------------------------------------------------------------------------------
