@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, discovered_topology, show_facts
+from meshcomm.cli.app import AsJson, ConfigFile, Facts, Overrides, World, app, discovered_topology, show_facts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from meshcomm.config import Config
-    from meshcomm.layout import Dims
+    from meshcomm.show.grid import RankGrid
     from meshcomm.show.page import Part
 
 Export = Annotated[
@@ -76,40 +76,9 @@ def plan(
 
     settings = load(config, overrides or ()).resolved(world)
     if diff is not None:
-        picture = _difference(settings, load(diff, overrides or ()).resolved(world), world)
-        _write(picture, export, json)
-        raise typer.Exit(0 if picture.facts["equal"] else 1)
-    drawn = grid or by is not None or export is not None
-    _write(_tables(settings, world, rank, (_dims(by),) if drawn else (), schedule), export, json)
-
-
-class _Picture(NamedTuple):
-    """The output of a command in every form.
-
-    page: for Markdown. shown: for the screen; the page if empty. svg: if omitted, a picture of the screen with `title`.
-    """
-
-    facts: dict[str, Any]
-    page: Callable[[], Sequence[Part]]
-    title: str = ""
-    shown: Sequence[RenderableType] = ()
-    svg: Callable[[], str] | None = None
-
-
-def _difference(a: Config, b: Config, world: int | None) -> _Picture:
-    from meshcomm.show.diff import diff_facts, diff_page
-
-    facts = diff_facts(a, b, a.plan(world), b.plan(world))
-    return _Picture(facts, lambda: diff_page(facts), " and ".join(facts["sources"]))
-
-
-def _tables(
-    settings: Config, world: int | None, rank: int | None, colours: tuple[Dims | None, ...], schedule: bool
-) -> _Picture:
-    """colours: whose groups the grid's are; empty where no grid is drawn."""
+        _compare(settings, load(diff, overrides or ()).resolved(world), world, export, json)
     from meshcomm.predict.lint import footprint
     from meshcomm.show.grid import RankGrid, grid_facts
-    from meshcomm.show.page import page_view
     from meshcomm.show.plan import plan_facts, plan_page
     from meshcomm.show.schedule import ScheduleView, schedule_facts
 
@@ -118,21 +87,24 @@ def _tables(
     cost = footprint(settings, laid_out, laid_out.layout.world_size)
     if cost.nccl and not cost.undecided:
         facts["footprint"] = cost._asdict()
-    shown: list[RenderableType] = [page_view(plan_page(facts))]
-    if not colours:
-        grid = None
-    else:
-        facts["grid"] = grid_facts(laid_out, colours[0], topology, rank)
-        grid = RankGrid(facts["grid"])
-        shown.append(grid)
+    parts, drawn = plan_page(facts), None
+    drawings: list[RenderableType] = []
+    if grid or by is not None or export is not None:
+        facts["grid"] = grid_facts(laid_out, _dims(by), topology, rank)
+        drawn = RankGrid(facts["grid"])
+        drawings.append(drawn)
     if schedule:
         facts["schedule"] = schedule_facts(settings, world)
-        shown.append(ScheduleView(facts["schedule"]))
+        drawings.append(ScheduleView(facts["schedule"]))
+    _write(facts, parts, export, json, drawings, drawn)
 
-    def page() -> list[Part]:
-        return [*plan_page(facts), *([] if grid is None else grid.page())]
 
-    return _Picture(facts, page, "", shown, None if grid is None else grid.svg)
+def _compare(a: Config, b: Config, world: int | None, export: Path | None, json: bool) -> NoReturn:
+    from meshcomm.show.diff import diff_facts, diff_page
+
+    facts = diff_facts(a, b, a.plan(world), b.plan(world))
+    _write(facts, diff_page(facts), export, json)
+    raise typer.Exit(0 if facts["equal"] else 1)
 
 
 @app.command()
@@ -155,7 +127,7 @@ def where(
     asked = read_place(place)
     settings = load(config, overrides or ()).resolved(world)
     facts = where_facts(settings, settings.plan(world), asked, discovered_topology(settings))
-    _write(_Picture(facts, lambda: where_page(facts), f"where {place}"), export, json)
+    _write(facts, where_page(facts), export, json)
 
 
 @app.command()
@@ -257,17 +229,22 @@ def _one_way_out(export: Path | None, json: bool) -> None:
     check_ending(export, "--export", *KINDS)
 
 
-def _write(picture: _Picture, export: Path | None, json: bool) -> None:
-    """The facts as a file, as JSON, or on the screen."""
+def _write(
+    facts: Facts,
+    parts: list[Part],
+    export: Path | None,
+    json: bool,
+    drawings: Sequence[RenderableType] = (),
+    grid: RankGrid | None = None,
+) -> None:
+    """The facts as a file, as JSON, or on the screen, with the drawings after the tables. A picture is the grid alone."""
     from rich.console import Group
 
     from meshcomm.show.page import export as write
-    from meshcomm.show.page import page_view, svg_of
+    from meshcomm.show.page import page_view
 
     if export is None:
-        show_facts(picture.facts, json, lambda _: Group(*picture.shown or [page_view(picture.page())]))
+        show_facts(facts, json, lambda _: Group(page_view(parts), *drawings))
         return
-    views = picture.shown or [page_view(picture.page())]
-    svg = picture.svg or (lambda: svg_of(views, picture.title))
-    write(export, picture.facts, picture.page, svg)
+    write(export, facts, parts if grid is None else [*parts, *grid.page()], grid)
     typer.echo(f"written: {export}", err=True)

@@ -40,8 +40,6 @@ _OUTSIDE, _LEFT_OUT = -1, -2
 # By which of up, down, left, right have a line, as bits 1, 2, 4, 8.
 _NODE_LINES: Final = " ┃┃┃━┛┓┫━┗┏┣━┻┳╋"
 _ASCII: Final = str.maketrans(_NODE_LINES + "…⋮", " |||-+++-+++-+++.:")
-# Columns of a picture in a file.
-_PICTURE: Final = 150
 # Groups in the legend at most.
 _LEGEND: Final = 16
 
@@ -306,7 +304,7 @@ class RankGrid:
 
     def svg(self) -> str:
         """As one self-contained SVG file."""
-        return svg_of([self], f"rank grid: {headlines(self.facts)[0]}", _PICTURE)
+        return svg_of(self)
 
     # What notebooks ask for.
     _repr_svg_ = svg
@@ -318,7 +316,7 @@ class RankGrid:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it as .svg, .md or .json. Raises ConfigError for another ending or an unwritable path."""
-        export(Path(fspath(path)), self.facts, self.page, self.svg)
+        export(Path(fspath(path)), self.facts, self.page(), self)
 
 
 class _Picture:

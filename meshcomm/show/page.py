@@ -19,8 +19,9 @@ from meshcomm.config.write import check_ending, write_whole
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 
-# Columns of what does not go to a terminal.
+# Columns of what does not go to a terminal, and of a picture at most.
 _WIDTH: Final = 100
+_PICTURE: Final = 150
 KINDS: Final = (".svg", ".md", ".json")
 # A table that would be folded to less than its width over this is shown as records instead.
 _SQUEEZE = 1.4
@@ -224,17 +225,14 @@ def _escaped(text: str, in_table: bool = True) -> str:
     return text.replace("\n", "<br>" if in_table else "  \n") or " "
 
 
-def svg_of(shown: Sequence[RenderableType], title: str, columns: int = _WIDTH) -> str:
-    """What a console of at most so many columns shows, in colours, as a picture, light and dark, that needs nothing else.
-
-    title: for screen readers.
-    """
+def svg_of(what: RenderableType) -> str:
+    """What a wide console shows, in colours, as a picture, light or dark, that needs nothing else."""
     from rich.cells import cell_len
-    from rich.console import Console, Group
+    from rich.console import Console
     from rich.terminal_theme import SVG_EXPORT_THEME
 
-    what = Group(*shown)
-    widest = max(map(cell_len, as_text(what, columns).splitlines()))
+    lines = as_text(what, _PICTURE).splitlines()
+    widest = max(map(cell_len, lines))
     # The environment has no say: a picture has colours.
     options: dict[str, Any] = {"color_system": "truecolor", "no_color": False, "force_jupyter": False}
     console = Console(width=widest, file=StringIO(), record=True, **options)
@@ -243,19 +241,19 @@ def svg_of(shown: Sequence[RenderableType], title: str, columns: int = _WIDTH) -
     picture = picture.replace(f"fill: {SVG_EXPORT_THEME.foreground_color.hex}", "fill: var(--ink)")
     # Nothing is wider than the picture.
     picture = re.sub(r' clip-path="[^"]*"', "", picture)
-    return picture.replace("<style>", f"<title>{escape(title)}</title>\n<style>", 1)
+    return picture.replace("<style>", f"<title>{escape(lines[0])}</title>\n<style>", 1)
 
 
 def export(
-    path: Path, facts: Mapping[str, Any], page: Callable[[], Sequence[Part]], svg: Callable[[], str]
+    path: Path, facts: Mapping[str, Any], parts: Sequence[Part], drawing: RenderableType | None = None
 ) -> None:
-    """Write the facts as JSON, the page as Markdown, or the picture, by the ending of `path`.
+    """Write the facts as JSON, the parts as Markdown, or a picture of the drawing, or else of the parts, by the ending.
 
-    Raises ConfigError for another ending, or where the file cannot be written; then it is as it was.
+    Raises ConfigError for another ending, or if the file cannot be written; then it is as it was.
     """
     check_ending(path, "--export", *KINDS)
     kind = path.suffix.lower()
-    if kind == ".json":
-        write_whole(path, json.dumps(facts, indent=2) + "\n")
+    if kind == ".svg":
+        write_whole(path, svg_of(page_view(parts) if drawing is None else drawing))
     else:
-        write_whole(path, page_markdown(page()) if kind == ".md" else svg())
+        write_whole(path, page_markdown(parts) if kind == ".md" else json.dumps(facts, indent=2) + "\n")
