@@ -11,9 +11,9 @@ from meshcomm.testing import Pool
 from tests.documents.blocks import ROOT, blocks, llama, pages
 from tests.documents.commands import NOT_RUN as COMMANDS_NOT_RUN
 from tests.documents.commands import all_commands, command_lines, read, wrong_in_text
-from tests.documents.not_run import NOT_RUN, OWN_TESTS
 from tests.documents.running import Page, Wrong
 from tests.documents.shown import differs
+from tests.documents.tables import NOT_RUN, OWN_TESTS
 
 ALL = {page: blocks(page) for page in pages()}
 
