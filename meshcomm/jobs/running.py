@@ -23,23 +23,15 @@ _RANKS: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV
 
 
 def train(config: Path, overrides: Sequence[str], world: int | None, max_restarts: int = 0) -> int:
-    """Train as `config` says; returns the exit code. Outside a launcher, starts all ranks here.
-
-    max_restarts: how often all ranks are started again after one of them has failed.
-    """
+    """Train as `config` says; returns the exit code. Outside a launcher, starts all ranks here."""
     settings = load(config, overrides)
     if settings.train is None or settings.model is None:
-        what = (
-            "training"
-            if settings.train is None
-            else "a model: a script can bring one, by meshcomm.train.Trainer"
-        )
         raise ConfigError(
-            f"{config} says nothing about {what}",
-            given="a mesh without [parallel], [model], [data] and [train]"
-            if settings.train is None
-            else "no [model]",
-            expected="all four sections",
+            f"{config} says nothing about {'training' if settings.train is None else 'a model'}",
+            given="no [model]"
+            if settings.train
+            else "a mesh without [parallel], [model], [data] and [train]",
+            expected="all four sections, or meshcomm run with a script that makes a meshcomm.train.Trainer",
             hint="configs/quickstart.toml has them all",
         )
     _announce(settings, world)
@@ -64,12 +56,12 @@ def _train(settings: Config) -> None:
     with init(settings) as mesh:
         if not mesh.is_member:
             return
+        reporter = Callback()
         if is_first(mesh):
             console = Console()
             console.print(mesh)
-            run_training(mesh, settings, TrainingReporter(console), attempt)
-        else:
-            run_training(mesh, settings, Callback(), attempt)
+            reporter = TrainingReporter(console)
+        run_training(mesh, settings, reporter, attempt)
 
 
 @contextmanager
@@ -88,10 +80,7 @@ def _loading() -> Iterator[None]:
 def run(
     config: Path | None, script: Path, arguments: Sequence[str], overrides: Sequence[str], world: int | None
 ) -> int:
-    """Run a script, one process per rank, whose `meshcomm.init()` makes the mesh of `config`.
-
-    Without `config`: `world` ranks of a script that says its own mesh.
-    """
+    """Run a script on every rank; its `meshcomm.init()` makes the mesh of `config`, if there is one, on `world` ranks."""
     settings = None if config is None else load(config, overrides)
     _announce(settings, world)
     from meshcomm.jobs.starting import start_job
