@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from meshcomm.cli.app import AsJson, ConfigFile, Facts, Overrides, World, app, discovered_topology, show_facts
+from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, discovered_topology, show_facts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from meshcomm.config import Config
-    from meshcomm.show.grid import RankGrid
-    from meshcomm.show.page import Part
-
-Export = Annotated[
-    Path | None,
-    typer.Option("--export", metavar="FILE", help="Write it to a file instead: .svg, .md or .json."),
-]
 
 By = Annotated[
     str | None,
@@ -55,30 +47,33 @@ def plan(
         bool, typer.Option("--schedule", help="Draw the pipeline's schedule: who runs which pass when.")
     ] = False,
     diff: Other = None,
-    export: Export = None,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the grid as a picture instead: .svg.")
+    ] = None,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
     """Show dims, groups and one rank's place, without a process, a GPU or torch.
 
-    --export topo.svg is the grid as a picture; in .md and .json it stands after the tables.
-
     With --diff the exit code is 0 where the two are equal, and 1 where they are not.
     """
-    _one_way_out(export, json)
-    if diff is not None and (grid or schedule or rank is not None or by is not None):
-        raise typer.BadParameter(
-            "--diff has no effect on --rank, --grid, --by and --schedule: leave them out"
-        )
-    if schedule and export is not None and export.suffix.lower() != ".json":
-        raise typer.BadParameter("--schedule is drawn on a terminal only; --export FILE.json has its facts")
+    if diff is not None and (grid or schedule or rank is not None or by is not None or export is not None):
+        raise typer.BadParameter("--diff compares, and draws and marks nothing: leave the other options out")
+    if export is not None and (json or schedule):
+        raise typer.BadParameter("--export writes the grid alone: leave --json and --schedule out")
     from meshcomm.config import load
+    from meshcomm.config.write import check_ending
 
+    if export is not None:
+        check_ending(export, "--export", ".svg")
     settings = load(config, overrides or ()).resolved(world)
     if diff is not None:
-        _compare(settings, load(diff, overrides or ()).resolved(world), world, export, json)
+        _compare(settings, load(diff, overrides or ()).resolved(world), world, json)
+    from rich.console import Group
+
     from meshcomm.predict.lint import footprint
     from meshcomm.show.grid import RankGrid, grid_facts
+    from meshcomm.show.page import page_view
     from meshcomm.show.plan import plan_facts, plan_page
     from meshcomm.show.schedule import ScheduleView, schedule_facts
 
@@ -96,14 +91,19 @@ def plan(
     if schedule:
         facts["schedule"] = schedule_facts(settings, world)
         drawings.append(ScheduleView(facts["schedule"]))
-    _write(facts, parts, export, json, drawings, drawn)
+    if export is None or drawn is None:
+        show_facts(facts, json, lambda _: Group(page_view(parts), *drawings))
+    else:
+        drawn.save(export)
+        typer.echo(f"written: {export}", err=True)
 
 
-def _compare(a: Config, b: Config, world: int | None, export: Path | None, json: bool) -> NoReturn:
+def _compare(a: Config, b: Config, world: int | None, json: bool) -> NoReturn:
     from meshcomm.show.diff import diff_facts, diff_page
+    from meshcomm.show.page import page_view
 
     facts = diff_facts(a, b, a.plan(world), b.plan(world))
-    _write(facts, diff_page(facts), export, json)
+    show_facts(facts, json, lambda _: page_view(diff_page(facts)))
     raise typer.Exit(0 if facts["equal"] else 1)
 
 
@@ -115,19 +115,18 @@ def where(
         typer.Argument(metavar="RANK|COORDS", help="5, or pp=1,dp=0,tp=1; fewer coords list all such ranks."),
     ],
     world: World = None,
-    export: Export = None,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Say where a rank sits: coords, node, groups, neighbours, and whom it exchanges what with; or who sits where."""
+    """Say where a rank sits: coords, node, groups, neighbours; or who sits where."""
     from meshcomm.config import load
+    from meshcomm.show.page import page_view
     from meshcomm.show.where import read_place, where_facts, where_page
 
-    _one_way_out(export, json)
     asked = read_place(place)
     settings = load(config, overrides or ()).resolved(world)
-    facts = where_facts(settings, settings.plan(world), asked, discovered_topology(settings))
-    _write(facts, where_page(facts), export, json)
+    facts = where_facts(settings.plan(world), asked, discovered_topology(settings))
+    show_facts(facts, json, lambda _: page_view(where_page(facts)))
 
 
 @app.command()
@@ -215,36 +214,3 @@ def schema(
 def _dims(by: str | None) -> str | tuple[str, ...] | None:
     names = None if by is None else tuple(name.strip() for name in by.split(","))
     return names[0] if names is not None and len(names) == 1 else names
-
-
-def _one_way_out(export: Path | None, json: bool) -> None:
-    """Refuse what could only be half obeyed, before any work."""
-    if export is None:
-        return
-    if json:
-        raise typer.BadParameter("--json prints and --export writes: one of the two")
-    from meshcomm.config.write import check_ending
-    from meshcomm.show.page import KINDS
-
-    check_ending(export, "--export", *KINDS)
-
-
-def _write(
-    facts: Facts,
-    parts: list[Part],
-    export: Path | None,
-    json: bool,
-    drawings: Sequence[RenderableType] = (),
-    grid: RankGrid | None = None,
-) -> None:
-    """The facts as a file, as JSON, or on the screen, with the drawings after the tables. A picture is the grid alone."""
-    from rich.console import Group
-
-    from meshcomm.show.page import export as write
-    from meshcomm.show.page import page_view
-
-    if export is None:
-        show_facts(facts, json, lambda _: Group(page_view(parts), *drawings))
-        return
-    write(export, facts, parts if grid is None else [*parts, *grid.page()], grid)
-    typer.echo(f"written: {export}", err=True)

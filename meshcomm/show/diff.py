@@ -158,9 +158,9 @@ def diff_page(facts: Facts) -> list[Part]:
     first, second = facts["fingerprint"]
     if facts["equal"]:
         text = f"equal: {facts['world_size'][0]:,} ranks, plan {first}; every setting is the same"
-        return [Line(text, heading=True), *sources]
+        return [Line(text), *sources]
     meshes = f"the meshes are equal, plan {first}" if first == second else f"plans {first} and {second}"
-    parts: list[Part] = [Line(f"different: {meshes}", heading=True), *sources]
+    parts: list[Part] = [Line(f"different: {meshes}"), *sources]
     for title, rows, columns in (
         ("settings", facts["settings"], ("setting", "a", "b")),
         ("options of groups that both have", facts["options"], ("dim", "option", "a", "b")),

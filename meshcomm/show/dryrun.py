@@ -38,11 +38,11 @@ def _page(facts: Facts) -> Iterator[Part]:
     yield from _verdicts(facts, whole)
     yield from _memory(facts["memory"])
     if facts["calls"]:
-        yield Line(f"calls of {facts['part']}, of the rank that moves most along each dim", heading=True)
+        yield Line(f"calls of {facts['part']}, of the rank that moves most along each dim")
         yield _calls(facts["calls"])
     yield from _step(facts["step"], facts["part"])
     if len(facts["timeline"]) > _ALONE:
-        yield Line("the step, stage by stage", heading=True)
+        yield Line("the step, stage by stage")
         yield Line("\n".join(facts["timeline"]), drawing=True)
 
 
@@ -54,7 +54,7 @@ def _verdicts(facts: Facts, whole: bool) -> Iterator[Part]:
             f"all calls meet: same operation, shape, dtype and root on the ranks of each group, nobody waits in vain{rest}"
         )
     else:
-        yield Line(f"{count(len(findings), 'thing')} that would go wrong", heading=True)
+        yield Line(f"{count(len(findings), 'thing')} that would go wrong")
         for each in findings[:_SHOWN]:
             more = f" (in {each['groups']} groups that were looked at)" if each["groups"] > 1 else ""
             yield Line(
@@ -87,7 +87,7 @@ def _memory(memory: Facts) -> Iterator[Part]:
     columns |= {">rank": "rank", ">peak": ("peak_bytes", partial(_in_unit, size))}
     columns |= {f">{name}": (f"parts.{name}", partial(_in_unit, size)) for name in names}
     most = "the rank that holds most" + ("" if len(stages) == 1 else " in each stage")
-    yield Line(f"memory at its peak in {unit}, of {most}", heading=True)
+    yield Line(f"memory at its peak in {unit}, of {most}")
     yield Cells.of(rows, columns)
     told = (
         f"{bytes_text(top['peak_bytes'])} at most, during {top['during']} in {top['operator']} at {top['at']}; "
@@ -134,7 +134,7 @@ def _step(step: Facts | None, part: str) -> Iterator[Part]:
     if step is None:
         yield Line("no times: they need calls that meet, and [topology] with ranks_per_node")
         return
-    yield Line(f"time of {part}, predicted", heading=True)
+    yield Line(f"time of {part}, predicted")
     exposed, late = sum(step["exposed_s"].values()), sum(step["late_s"].values())
     until = f", {seconds_text(late)} until others come" if step["late_s"] else ""
     parts = [

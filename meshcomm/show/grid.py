@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from meshcomm.config import TopologyConfig
+from meshcomm.config.write import check_ending, write_whole
 from meshcomm.layout import Dims, Plan
 from meshcomm.layout.sizes import coords_text, fold
-from meshcomm.show.page import Line, Part, as_text, export, svg_of
+from meshcomm.show.page import as_text, svg_of
 from meshcomm.show.units import count
 
 if TYPE_CHECKING:
@@ -309,14 +310,11 @@ class RankGrid:
     # What notebooks ask for.
     _repr_svg_ = svg
 
-    def page(self) -> list[Part]:
-        """For Markdown: what a console of 100 columns without colour shows."""
-        head, _, lines = str(self).partition("\n")
-        return [Line(head, heading=True), Line(lines, drawing=True)]
-
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it as .svg, .md or .json. Raises ConfigError for another ending or an unwritable path."""
-        export(Path(fspath(path)), self.facts, self.page(), self)
+        """Write it as .svg. Raises ConfigError for another ending or an unwritable path; the file then is as it was."""
+        where = Path(fspath(path))
+        check_ending(where, "--export", ".svg")
+        write_whole(where, self.svg())
 
 
 class _Picture:

@@ -1,8 +1,7 @@
-"""Lines and tables as values, and what becomes of them: text of any width, Markdown, a picture, a file."""
+"""Lines and tables as values, and what becomes of them: text of any width, or a picture."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -10,11 +9,8 @@ from dataclasses import dataclass
 from functools import reduce
 from io import StringIO
 from operator import getitem
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, final
 from xml.sax.saxutils import escape
-
-from meshcomm.config.write import check_ending, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -22,7 +18,6 @@ if TYPE_CHECKING:
 # Columns of what does not go to a terminal, and of a picture at most.
 _WIDTH: Final = 100
 _PICTURE: Final = 150
-KINDS: Final = (".svg", ".md", ".json")
 # A table that would be folded to less than its width over this is shown as records instead.
 _SQUEEZE = 1.4
 # rich's picture of a console, without the window around it, and light or dark as the reader's.
@@ -46,10 +41,9 @@ Column: TypeAlias = str | tuple[str, Callable[[Any], str]] | Callable[[Any], obj
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One paragraph; a heading where it says what follows; or a drawing whose blanks and line breaks stay."""
+    """One paragraph; or a drawing whose blanks and line breaks stay."""
 
     text: str
-    heading: bool = False
     drawing: bool = False
 
 
@@ -140,12 +134,6 @@ class Cells:
             above = row
         yield table
 
-    def markdown(self) -> str:
-        """As a GitHub table."""
-        rule = ("---:" if column in self.right else "---" for column in self.columns)
-        lines = [self.columns, tuple(rule), *self.rows]
-        return "\n".join("| " + " | ".join(map(_escaped, cells)) + " |" for cells in lines)
-
 
 Part: TypeAlias = Line | Cells
 
@@ -205,26 +193,6 @@ def as_text(what: RenderableType, width: int = 100) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def page_markdown(parts: Sequence[Part]) -> str:
-    """For GitHub: headings, paragraphs, tables, drawings as blocks of text."""
-    blocks = []
-    for part in parts:
-        if isinstance(part, Cells):
-            blocks.append(part.markdown())
-        elif part.drawing:
-            blocks.append(f"```text\n{part.text}\n```")
-        else:
-            blocks.append(("## " if part.heading else "") + _escaped(part.text, in_table=False))
-    return "\n\n".join(blocks) + "\n"
-
-
-def _escaped(text: str, in_table: bool = True) -> str:
-    """What Markdown would read as its own, as text."""
-    for mark in "\\`*_<[]" + "|" * in_table:
-        text = text.replace(mark, "\\" + mark)
-    return text.replace("\n", "<br>" if in_table else "  \n") or " "
-
-
 def svg_of(what: RenderableType) -> str:
     """What a wide console shows, in colours, as a picture, light or dark, that needs nothing else."""
     from rich.cells import cell_len
@@ -242,18 +210,3 @@ def svg_of(what: RenderableType) -> str:
     # Nothing is wider than the picture.
     picture = re.sub(r' clip-path="[^"]*"', "", picture)
     return picture.replace("<style>", f"<title>{escape(lines[0])}</title>\n<style>", 1)
-
-
-def export(
-    path: Path, facts: Mapping[str, Any], parts: Sequence[Part], drawing: RenderableType | None = None
-) -> None:
-    """Write the facts as JSON, the parts as Markdown, or a picture of the drawing, or else of the parts, by the ending.
-
-    Raises ConfigError for another ending, or if the file cannot be written; then it is as it was.
-    """
-    check_ending(path, "--export", *KINDS)
-    kind = path.suffix.lower()
-    if kind == ".svg":
-        write_whole(path, svg_of(page_view(parts) if drawing is None else drawing))
-    else:
-        write_whole(path, page_markdown(parts) if kind == ".md" else json.dumps(facts, indent=2) + "\n")

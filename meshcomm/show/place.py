@@ -116,7 +116,7 @@ def _reasons(placement: Facts) -> list[Line | Cells]:
     sizes = placement["memory_bytes"]
     held = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items())
     return [
-        Line(f"why: {_dims(placement)}", heading=True),
+        Line(f"why: {_dims(placement)}"),
         Line(
             f"compute {seconds_text(placement['compute_s'])} in {number:,} micro-batch{'es' * (number > 1)}, "
             f"bubble {seconds_text(placement['bubble_s'])} waiting for other stages"

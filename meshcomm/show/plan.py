@@ -129,7 +129,7 @@ def plan_page(facts: Facts) -> list[Part]:
         f"mesh of {count(facts['world_size'], 'rank')}, plan {facts['fingerprint']}: "
         f"{count(facts['groups'], 'group')}, {facts['groups_per_rank']} created per rank"
     )
-    parts: list[Part] = [Line(headline, heading=True), _dims_table(facts["dims"])]
+    parts: list[Part] = [Line(headline), _dims_table(facts["dims"])]
     if "footprint" in facts:
         cost = facts["footprint"]
         held, size = count(cost["nccl"], "NCCL communicator"), cost["nccl_mb"] / 1000
@@ -156,7 +156,7 @@ def rank_page(rank: Facts, *about: Part) -> list[Part]:
     }
     if "nodes" in rank["groups"][0]:
         columns[">nodes"] = "{nodes}"
-    return [Line(text, heading=True), *about, Cells.of(rank["groups"], columns)]
+    return [Line(text), *about, Cells.of(rank["groups"], columns)]
 
 
 def _neighbour(rank: int | None, wraps: bool) -> str | None:

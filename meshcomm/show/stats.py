@@ -42,7 +42,7 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[Part]:
         notes.append("-: not known, as these calls return before they are over, or were not the mesh's")
     if any(row["async_op"] and row["seconds"] is not None for row in rows):
         notes.append("async: inside is what the program spent on starting and waiting")
-    head = Line(f"communication of {facts['rank']} {spent}", heading=True)
+    head = Line(f"communication of {facts['rank']} {spent}")
     return [head, _table(columns, rows), Line("\n".join(notes))]
 
 
@@ -57,7 +57,7 @@ def spread_page(facts: Facts) -> list[Part]:
         ">slowest": partial(_by, "slowest"),
     }
     title = f"communication of all ranks in {seconds_text(facts['seconds'])}"
-    return [Line(title, heading=True), _table(columns, facts["rows"])]
+    return [Line(title), _table(columns, facts["rows"])]
 
 
 def traffic_view(facts: Facts) -> Group:
@@ -79,7 +79,7 @@ def traffic_view(facts: Facts) -> Group:
     calls = dim | {"operation": "operation", ">calls": "calls"} | numbers
     parts.append(Cells.of(facts["dims"], calls, once=1))
     if facts["links"] is not None:
-        parts.append(Line("on links, collectives as rings in coord order", heading=True))
+        parts.append(Line("on links, collectives as rings in coord order"))
         parts.append(Cells.of(facts["links"], dim | {"link": "link"} | numbers, once=1))
     return page_view(parts)
 
