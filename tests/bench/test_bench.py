@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -29,7 +28,6 @@ from meshcomm.predict.times import COUNTED, OPERATIONS, Operation, bus_factor, c
 from meshcomm.reductions import REDUCTIONS
 from meshcomm.show.bench import bench_view, fit_facts, row_facts
 from meshcomm.testing import Pool
-from tests.benchmarks.table import compare, rows_table
 
 ROOT = Path(__file__).parents[2]
 SIZES = [1 << power for power in range(10, 27, 4)]
@@ -48,22 +46,6 @@ def test_bandwidths_by_hand() -> None:
     # Of each round: 0.25, 2 and 1.5. The ratio of the medians would be 0.5.
     assert facts["ratio"] == pytest.approx(1.5)
     assert set(OPERATIONS) == set(COUNTED) == set(get_args(Operation))
-
-
-def test_captions_say_which_figures_are_medians_of_ratios_and_which_of_medians() -> None:
-    # Of each round 0.25, 2 and 1.5; the ratio of the medians, 2 ms and 4 ms, would be 0.5.
-    row = compare("a / b", [0.001, 0.002, 0.009], [0.004, 0.001, 0.006], 4_000_000)
-    assert (row.ours_s, row.theirs_s, row.ratio) == (0.002, 0.004, pytest.approx(1.5))
-    text = shown(rows_table("calls", [row]))
-    assert re.search(r"a / b +2 ms +4 ms +1.500 +2.00", text)
-    of_one = made_facts(1) | {
-        "rows": [row_facts("dp", 4, "broadcast", 4_000_000, 7, [0.001, 0.002, 0.009], [0.004, 0.001, 0.006])]
-    }
-    for each in (text, printed(of_one)):
-        said = " ".join(each.split())
-        assert "medians of the rounds; " in said and "ratio: the median of the rounds' ratios" in said
-        assert re.search(r"GB/s:? (of|the bytes over) the median time", said)
-    assert re.search(r"2 ms +2 +2 +4 ms +1.50", printed(of_one))
 
 
 def test_a_size_is_what_nccl_tests_counts() -> None:
@@ -423,39 +405,42 @@ def test_nccl_is_measured_on_the_device(pool: Pool) -> None:
 # -- the command ------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, outside any launcher."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
 def refused(*words: str) -> str:
     result = CliRunner().invoke(app, ["bench", *words])
     assert result.exit_code == 2, (result.stdout, result.stderr, result.exception)
     return result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--op allreduce", 'did you mean "all_reduce"?'),
+        ("--dim pp", "the mesh has no dim 'pp'"),
+        ("--bytes 8", "8 bytes are too few for all_gather along tp"),
+        ("--bytes much", "'much' is not a number of bytes"),
+        ("--world 8", "2*3 = 6"),
+        ("--fit fit.json", "--fit fit.toml"),
+        ("--fit none/fit.toml", "none/fit.toml cannot be written"),
+        ("--fit mesh.toml", "mesh.toml exists, and meshcomm bench did not write it"),
+        ("--set mesh.dims={dp=1}", "no dim to measure has two ranks or more"),
+        ("--fit fit.toml --bytes 4KiB", "one size does not tell"),
+    ],
+)
 def test_what_cannot_be_measured_is_refused_before_a_process_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def never(*_: object) -> int:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr("meshcomm.jobs.starting.launch", never)
-    (tmp_path / "mesh.toml").write_text('mesh = { dims = { dp = 2, tp = 3 }, device = "cpu" }\n')
-    mesh = "mesh.toml"
-    assert 'did you mean "all_reduce"?' in refused(mesh, "--op", "allreduce")
-    assert "the mesh has no dim 'pp'" in refused(mesh, "--dim", "pp")
-    assert "8 bytes are too few for all_gather along tp" in refused(mesh, "--bytes", "8")
-    assert "'much' is not a number of bytes" in refused(mesh, "--bytes", "much")
-    assert "2*3 = 6" in refused(mesh, "--world", "8")
-    assert "--fit fit.toml" in refused(mesh, "--fit", "fit.json")
-    assert "none/fit.toml cannot be written" in refused(mesh, "--fit", "none/fit.toml")
-    assert "mesh.toml exists, and meshcomm bench did not write it" in refused(mesh, "--fit", mesh)
-    assert "no dim to measure has two ranks or more" in refused(mesh, "--set", "mesh.dims={ dp = 1 }")
-    assert "one size does not tell" in refused(mesh, "--fit", "fit.toml", "--bytes", "4KiB")
-    # The same, of a file that bench wrote, is let through: the launcher is reached.
-    (tmp_path / "old.toml").write_text(f"{MARK} --fit`: before\n")
-    result = CliRunner().invoke(app, ["bench", mesh, "--fit", "old.toml"])
-    assert isinstance(result.exception, AssertionError)
+    monkeypatch.setattr("meshcomm.jobs.starting.launch", lambda *_: pytest.fail("a process was started"))
+    (folder / "mesh.toml").write_text('mesh = { dims = { dp = 2, tp = 3 }, device = "cpu" }\n')
+    assert said in refused("mesh.toml", *words.split())
 
 
 def job(folder: str, byte_s: float) -> tuple[str, str, str]:
@@ -495,19 +480,16 @@ def test_a_job_prints_json_and_writes_the_fit(pool: Pool, tmp_path: Path) -> Non
     assert facts["fit"]["notes"] == ["ranks_per_node = 1, as config says; the launcher has 2 on this host"]
     # Measured without the comparison of first calls, which is not written.
     assert "validate_calls" not in (tmp_path / "b.toml").read_text()
-
-
-def test_what_was_measured_is_shown_where_nothing_can_be_fitted(pool: Pool, tmp_path: Path) -> None:
-    (text, _, raised), _ = pool.run(job, str(tmp_path), 0.0, ranks=2)
+    (text, _, raised), _ = pool.run(job, str(tmp_path / "none"), 0.0, ranks=2)
+    # Nothing can be fitted: what was measured is shown all the same.
     assert len(json.loads(text)["rows"]) == 2
-    assert raised.startswith("no bandwidth is in these times: dp") and not (tmp_path / "b.toml").exists()
+    assert raised.startswith("no bandwidth is in these times: dp") and not (tmp_path / "none").exists()
 
 
-def test_the_ranks_are_asked_for_what_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "mesh.toml").write_text('mesh = { dims = { dp = -1, tp = 2 }, device = "cpu" }\n')
+def test_the_ranks_are_asked_for_what_was_typed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "mesh.toml").write_text('mesh = { dims = { dp = -1, tp = 2 }, device = "cpu" }\n')
+    # What bench wrote before is replaced.
+    (folder / "b.toml").write_text(f"{MARK} --fit`: before\n")
     started: list[tuple[list[str], int]] = []
     bodies: list[tuple[Any, ...]] = []
 
