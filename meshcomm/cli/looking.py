@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, discovered_topology, show_facts
+from meshcomm.cli.app import AsJson, ConfigFile, Facts, Overrides, World, app, discovered_topology, show_facts
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from meshcomm.config import Config
+    from meshcomm.show.page import Part
 
 By = Annotated[
     str | None,
@@ -26,8 +25,7 @@ Other = Annotated[
     Path | None,
     typer.Option(
         metavar="OTHER",
-        help="Compare with this config instead: settings, groups and their options, and which ranks "
-        "change place. --set changes both.",
+        help="Compare with this config instead: settings, groups, and which ranks change place. --set changes both.",
     ),
 ]
 
@@ -69,11 +67,26 @@ def plan(
     settings = load(config, overrides or ()).resolved(world)
     if diff is not None:
         _compare(settings, load(diff, overrides or ()).resolved(world), world, json)
+    facts, parts, drawings = _drawn(
+        settings, world, rank, by, schedule, grid or by is not None or export is not None
+    )
+    if export is not None:
+        drawings[0].save(export)
+        typer.echo(f"written: {export}", err=True)
+        return
     from rich.console import Group
 
+    from meshcomm.show.page import page_view
+
+    show_facts(facts, json, lambda _: Group(page_view(parts), *drawings))
+
+
+def _drawn(
+    settings: Config, world: int | None, rank: int | None, by: str | None, schedule: bool, grid: bool
+) -> tuple[Facts, list[Part], list[Any]]:
+    """The facts, the tables, and the drawings below them: the grid first."""
     from meshcomm.predict.lint import footprint
     from meshcomm.show.grid import RankGrid, grid_facts
-    from meshcomm.show.page import page_view
     from meshcomm.show.plan import plan_facts, plan_page
     from meshcomm.show.schedule import ScheduleView, schedule_facts
 
@@ -82,20 +95,14 @@ def plan(
     cost = footprint(settings, laid_out, laid_out.layout.world_size)
     if cost.nccl and not cost.undecided:
         facts["footprint"] = cost._asdict()
-    parts, drawn = plan_page(facts), None
-    drawings: list[RenderableType] = []
-    if grid or by is not None or export is not None:
+    parts, drawings = plan_page(facts), list[Any]()
+    if grid:
         facts["grid"] = grid_facts(laid_out, _dims(by), topology, rank)
-        drawn = RankGrid(facts["grid"])
-        drawings.append(drawn)
+        drawings.append(RankGrid(facts["grid"]))
     if schedule:
         facts["schedule"] = schedule_facts(settings, world)
         drawings.append(ScheduleView(facts["schedule"]))
-    if export is None or drawn is None:
-        show_facts(facts, json, lambda _: Group(page_view(parts), *drawings))
-    else:
-        drawn.save(export)
-        typer.echo(f"written: {export}", err=True)
+    return facts, parts, drawings
 
 
 def _compare(a: Config, b: Config, world: int | None, json: bool) -> NoReturn:
@@ -165,7 +172,6 @@ def view(
     export: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the page, as of now, into one file; no server.")
     ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Open the page in the default browser.")] = False,
     overrides: Overrides = None,
 ) -> None:
     """Serve a page for a browser on this machine: the mesh, its traffic, and the run as it goes on. Ctrl-C ends it."""
@@ -182,33 +188,21 @@ def view(
     facts = page_facts(found.settings, world, discovered_topology(found.settings))
     if export is not None:
         typer.echo(export_page(export, facts, found.folder))
-        if open_:
-            typer.launch(export.resolve().as_uri())
         return
     with Server(facts, found.folder, port) as server:
         try:
             typer.echo(f"{server.url}  ({found.settings.source}; Ctrl-C ends it)")
-            if open_:
-                typer.launch(server.url)
             server.serve_forever()
         except KeyboardInterrupt:
             typer.echo()
 
 
 @app.command()
-def schema(
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it to this file.")] = None,
-) -> None:
+def schema() -> None:
     """Print the JSON schema of configs: what editors complete, explain and check them by."""
     from meshcomm.config.schema import schema_text
 
-    if out is None:
-        typer.echo(schema_text(), nl=False)
-        return
-    from meshcomm.config.write import write_whole
-
-    write_whole(out, schema_text())
-    typer.echo(f"written: {out}", err=True)
+    typer.echo(schema_text(), nl=False)
 
 
 def _dims(by: str | None) -> str | tuple[str, ...] | None:

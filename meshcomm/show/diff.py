@@ -1,4 +1,4 @@
-"""What differs between two meshes: settings, groups and their options, and who sits where."""
+"""What differs between two meshes: settings, groups, and who sits where."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def diff_facts(a: Config, b: Config, plan_a: Plan, plan_b: Plan) -> Facts:
         "fingerprint": [plan_a.fingerprint, plan_b.fingerprint],
         "dims": [dict(plan_a.layout.dims), dict(plan_b.layout.dims)],
         "settings": settings,
-        "options": _options(plan_a, plan_b),
         "groups": _groups(plan_a, plan_b),
         "ranks": _ranks(plan_a.layout, plan_b.layout),
     }
@@ -63,15 +62,6 @@ def _given(value: Any) -> Any:
         inside = {key: _given(item) for key, item in value.items()}
         return {key: item for key, item in inside.items() if item is not None and item != {}}
     return list(value) if isinstance(value, tuple) else value
-
-
-def _options(a: Plan, b: Plan) -> list[list[Any]]:
-    """Options of groups that both have."""
-    ours, theirs = (
-        {f.name: {**f.options.facts(), "shares": f.shares} for f in plan.families} for plan in (a, b)
-    )
-    both = [name for name in ours if name in theirs]
-    return [[name, *row] for name in both for row in _differing(ours[name], theirs[name], ())]
 
 
 def _groups(a: Plan, b: Plan) -> list[Facts]:
@@ -161,13 +151,13 @@ def diff_page(facts: Facts) -> list[Part]:
         return [Line(text), *sources]
     meshes = f"the meshes are equal, plan {first}" if first == second else f"plans {first} and {second}"
     parts: list[Part] = [Line(f"different: {meshes}"), *sources]
-    for title, rows, columns in (
-        ("settings", facts["settings"], ("setting", "a", "b")),
-        ("options of groups that both have", facts["options"], ("dim", "option", "a", "b")),
-    ):
+    if facts["settings"]:
         # The last two are values.
-        texts = [(*row[:-2], *("-" if value is None else toml(value) for value in row[-2:])) for row in rows]
-        parts += [Line(title), Cells(columns, tuple(texts))] if rows else []
+        texts = (
+            (key, *("-" if value is None else toml(value) for value in pair))
+            for key, *pair in facts["settings"]
+        )
+        parts += [Line("settings"), Cells(("setting", "a", "b"), tuple(texts))]
     if facts["groups"]:
         columns = ("dim", "groups", "a", "b", "same", "gone, as", "new, as")
         parts += [Line("groups"), Cells(columns, tuple(map(_group_row, facts["groups"])))]
