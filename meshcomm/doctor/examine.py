@@ -57,7 +57,7 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
         try:
             plan, device = _plan(settings, launch.world_size if under else world, launch)
             findings += _device_findings(settings, plan, device, launch)
-            need = host.needs(plan, device)
+            need = host.descriptors_needed(plan, device)
         except MeshcommError as error:
             open_size = not under and world is None and -1 in settings.mesh.dims.values()
             findings.append(Finding.of(error, "warn" if open_size else "error"))
@@ -66,8 +66,8 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
     if not (launch.one_host or asked.interfaces or "GLOO_SOCKET_IFNAME" in os.environ):
         findings += host.name_findings(name, host.resolve(name), present)
     findings += host.lookup_findings(host.lookup_s())
-    found = host.limits(need, launch.local_size)
-    findings += host.limit_findings(found)
+    limit = host.descriptors(need)
+    findings += host.limit_findings(limit)
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         findings.append(_DEBUGGING)
     return {
@@ -75,7 +75,7 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
         "versions": versions(),
         "host": {"name": name, "addresses": host.resolve(name), **_devices()},
         "interfaces": [interface._asdict() for interface in present],
-        "limits": [each._asdict() for each in found],
+        "limits": [limit._asdict()],
         "launch": asdict(launch) if under else None,
         "ranks": None,
     }

@@ -1,4 +1,4 @@
-"""What does this host have: interfaces, addresses, limits? Will the job's sockets find their way, and do its files and threads fit?"""
+"""What does this host have: interfaces, addresses, file descriptors? Will the job's sockets find their way?"""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import psutil
 import torch
@@ -23,43 +22,21 @@ from meshcomm.predict.lint import GLOO_DESCRIPTORS
 from meshcomm.transport.support import backend_on
 
 SLOW_S: Final = 1.0
-# Threads of one Gloo group; measured with torch 2.15 on Linux.
-GLOO_THREADS: Final = 3
-
-
-_REMEDIES: Final = {
-    "process": "ulimit -n {}, or fewer dims with groups of their own",
-    "container": "a container with at least {} tasks (pids.max), or fewer ranks in it",
-}
-
-
-class Cost(NamedTuple):
-    """Open file descriptors and threads."""
-
-    descriptors: int
-    threads: int
 
 
 class Limit(NamedTuple):
-    """used: now. needed: by the ranks on this host beyond that, at most; None without a plan. limit: None if unlimited."""
+    """used: now. needed: by a rank beyond that, at most; None without a plan. limit: None if unlimited."""
 
     name: str
-    scope: Literal["process", "container"]
     limit: int | None
     used: int
     needed: int | None
 
 
-def in_use() -> Cost:
-    """What this process has open."""
-    process = psutil.Process()
-    return Cost(process.num_fds(), process.num_threads())
+def descriptors_needed(plan: Plan, device: torch.device) -> int:
+    """File descriptors that one rank's Gloo groups cost at most: connected with every peer.
 
-
-def needs(plan: Plan, device: torch.device) -> Cost:
-    """What one rank's Gloo groups cost at most: connected with every peer.
-
-    With the idle default group of torch.distributed, the connection to the store, and the two threads of a mesh.
+    With the idle default group of torch.distributed and the connection to the store.
     """
     sizes = [
         family.size
@@ -67,47 +44,27 @@ def needs(plan: Plan, device: torch.device) -> Cost:
         if family.creates and backend_on(family.options.backend, device) == "gloo"
     ]
     groups = len(sizes) + (backend_on(plan.defaults.backend, device) == "gloo")
-    peers = sum(size - 1 for size in sizes)
-    return Cost(1 + groups * GLOO_DESCRIPTORS + peers, 2 + groups * GLOO_THREADS)
+    return 1 + groups * GLOO_DESCRIPTORS + sum(size - 1 for size in sizes)
 
 
-def limits(need: Cost | None, local_ranks: int) -> list[Limit]:
-    """The limits that apply here, and what `local_ranks` ranks of such a need would use."""
-    used = in_use()
-    # Each rank is a process like this one, before its groups.
-    many = None if need is None else local_ranks * (used.threads + need.threads)
+def descriptors(needed: int | None) -> Limit:
+    """The limit that applies to this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = None if soft == resource.RLIM_INFINITY else soft
-    found = [Limit("file descriptors", "process", files, used.descriptors, need and need.descriptors)]
-    if (group := _pids_folder()) is not None:
-        most, current = ((group / name).read_text().strip() for name in ("pids.max", "pids.current"))
-        limit = None if most == "max" else int(most)
-        found.append(Limit("threads", "container", limit, int(current), many))
-    return found
+    limit = None if soft == resource.RLIM_INFINITY else soft
+    return Limit("file descriptors", limit, psutil.Process().num_fds(), needed)
 
 
-def limit_findings(found: list[Limit]) -> Iterator[Finding]:
+def limit_findings(found: Limit) -> Iterator[Finding]:
     """Whether what is needed is left."""
-    for limit in found:
-        total = limit.used + (limit.needed or 0)
-        if limit.needed is None or limit.limit is None or total <= limit.limit:
-            continue
+    total = found.used + (found.needed or 0)
+    if found.needed is not None and found.limit is not None and total > found.limit:
         yield Finding(
             "error",
-            f"the plan needs more {limit.name} than a {limit.scope} may have",
-            given=f"{limit.used} in use, {limit.needed} more for the plan, the limit is {limit.limit}",
+            f"the plan needs more {found.name} than a process may have",
+            given=f"{found.used} in use, {found.needed} more for the plan, the limit is {found.limit}",
             expected=f"a limit of at least {total}",
-            hint=_REMEDIES[limit.scope].format(total),
+            hint=f"ulimit -n {total}, or fewer dims with groups of their own",
         )
-
-
-def _pids_folder() -> Path | None:
-    """Where the kernel says how many tasks this container may have."""
-    root, own = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-    lines = own.read_text().splitlines() if own.exists() else []
-    paths = {kind: path.lstrip("/") for _, kind, path in (line.split(":", 2) for line in lines)}
-    folders = (root / paths.get("", ""), root / "pids" / paths.get("pids", ""), root, root / "pids")
-    return next((folder for folder in folders if (folder / "pids.max").is_file()), None)
 
 
 class Interface(NamedTuple):

@@ -69,12 +69,8 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
     # The store may live in this process: leave last.
     if came := [f"left/{row['rank']}" for row in rows if row["rank"] != 0]:
         store.wait(came, wait)
-    facts = {
-        **examined,
-        "ranks": [{key: value for key, value in row.items() if key in _SHOWN} for row in rows],
-        "findings": [finding.facts() for finding in findings],
-    }
-    return facts, code
+    ranks = [{key: row[key] for key in _SHOWN} for row in rows]
+    return {**examined, "ranks": ranks, "findings": [finding.facts() for finding in findings]}, code
 
 
 def _row(settings: Config | None, launch: Launch) -> Facts:
@@ -123,10 +119,9 @@ def _gather(store: Any, world_size: int, wait: timedelta) -> tuple[list[Facts], 
         )
     rows = [json.loads(store.get(keys[rank])) for rank in here]
     for row in rows:
-        told = [Finding.read(facts) for facts in row["findings"]]
-        if row["rank"] != 0:
-            told = [each._replace(what=f"{row['host']}: {each.what}") for each in told]
-        findings += told
+        where = "" if row["rank"] == 0 else f"{row['host']}: "
+        told = map(Finding.read, row["findings"])
+        findings += [each._replace(what=where + each.what) for each in told]
     return rows, findings
 
 
@@ -135,17 +130,13 @@ def judge(rows: Sequence[Facts]) -> Iterator[Finding]:
     hosts = _by(rows, "host")
     lost = [row for row in rows if is_loopback(row["address"])]
     if len(hosts) > 1 and lost:
-        lines = [
-            f"{host}: {_ranks(on)} at {' '.join(dict.fromkeys(row['address'] for row in on))}"
-            for host, on in hosts.items()
-        ]
+        at = {name: " ".join(_by(on, "address")) for name, on in hosts.items()}
         yield Finding(
             "error",
             f"{_ranks(lost)} would be reached at the loopback, from other hosts",
-            given="\n".join(lines),
+            given="\n".join(f"{name}: {_ranks(on)} at {at[name]}" for name, on in hosts.items()),
             expected=f"addresses that all {len(hosts)} hosts reach",
-            hint=" or ".join(dict.fromkeys(row["hint"] for row in lost))
-            + ", or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
+            hint=f"{' or '.join(_by(lost, 'hint'))}, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
         )
     if sum(one["host"] != other["host"] for one, other in pairwise(rows)) >= len(hosts):
         yield Finding(

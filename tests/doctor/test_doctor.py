@@ -76,9 +76,7 @@ def test_json_has_all_keys_and_is_right_about_this_host() -> None:
     assert loopback["up"] is True and loopback["addresses"][0] == "127.0.0.1"
     assert all(list(each) == ["level", "what", "given", "expected", "try"] for each in facts["findings"])
     assert {each["level"] for each in facts["findings"]} <= {"warn"}
-    assert [list(each) for each in facts["limits"]] == [
-        ["name", "scope", "limit", "used", "needed"] for _ in facts["limits"]
-    ]
+    assert [list(each) for each in facts["limits"]] == [["name", "limit", "used", "needed"]]
 
 
 def test_a_person_is_shown_findings_and_with_all_the_facts_and_the_exit_code_says_the_worst() -> None:
@@ -94,8 +92,7 @@ def test_a_person_is_shown_findings_and_with_all_the_facts_and_the_exit_code_say
     ]
     assert [line for line in everything.splitlines() if line in titles] == [*titles]
     assert (
-        f"\n  python {sys.version.split()[0]}" in everything
-        and "name file descriptors, scope process" in everything
+        f"\n  python {sys.version.split()[0]}" in everything and "name file descriptors, limit " in everything
     )
     for columns in (80, 40):
         narrow = run("configs/mesh.toml", "--all", columns=columns)[1]
@@ -148,48 +145,39 @@ def test_a_device_or_backend_that_is_not_there() -> None:
 # -- limits ---------------------------------------------------------------------------------------------
 
 
-def spent(sizes: dict[str, int]) -> tuple[int, int, int, int]:
+def spent(sizes: dict[str, int]) -> tuple[int, int]:
     gc.collect()  # groups that other tests left in this process
-    before = host.in_use()
+    before = host.descriptors(None).used
     with meshcomm.init(dims=sizes, merge={"all": list(sizes)}, device="cpu", timeout_s=30) as mesh:
         for name in (*sizes, "all"):
             mesh.all_reduce(name, torch.ones(8))
             mesh.all_to_all(name, torch.ones(8))
-        files, threads = (now - then for now, then in zip(host.in_use(), before, strict=True))
-        return (files, threads, *host.needs(mesh.plan, mesh.device))
+        return host.descriptors(None).used - before, host.descriptors_needed(mesh.plan, mesh.device)
 
 
 def test_the_need_of_a_plan_is_what_a_mesh_then_uses(pool: Pool) -> None:
-    for files, threads, most_files, most_threads in pool.run(spent, {"pp": 2, "dp": 2, "tp": 2}):
-        assert most_threads == 17
-        assert most_threads - 1 <= threads <= most_threads
-        assert most_files - 4 <= files <= most_files
+    for files, most in pool.run(spent, {"pp": 2, "dp": 2, "tp": 2}):
+        assert most - 4 <= files <= most
 
 
 def test_the_cost_of_a_group_is_what_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-    def group() -> object:
-        return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
-
     # The first group may also pay for what all share.
-    groups = [group()]
-    before = host.in_use()
-    groups.append(group())
-    after = host.in_use()
-    assert after.descriptors - before.descriptors == GLOO_DESCRIPTORS
-    assert after.threads - before.threads == host.GLOO_THREADS
+    groups = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))]
+    before = host.descriptors(None).used
+    groups.append(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10)))
+    assert host.descriptors(None).used - before == GLOO_DESCRIPTORS
 
 
 def test_too_small_a_limit_is_an_error() -> None:
-    small = Limit("file descriptors", "process", 1024, 20, 4000)
-    enough = Limit("threads", "container", 5000, 20, 4000)
-    open_end = Limit("threads", "container", None, 20, 4000)
-    assert lines(host.limit_findings([small, enough, open_end, enough._replace(needed=None)])) == [
+    small = Limit("file descriptors", 1024, 20, 4000)
+    assert lines(host.limit_findings(small)) == [
         "error | the plan needs more file descriptors than a process may have"
         " | 20 in use, 4000 more for the plan, the limit is 1024"
         " | ulimit -n 4020, or fewer dims with groups of their own",
     ]
+    for enough in ({"limit": 5000}, {"limit": None}, {"needed": None}):
+        assert lines(host.limit_findings(small._replace(**enough))) == []  # type: ignore[arg-type]
 
 
 # -- network --------------------------------------------------------------------------------------------
