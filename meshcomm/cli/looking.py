@@ -150,14 +150,14 @@ def lint(
     from meshcomm.config import load
     from meshcomm.predict.lint import lint as find
     from meshcomm.show.lint import lint_facts, lint_text
-    from meshcomm.show.page import Folded
+    from meshcomm.show.page import Line
 
     settings = load(config, overrides or ())
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     topology = discovered_topology(settings)
     findings = find(settings, world, topology, None if soft == resource.RLIM_INFINITY else soft)
     facts = lint_facts(settings, settings.plan(world), topology, findings)
-    show_facts(facts, json, lambda _: Folded(lint_text(settings.source, facts, findings)))
+    show_facts(facts, json, lambda _: Line(lint_text(settings.source, facts, findings)))
     raise typer.Exit(int(strict and bool(findings)))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from meshcomm.errors import MeshcommError
 from meshcomm.layout.sizes import coords_text
-from meshcomm.show.page import Folded
+from meshcomm.show.page import Line
 from meshcomm.show.units import count
 
 if TYPE_CHECKING:
@@ -61,13 +61,13 @@ def view(facts: Facts, everything: bool = False) -> Group:
     findings = [Finding.read(found) for found in facts["findings"]]
     levels = [found.level for found in findings]
     headline = f"{count(levels.count('error'), 'error')}, {count(levels.count('warn'), 'warning')}"
-    lines: list[RenderableType] = [Folded(headline)]
+    lines: list[RenderableType] = [Line(headline)]
     for level, style in _STYLES.items():
-        lines += [Folded(str(found), style) for found in findings if found.level == level]
+        lines += [Line(str(found), style=style) for found in findings if found.level == level]
     for title, value in facts.items():
         if everything and value and title != "findings":
             rows = value if isinstance(value, list) else [{name: value[name]} for name in value]
-            lines += [Folded(f"\n{title}"), *(Folded(f"  {_text(row)}") for row in rows)]
+            lines += [Line(f"\n{title}"), *(Line(f"  {_text(row)}") for row in rows)]
     return Group(*lines)
 
 

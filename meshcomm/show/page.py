@@ -39,24 +39,20 @@ text {{ font: {char_height}px ui-monospace, SFMono-Regular, Menlo, Consolas, "De
 Column: TypeAlias = str | tuple[str, Callable[[Any], str]] | Callable[[Any], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One paragraph; or a drawing whose blanks and line breaks stay."""
-
-    text: str
-    drawing: bool = False
-
-
 # What stands before the text of a line of an error.
 _LABEL: Final = re.compile(r" *(?:(?:given|expected|try): +)?")
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Folded:
-    """Lines of text that are folded between words where the console is narrower, indented as they begin."""
+class Line:
+    """Text that is folded between words if the console is narrower, indented as its lines begin.
+
+    drawing: it is not; its blanks and line breaks stay.
+    """
 
     text: str
+    drawing: bool = False
     style: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -65,6 +61,9 @@ class Folded:
 
         from rich.text import Text
 
+        if self.drawing:
+            yield Text(self.text)
+            return
         for line in self.text.split("\n"):
             label = _LABEL.match(line)
             indent = " " * (0 if label is None else label.end())
@@ -164,14 +163,8 @@ def _packed(items: Sequence[str], width: int) -> list[str]:
 def page_view(parts: Sequence[Part]) -> Group:
     """For a rich console."""
     from rich.console import Group
-    from rich.text import Text
 
-    def shown(part: Part) -> RenderableType:
-        if isinstance(part, Cells):
-            return part
-        return Text(part.text) if part.drawing else Folded(part.text)
-
-    return Group(*map(shown, parts))
+    return Group(*parts)
 
 
 def terminal(width: int = _WIDTH) -> Console:
