@@ -118,9 +118,7 @@ def _several(facts: Facts) -> list[Part]:
         "coords": ("coords", coords_text),
         ">node": ("node", str),
     }
-    parts = [
-        Line(f"{len(ranks):,} ranks have {asked}: {fold(ranks)}"),
-        Cells.of(listed, columns),
-    ]
+    parts: list[Part] = [Line(f"{len(ranks):,} ranks have {asked}: {fold(ranks)}")]
+    parts.append(Cells.of(listed, columns))
     left = len(ranks) - len(listed)
     return [*parts, Line(f"and {left:,} more; --json has all of them")] if left else parts
