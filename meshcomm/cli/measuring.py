@@ -45,9 +45,6 @@ def bench(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 9,
-    alone: Annotated[
-        bool, typer.Option("--alone", help="One group along a dim, while the others wait.")
-    ] = False,
     fit: Annotated[
         Path | None,
         typer.Option(help="Write the links' latency and bandwidth as a [topology] that fits the times."),
@@ -59,14 +56,14 @@ def bench(
 
     Outside a launcher, starts one process per rank here.
     """
-    from meshcomm.bench.facts import Asked
+    from meshcomm.bench.measure import Asked
     from meshcomm.jobs.bench import SIZES, Output
     from meshcomm.jobs.bench import bench as job
     from meshcomm.predict.times import named_operations
     from meshcomm.show.units import read_bytes
 
     sizes = [read_bytes(text) for text in size or SIZES]
-    asked = Asked(named_operations(operation or ()), sizes, dim or (), rounds, alone)
+    asked = Asked(named_operations(operation or ()), sizes, dim or (), rounds)
     raise typer.Exit(job(config, overrides or (), world, asked, Output(json, fit)))
 
 

@@ -16,6 +16,7 @@ from meshcomm.errors import ConfigError, LaunchError
 from meshcomm.layout.names import did_you_mean
 from meshcomm.show.timeline import Bar, Row, timeline
 
+_OURS: Final = "a file that this version of meshcomm wrote on that rank"
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
@@ -45,9 +46,7 @@ def _reading(file: Path, what: str, expected: str, hint: str) -> Iterator[None]:
 
 
 def _reading_report(file: Path) -> Any:
-    return _reading(
-        file, "is not a report", "a file that this version of meshcomm wrote on that rank", f"remove {file}"
-    )
+    return _reading(file, "is not a report", _OURS, f"remove {file}")
 
 
 def read_reports(folder: Path) -> dict[int, Any]:
@@ -68,7 +67,7 @@ def read_reports(folder: Path) -> dict[int, Any]:
                 raise LaunchError(
                     f"{file} is not a report of rank {rank}",
                     given=f"rank: {status['rank']}",
-                    expected="a file that this version of meshcomm wrote on that rank",
+                    expected=_OURS,
                     hint=f"remove {file}",
                 )
             # Each by itself, so that the error names the file.
@@ -112,10 +111,10 @@ def timeline_of(source: Path, width: int | None = None) -> str:
 
 def _of_trace(file: Path) -> list[Row]:
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    ranks = sorted({e["pid"] for e in events if e["name"] == "process_name"})
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    calls: dict[int, list[Bar]] = {pid: [] for pid in sorted(names)}
-    passes: dict[int, list[Bar]] = {pid: [] for pid in sorted(names)}
+    calls: dict[int, list[Bar]] = {pid: [] for pid in ranks}
+    passes: dict[int, list[Bar]] = {pid: [] for pid in ranks}
     for event in events:
         if event["ph"] != "X":
             continue
@@ -188,12 +187,10 @@ def export(
         kind = None if dtype is None else getattr(torch, dtype)
         return _summary(export_pretrained(source, target, dtype=kind, shard_bytes=most))
     if pretrained or dtype is not None or shard_gb is not None:
-        given = {"--weights": weights, "--dtype": dtype, "--shard-gb": shard_gb}
+        given = {"--weights": weights, "--dtype": dtype, "--shard-gb": shard_gb, "--pretrained": pretrained}
         raise ConfigError(
             "these options do not go together",
-            given=", ".join(
-                [*(name for name, value in given.items() if value), *["--pretrained"][:pretrained]]
-            ),
+            given=", ".join(name for name, value in given.items() if value),
             expected="--dtype and --shard-gb with --pretrained, and --weights without it",
             hint="meshcomm export RUN FOLDER --pretrained",
         )

@@ -15,7 +15,6 @@ from meshcomm.dryrun.script import Script, mesh_of_script, script_step
 from meshcomm.dryrun.training import dry_training, priced, told
 from meshcomm.dryrun.world import dry_world
 from meshcomm.jobs.starting import world_of
-from meshcomm.layout import Layout
 from meshcomm.mesh.environment import how_many_ranks
 from meshcomm.predict.machine import discovered
 from meshcomm.predict.place import Ranking
@@ -59,29 +58,26 @@ def dryrun(
     began = time.perf_counter()
     if config is None and world is None:
         raise how_many_ranks("dryrun")
-    settings: Config | None = None if config is None else load(config, overrides)
+    settings = None if config is None else load(config, overrides)
+    size = world_of(settings, world)
     if script is None:
         assert settings is not None
-        return dry_training(settings, world_of(settings, world), *sample, trace)
-    size = world_of(settings, world)
+        return dry_training(settings, size, *sample, trace)
     layout, asked = mesh_of_script(script, size)
     parallel = getattr(asked, "parallel", None)
     topology = discovered((settings or asked).topology, os.environ)
+    stages = None if parallel is None else parallel.pipeline
     found = dry_world(
         partial(script_step, script),
         layout,
-        _pipeline(layout, None if parallel is None else parallel.pipeline),
+        # Without a configuration: the dim that is usually called so.
+        stages or next((dim for dim in layout.dims if dim in _STAGES), None),
         ranks=sample.ranks,
         sample=sample.drawn,
         seed=sample.seed,
         replayed=priced(topology),
     )
     return told(found, None, topology, began, trace)
-
-
-def _pipeline(layout: Layout, said: str | None) -> str | None:
-    """The dim of the stages: as the configuration says it, or the one that is usually called so."""
-    return said or next((dim for dim in layout.dims if dim in _STAGES), None)
 
 
 def exactly(settings: Config, ranking: Ranking, topology: TopologyConfig) -> tuple[Ranking, list[Exact]]:

@@ -166,7 +166,7 @@ class Stragglers:
             f"{dim}: rank {at.rank}, {at.mean_s * 1e3:.3f} ms" for dim, at in self.latest.items()
         )
         below = f"latest of the whole mesh along {latest}" if latest else "no dim of two ranks or more"
-        head = Line("arrival after the first rank of the group", heading=True)
+        head = Line("arrival after the first rank of the group")
         return page_view([head, Cells(names, tuple(rows), frozenset(names[1:]), once=1), Line(below)])
 
     def __str__(self) -> str:

@@ -26,7 +26,7 @@ WORDS: dict[str, list[list[str]]] = {
     "where": [["FILE", "3"]],
     "lint": [["FILE"]],
     "view": [["FILE", "--export", "out.html"]],
-    "schema": [["--out", "FILE"]],
+    "schema": [],
     "report": [["FILE"], ["FILE", "--timeline"]],
     "doctor": [["FILE"]],
     "parity": [["FILE"], [QUICK, "FILE"]],
@@ -71,7 +71,7 @@ def test_a_wrong_file_is_an_error_that_names_it(folder: Path, command: str, kind
     for ending in (".toml", ".json", ".py", ".safetensors", ""):
         for words in WORDS[command]:
             # Writing over a file is what was asked for, and any text may be a script.
-            writes = command == "schema" or "--write" in words
+            writes = "--write" in words
             script = "good.py" not in words and (
                 ending == ".py" or (words[0] == QUICK and not words[1].startswith("--"))
             )
