@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from meshcomm.errors import MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.mesh.torch_store import store_failed
+from meshcomm.mesh.store import store_failed
 
 # In the number that counts who has come: above these bits, the sum of the sizes that they expect. For n ranks that is
 # n * n, and the store adds 64-bit numbers with a sign: worlds of up to two million ranks fit.

@@ -16,7 +16,7 @@ from meshcomm.comm.desync import error_of, find_desync, last_common
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import CallMismatchError
 from meshcomm.mesh.rank_record import RankRecord
-from meshcomm.mesh.torch_store import kind_of
+from meshcomm.mesh.store import kind_of
 
 # How often a rank posts and looks, where the world is small.
 _PERIOD_S: Final = 1.0

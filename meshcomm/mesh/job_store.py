@@ -20,7 +20,7 @@ from meshcomm.comm.diagnosis import first_line
 from meshcomm.errors import LaunchError
 from meshcomm.mesh.environment import MPI_RANKS, Launch
 from meshcomm.mesh.exposure import serve_on_loopback
-from meshcomm.mesh.torch_store import within
+from meshcomm.mesh.store import within
 
 # What a client that is about to succeed gets beyond its timeout.
 _GRACE_S: Final = 0.5

@@ -44,9 +44,8 @@ from meshcomm.mesh.endings import caused_by
 from meshcomm.mesh.metrics import Metrics
 from meshcomm.mesh.outside import OutsideGroups
 from meshcomm.mesh.runtime import WORLD, Runtime
-from meshcomm.mesh.store import MeshStore
+from meshcomm.mesh.store import MeshStore, prefixed, within
 from meshcomm.mesh.torch_mesh import TorchMesh
-from meshcomm.mesh.torch_store import prefixed, within
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 from meshcomm.transport.torch_private import outside_graphs
 
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from meshcomm.config import TopologyConfig
-    from meshcomm.mesh.compare_ranks import StatsOfAll, Stragglers
+    from meshcomm.mesh.all_ranks import StatsOfAll, Stragglers
     from meshcomm.mesh.stats import Stats
     from meshcomm.mesh.tracing import Trace
     from meshcomm.pattern.apply import GatherRules, Rearranger
@@ -422,7 +421,7 @@ class Mesh(AlongDims):
         Called by: every rank of the mesh. Returns: this rank's groups, and by dim the latest rank of
         the whole mesh; prints as a table.
         """
-        from meshcomm.mesh.compare_ranks import stragglers
+        from meshcomm.mesh.all_ranks import stragglers
 
         self._usable()
         names = [family.name for family in self.plan.families if family.size > 1]
@@ -482,11 +481,10 @@ class Mesh(AlongDims):
 
         Called by: every rank of the mesh, in the same program order.
         """
-        from meshcomm.mesh.compare_ranks import records_of_all, stats_of_all
+        from meshcomm.mesh.all_ranks import of_every_rank, stats_of_all
 
         own = self.stats()
-        record = self.rank, own.seconds, own.sums
-        records = records_of_all(self.objects.all_gather, self.layout.dims, record)
+        records = of_every_rank(self, (self.rank, own.seconds, own.sums))
         return stats_of_all(records, [family.name for family in self.plan.families])
 
     @outside_graphs

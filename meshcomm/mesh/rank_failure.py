@@ -23,7 +23,7 @@ from meshcomm.mesh.endings import backend_error
 from meshcomm.mesh.environment import Launch, attempt_of
 from meshcomm.mesh.rank_record import one_line
 from meshcomm.mesh.rendezvous import of_this_attempt
-from meshcomm.mesh.torch_store import within
+from meshcomm.mesh.store import within
 
 # A rank whose peer was lost, or is the mismatched one, waits this long for the peer's error to come first.
 _PATIENCE_S = 3.0

@@ -18,7 +18,7 @@ from meshcomm.comm.callsite import is_ours, stack_of
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.spans import host
 from meshcomm.layout.sizes import rank_text
-from meshcomm.mesh.torch_store import wait_for, within
+from meshcomm.mesh.store import wait_for, within
 
 T = TypeVar("T")
 

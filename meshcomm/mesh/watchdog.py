@@ -36,7 +36,7 @@ from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.endings import ExceptHooks, backend_error, handles_exceptions
 from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_way, is_library
 from meshcomm.mesh.runtime import Watching
-from meshcomm.mesh.torch_store import within
+from meshcomm.mesh.store import within
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import capturing, overdue_barrier
 

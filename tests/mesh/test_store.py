@@ -31,7 +31,7 @@ from meshcomm.errors import (
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.barriers import monitored_barrier
 from meshcomm.mesh.store import MeshStore
-from meshcomm.mesh.torch_store import kind_of
+from meshcomm.mesh.store import kind_of
 from meshcomm.testing import Pool
 
 KINDS = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
