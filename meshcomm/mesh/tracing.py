@@ -146,9 +146,12 @@ def events_of(
 def _slices(span: Span, ranks: Sequence[int], number: int, shift_s: float) -> Iterator[Event]:
     """One slice for a call; of one that is waited for later its start, each wait, and a bar from start to end."""
     facts: dict[str, Any] = {"callsite": span.site}
-    facts |= {"group": span.group, "bytes": span.nbytes} if span.group else {}
-    facts |= {"number": span.number} if span.number else {}
-    facts |= {} if span.shape is None else {"shape": list(span.shape), "dtype": span.dtype}
+    if span.group:
+        facts |= {"group": span.group, "bytes": span.nbytes}
+    if span.number:
+        facts["number"] = span.number
+    if span.shape is not None:
+        facts |= {"shape": list(span.shape), "dtype": span.dtype}
     for way, peer, tag, count in span.parts:
         text = f"rank {'?' if peer is None else ranks[peer]}, message {count} with tag {tag}"
         facts.setdefault("to" if way == "send" else "from", []).append(text)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.errors import CollectiveTimeout, MeshcommError
-from meshcomm.mesh.endings import ExceptHooks, backend_error
+from meshcomm.mesh.rank_failure import ExceptHooks, backend_error
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 from tests.group_hooks import needs_group_hooks
