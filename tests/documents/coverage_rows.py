@@ -100,7 +100,7 @@ _TABLE: Final = """
     mesh/test_meeting.py test_torchs_own_checks_may_be_on
     comm/test_mismatch.py test_a_difference_is_named_on_every_rank_of_the_group
     mesh/test_verdicts.py test_who_has_not_come_and_what_it_does_instead
-    mesh/test_logs.py test_only_the_enabled_ranks_write test_every_line_has_the_prefix
+    mesh/test_logs.py test_log_lines_of_every_rank test_every_line_has_the_prefix
 21: PAGE#debugging-errors-gradients docs/coming_from/ddp.md#unused-parameters
     parallel/test_parallel.py test_what_goes_wrong_within_a_step_is_named
         test_gradients_are_the_sum_over_the_whole_batch
