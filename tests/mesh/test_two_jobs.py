@@ -232,15 +232,6 @@ def test_which_names_are_of_other_jobs() -> None:
     assert known_everywhere("the job of mpiexec at a:44915")
 
 
-def test_a_further_mesh_keeps_the_server_of_the_first() -> None:
-    port = free_port()
-    first = find_job("127.0.0.1", [port], "mine", 0, 2, _SHORT)
-    second = find_job("127.0.0.1", [port], "mine", 0, 2, _SHORT)
-    del first
-    second.set("key", "value")
-    assert find_job("127.0.0.1", [port], "mine", 1, 2, _SHORT).get("key") == b"value"
-
-
 def test_a_store_of_torch_is_no_job_of_meshcomm() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(
