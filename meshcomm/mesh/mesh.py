@@ -71,7 +71,7 @@ class Mesh(AlongDims):
     not cover, `is_member` is False and everything that needs a place in the mesh raises NotMember.
     """
 
-    def __init__(self, plan: Plan, runtime: Runtime, startup_s: Mapping[str, float]) -> None:
+    def __init__(self, plan: Plan, runtime: Runtime) -> None:
         self.plan = plan
         self.layout: Layout = plan.layout
         self.rank = runtime.rank
@@ -85,8 +85,6 @@ class Mesh(AlongDims):
         self.store = MeshStore(
             prefixed("user", self._store), self.label, plan.defaults.timeout_s, self.pretended
         )
-        # Seconds that this rank spent on "agree", waiting for the others included, and on "create".
-        self.startup_s = startup_s
         # The last result of `warm_up`; empty before the first call.
         self.warm_up_s: Mapping[str, float] = {}
         self.closed = False

@@ -143,14 +143,10 @@ class Opening:
             self._prefix = self._next_prefix()
             self._store = prefixed(self._prefix, self._meeting.store)
             facts = self._facts()
-            began = time.perf_counter()
             self._agreed = self._agree(facts)
-            agreed = time.perf_counter()
             if self._world is None:
                 self._start_default_group()
-            runtime = self._create()
-            seconds = {"agree": agreed - began, "create": time.perf_counter() - agreed}
-            mesh = Mesh(self._plan, runtime, seconds)
+            mesh = Mesh(self._plan, self._create())
             if self._settings.mesh.warm_up and mesh.is_member:
                 opening.callback(mesh.close)
                 mesh.warm_up()
