@@ -206,7 +206,7 @@ def test_a_port_that_another_job_or_program_has_is_passed_over() -> None:
         found = find_job("127.0.0.1", ports, "mine", 1, 2, timedelta(seconds=30))
         assert (found.port, found.get("from"), found.timeout) == (ports[2], b"rank 0", timedelta(seconds=30))
         # A further mesh of the same process: its server is there already.
-        assert find_job("127.0.0.1", ports, "mine", 0, 2, _SHORT).port == ports[2]
+        assert find_job("127.0.0.1", ports, "mine", 0, 2, timedelta(seconds=30)).port == ports[2]
         # Where every port is taken, each is named.
         for rank in _TWO:
             with pytest.raises(LaunchError) as caught:
