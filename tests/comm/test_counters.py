@@ -16,7 +16,7 @@ from meshcomm.comm.counters import CallCounter, PendingCall, counter_of
 from meshcomm.config import load
 from meshcomm.errors import MeshClosed
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.compare_ranks import StatsOfAll, records_of_all, stats_of_all
+from meshcomm.mesh.all_ranks import StatsOfAll, records_of_all, stats_of_all
 from meshcomm.mesh.stats import CallStats, Stats
 from meshcomm.predict.estimate import expected
 from meshcomm.show.page import Cells, Line

@@ -52,7 +52,6 @@ UNKNOWN: dict[str, tuple[Callable[[Mesh, int], object], str]] = {
     "recv_any": (lambda m, c: m.recv_any("dp", X), "who sends first"),
     "store.get": (lambda m, c: m.store.get("k"), 'only another rank could set "k"'),
     "store.wait": (lambda m, c: m.store.wait(["k"]), 'only another rank could set "k"'),
-    "store.multi_get": (lambda m, c: m.store.multi_get(["k"]), 'only another rank could set "k"'),
     "broadcast_object_list": (lambda m, c: dist.broadcast_object_list([None], src=1), "the objects, "),
     "all_gather_object": (lambda m, c: dist.all_gather_object([None] * 4, c), "the objects, "),
     "scatter_object_list": (lambda m, c: dist.scatter_object_list([None], None, src=1), "the objects, "),
