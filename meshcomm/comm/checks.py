@@ -41,15 +41,11 @@ def usable(x: Any, device: torch.device) -> bool:
     Every fast path asks this, and only this, of each of its tensors: those of a call that was checked before may
     differ in nothing else.
     """
-    return _plain(x, device) and unobserved()
+    return unobserved() and is_plain(x, device)
 
 
-def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether each of a list is `usable`, and none is quantized: what is the same for all is asked once."""
-    return unobserved() and all(_plain(x, device) and not x.is_quantized for x in tensors)
-
-
-def _plain(x: Any, device: torch.device) -> bool:
+def is_plain(x: Any, device: torch.device) -> bool:
+    """What `usable` asks of each tensor of a call; `unobserved` is asked once."""
     return (
         type(x) is Tensor
         and x.device == device
@@ -59,6 +55,11 @@ def _plain(x: Any, device: torch.device) -> bool:
         and x.is_contiguous()
         and not x.is_neg()
     )
+
+
+def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether each of a list is `usable`, and none is quantized."""
+    return unobserved() and all(is_plain(x, device) and not x.is_quantized for x in tensors)
 
 
 def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:

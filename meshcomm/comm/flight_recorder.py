@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter as clock
 from traceback import clear_frames
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Final, final
 from weakref import ref
 
@@ -139,25 +139,51 @@ class FlightRecorder:
 
         A RuntimeError of the block is the backend's, and becomes the error of `caller`; None: made past the mesh.
         """
-        frame = users_frame(2)
+        self.begin(caller, counter, nbytes, x, users_frame(2))
+        if self.span is not None:
+            self.span.op, self.span.root = op, root
+        return self
+
+    def begin(
+        self,
+        caller: Caller | None,
+        counter: CallCounter,
+        nbytes: int,
+        x: Tensor | None,
+        frame: FrameType,
+    ) -> None:
+        """A collective begins, of the user's `frame`; it ends with `end`. For the rest see `call`."""
         self.started = number = self.started + 1
         self._outer, self.under_way = self.under_way, True if x is None else x
         self._caller = caller
         self._counted = True
         # The instruction, not the line: finding the line takes longer than the rest together.
-        entry = (counter, nbytes, frame.f_code, frame.f_lasti, clock())
-        self.ring[number % KEPT] = entry
+        self.ring[number % KEPT] = counter, nbytes, frame.f_code, frame.f_lasti, clock()
         if self.spans is not None:
-            line = line_of(frame.f_code, frame.f_lasti)
-            span = Span(
-                self.label, counter.name, counter.call, line, entry[4], number, nbytes, op=op, root=root
-            )
+            began, line = self.began(number), line_of(frame.f_code, frame.f_lasti)
+            span = Span(self.label, counter.name, counter.call, line, began, number, nbytes)
             span.of(() if x is None else (x,))
             self.span = self.spans.keep(span)
-        if profiling() and caller is not None:
+        if caller is not None and profiling():
             self._profiled = record_function(f"meshcomm::{counter.call} {counter.name}{self.plan}")
             self._profiled.__enter__()
-        return self
+
+    def end(self) -> None:
+        """The collective under way is over, or started, or failed."""
+        place = self.started % KEPT
+        entry = self.ring[place]
+        self.left[place] = now = clock()
+        if entry is not None and self._counted:
+            total = entry[0]
+            total.calls += 1
+            total.nbytes += entry[1]
+            total.seconds += now - entry[4]
+            if self.span is not None:
+                self.span.left = now
+        if self._profiled is not None:
+            self._profiled.__exit__(None, None, None)
+            self._profiled = None
+        self.under_way, self._caller = self._outer, None
 
     def __enter__(self) -> FlightRecorder:
         return self
@@ -165,26 +191,14 @@ class FlightRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        place = self.started % KEPT
-        entry = self.ring[place]
-        self.left[place] = now = clock()
         try:
-            if entry is not None and self._counted:
-                total = entry[0]
-                total.calls += 1
-                total.nbytes += entry[1]
-                total.seconds += now - entry[4]
-            if self.span is not None and self._counted:
-                self.span.left = now
-            if self._profiled is not None:
-                self._profiled.__exit__(None, None, None)
-                self._profiled = None
+            entry = self.ring[self.started % KEPT]
             if isinstance(error, RuntimeError) and self._caller is not None and entry is not None:
                 # What the error keeps alive is not the backend's Work, and with it the group's sockets.
                 clear_frames(trace)
                 raise self._caller.failed(entry[0].call, error) from error
         finally:
-            self.under_way, self._caller = self._outer, None
+            self.end()
 
     def set_bytes(self, nbytes: int) -> None:
         """The call under way turns out to move so many bytes, by the counters' count."""
@@ -281,7 +295,7 @@ class FlightRecorder:
             return
         if self._issued:
             self._issued = False
-            self.__exit__(None, None, None)
+            self.end()
             self.queued(given.work)
         elif self._past is not None:
             self.messages.posted(self._past, given.work)

@@ -43,7 +43,7 @@ def collective(
     """What `Communicator.collective` does, with each tensor of a list: in place, or an all_gather or a reduce_scatter."""
     call = f"{row.name} of a list"
     where = partial(comm.where, call)
-    _check_list(comm, row, tensors, options)
+    options = _checked_options(comm, row, tensors, options)
     if row.root is not None:
         check_coord(options["root"], comm.size, row.root, where)
     # Mostly nothing is to be asked, and lists are long.
@@ -88,8 +88,10 @@ def collective(
     return finish()
 
 
-def _check_list(comm: Communicator, row: Collective, tensors: object, options: dict[str, Any]) -> None:
-    """Refuse what is no list, and options that lists do not take."""
+def _checked_options(
+    comm: Communicator, row: Collective, tensors: object, options: dict[str, Any]
+) -> dict[str, Any]:
+    """The options that were given. Refuses what is no list, and options that lists do not take."""
     if not isinstance(tensors, (list, tuple)):
         raise ShapeError(
             f"{comm.where(row.name)} was given a {type(tensors).__name__}",
@@ -97,14 +99,16 @@ def _check_list(comm: Communicator, row: Collective, tensors: object, options: d
             expected="a tensor, or a list of tensors",
             hint="torch.as_tensor(x), or mesh.objects for plain Python objects",
         )
-    for name, value in options.items():
-        if name not in _TAKEN and value is not None and value is not False:
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    for name in given:
+        if name not in _TAKEN:
             raise UnsupportedOp(
                 f"{row.name} of a list on {comm.who}: {name} has no effect",
                 given=f"a list of tensors and {name}",
                 expected=f"{name} beside a single tensor",
                 hint="one call for each tensor",
             )
+    return given
 
 
 def _sources(
