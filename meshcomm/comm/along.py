@@ -420,7 +420,8 @@ class AlongDims:
         out: of the sender's shape and dtype; None: the message has a handshake, the result is new.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
-        return comm.messages.recv(out, src, tag)
+        found: Tensor = comm.messages.recv(out, src, tag)
+        return found
 
     def recv_any(self, dims: Dims, out: Tensor | None = None, *, tag: int = 0) -> tuple[Tensor, int]:
         """Receive from whichever coord sends first; returns the tensor and that coord. Gloo only."""
@@ -444,7 +445,7 @@ class AlongDims:
         src: None receives from whichever coord sends first, on Gloo; `handle.source` tells which.
         On NCCL, UnsupportedOp while a send that was started by itself is not waited for; see `isend`.
         """
-        found: Handle[Tensor] = self._at.along(dims).messages.irecv(out, src, tag)
+        found: Handle[Tensor] = self._at.along(dims).messages.recv(out, src, tag, True)
         return found
 
     @overload

@@ -258,9 +258,7 @@ class FlightRecorder:
         self.hooks = hooked(group, ref(self), name, who)
 
     def before(self, name: str, who: str, given: Any) -> None:
-        """A call is about to be issued on the group. One of ours is known already."""
-        if self.under_way is not None or self.messages.waiting is not None:
-            return
+        """A call past the mesh is about to be issued on the group."""
         # A call that the backend refused has had no second hook.
         self._issued, self._past = False, None
         kind = HOOK_NAMES[int(given.name)]
@@ -290,9 +288,7 @@ class FlightRecorder:
         self._issued = True
 
     def after(self, given: Any) -> None:
-        """A call has been issued on the group."""
-        if self.under_way is not None or self.messages.waiting is not None:
-            return
+        """The call past the mesh has been issued."""
         if self._issued:
             self._issued = False
             self.end()
@@ -447,12 +443,15 @@ class Caller:
 def hooked(group: Any, recorder_of: Callable[[], FlightRecorder | None], name: str, who: str) -> GroupHooks:
     """Have every call that others make on `group`, the dim `name`, seen by a recorder, where there is one at that time."""
 
+    # The mesh's own calls are known already, and pay for every step here.
     def before(given: Any) -> None:
-        if (recorder := recorder_of()) is not None:
+        recorder = recorder_of()
+        if recorder is not None and recorder.under_way is None and recorder.messages.waiting is None:
             recorder.before(name, who, given)
 
     def after(given: Any) -> None:
-        if (recorder := recorder_of()) is not None:
+        recorder = recorder_of()
+        if recorder is not None and recorder.under_way is None and recorder.messages.waiting is None:
             recorder.after(given)
 
     return GroupHooks(group, before, after)

@@ -24,21 +24,6 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
-@final
-class Done:
-    """Work that is over."""
-
-    __slots__ = ()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """True, at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """True."""
-        return True
-
-
 class P2P(NamedTuple):
     """One end of a message. peer: a coord; None: receive from whoever sends first."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 
 import meshcomm
-from meshcomm.collectives import ALL_REDUCE
-from meshcomm.comm import communicator
+from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
+from meshcomm.comm import communicator, lists
 from meshcomm.comm.check_call import check
 from meshcomm.comm.p2p import Messages
 from meshcomm.comm.request import Request
@@ -337,10 +338,11 @@ def test_an_option_that_the_fast_path_does_not_know_takes_the_stages(mesh: Any) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(communicator, "Request", WithOption)
         patch.setattr(communicator, "check", checked)
+        comm, x = mesh._at["dp"], torch.ones(4)
         calls = [
-            lambda **more: mesh.all_gather("dp", torch.ones(4), **more),
-            lambda **more: mesh.all_reduce("dp", torch.ones(4), **more),
-            lambda **more: mesh.all_to_all("dp", torch.ones(4), **more),
+            partial(comm.collective, ALL_GATHER, x),
+            partial(comm.collective, ALL_REDUCE, x, False, "sum"),
+            partial(comm.collective, ALL_TO_ALL, x),
         ]
         for call in calls:
             for _ in range(70):
@@ -351,6 +353,6 @@ def test_an_option_that_the_fast_path_does_not_know_takes_the_stages(mesh: Any) 
             call(interleave=True)
             assert seen == [True]
         with pytest.raises(UnsupportedOp, match="interleave has no effect"):
-            mesh.all_gather("dp", [torch.ones(4)], interleave=True)
+            lists.collective(comm, ALL_GATHER, [x], False, interleave=True)
     with pytest.raises(TypeError, match="interleave"):
         mesh.all_gather("dp", torch.ones(4), interleave=True)
