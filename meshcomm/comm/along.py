@@ -478,21 +478,15 @@ class AlongDims:
         return found
 
     @overload
-    def shift(
-        self, dims: Dims, x: Tensor, offset: int = ..., *, wrap: Literal[True] = ..., handshake: bool = ...
-    ) -> Tensor: ...
+    def shift(self, dims: Dims, x: Tensor, offset: int = ..., *, wrap: Literal[True] = ...) -> Tensor: ...
     @overload
-    def shift(
-        self, dims: Dims, x: Tensor, offset: int = ..., *, wrap: bool, handshake: bool = ...
-    ) -> Tensor | None: ...
-    def shift(
-        self, dims: Dims, x: Tensor, offset: int = 1, *, wrap: bool = True, handshake: bool = False
-    ) -> Tensor | None:
+    def shift(self, dims: Dims, x: Tensor, offset: int = ..., *, wrap: bool) -> Tensor | None: ...
+    def shift(self, dims: Dims, x: Tensor, offset: int = 1, *, wrap: bool = True) -> Tensor | None:
         """Send `x` to the coord `offset` further along `dims`, return what came from as far behind.
 
         wrap=True: a ring. wrap=False: an open line; the ranks at the edge get None. The semantics
         are those of MPI_Cart_shift followed by MPI_Sendrecv.
-        Shape:   equal on all ranks, or any with handshake=True; new memory.
+        Shape:   equal on all ranks; new memory.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
-        return comm.messages.shift(x, offset, wrap, handshake)
+        return comm.messages.shift(x, offset, wrap)

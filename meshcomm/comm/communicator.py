@@ -17,14 +17,13 @@ from meshcomm.comm.callsite import users_frame
 from meshcomm.comm.check_call import check
 from meshcomm.comm.checks import apart, is_plain
 from meshcomm.comm.counters import CallCounter, counter_of
-from meshcomm.comm.finish import carry_out, finish, start
 from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle, failure
 from meshcomm.comm.p2p import Messages
 from meshcomm.comm.request import Request
 from meshcomm.comm.shapes import CARRIED
 from meshcomm.comm.torch_private import unobserved
-from meshcomm.comm.wire import load
+from meshcomm.comm.wire import carry_out, finish, load, start
 from meshcomm.layout import Dims
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import written

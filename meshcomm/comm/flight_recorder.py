@@ -17,8 +17,7 @@ from torch.autograd.profiler import record_function
 from meshcomm.collectives import BARRIER, HOOKED, ROWS, Call, Collective
 from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, Entry, PendingCall, counter_of
-from meshcomm.comm.desync import StepHistory
-from meshcomm.comm.mismatch import CallCheck
+from meshcomm.comm.mismatch import CallCheck, StepHistory
 from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage
 from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import MeshcommError

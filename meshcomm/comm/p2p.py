@@ -20,6 +20,7 @@ from meshcomm.comm.checks import (
     check_envelopes,
     check_in_place,
     check_offset,
+    check_other,
     check_tag,
     check_tensor,
     check_written,
@@ -37,7 +38,6 @@ from meshcomm.comm.shapes import (
     header_of,
     into,
     leaving,
-    materialised,
 )
 from meshcomm.comm.torch_private import unobserved
 from meshcomm.errors import ShapeError, UnsupportedOp
@@ -135,37 +135,25 @@ class Messages(Caller):
             return self._start(Batch(call, ends, async_op, finish))
         return Handle((), self, call, finish) if async_op else finish()
 
-    def shift(self, x: Tensor, offset: int = 1, wrap: bool = True, handshake: bool = False) -> Tensor | None:
+    def shift(self, x: Tensor, offset: int = 1, wrap: bool = True) -> Tensor | None:
         """Send `x` `offset` coords further, return what came from as far behind. See `Mesh.shift`."""
         check_offset(offset, lambda: self.where("shift"))
         target, source = self.coord + offset, self.coord - offset
         if wrap:
             target, source = target % self.size, source % self.size
-            known = not handshake and self._is_fast("send", x, target, 0)
+            known = self._is_fast("send", x, target, 0)
             if known and ("recv", source, 0, x.dtype) in self._fast:
                 out = torch.empty_like(x)
                 ends = [P2P("recv", out, source, 0), P2P("send", x, target, 0)]
                 self._start(Batch("shift", ends, carried=True))
                 return out
         goes, comes = 0 <= target < self.size, 0 <= source < self.size
-        if not goes or handshake or not self._is_fast("send", x, target, 0):
+        if not goes or not self._is_fast("send", x, target, 0):
             check_tensor(x, self.kinds, lambda: self.where("shift"))
             check_in_place(x, lambda: self.where("shift"), "shift")
         if target == self.coord:
             return x.detach().clone()
         buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
-        if handshake:
-            if comes:
-                check_answered(
-                    self.transport.name, "the shape that comes", self.where("shift"), "handshake=False"
-                )
-            blank = blank_header(self._device)
-            first = [P2P("recv", blank, source, 0)] if comes else []
-            if goes:
-                header = header_of(materialised(x.detach()), self.where("shift"))
-                first.append(P2P("send", header, target, 0))
-            self._start(Batch("shift", first, calls=0))
-            buffer = described_by(blank) if comes else buffer
         sends, recvs = [(x, target)] if goes else [], [(buffer, source)] if comes else []
         received = self.exchange(sends, recvs, call="shift")
         return received[0] if received else None
@@ -230,13 +218,8 @@ class Messages(Caller):
             hint = "x, src = mesh.recv_any(dims, x), for whoever sends first" if any_source else None
             end = "dst" if direction == "send" else "src"
             check_coord(peer, self.size, end, where, hint)
-            if peer == self.coord and call != "exchange":
-                raise UnsupportedOp(
-                    f"{where()}: a rank has no messages to itself",
-                    given=f"{end}={peer}, which is the own coord",
-                    expected="the coord of another rank",
-                    hint="mesh.exchange with both ends in one call, which copies; or mesh.shift",
-                )
+            if call != "exchange":
+                check_other(peer, self.coord, end, where)
         # The library's own calls, on a line of its own, may use the tags above.
         if type(tag) is not int or tag < 0 or (tag >= OWN_TAGS and not self.recorder.inside):
             check_tag(tag, where)

@@ -33,8 +33,8 @@ class Request:
     | check  | check_call.py | source, axes counted from the front, plain splits, facts, problem |
     | agree  | agree.py      | whether the other ranks call the same; sizes, and the slice of a scatter |
     | load   | wire.py       | call, arrived |
-    | start  | finish.py     | the Works |
-    | finish | finish.py     | the result |
+    | start  | wire.py       | the Works |
+    | finish | wire.py       | the result |
 
     The fields up to `out` are known to the fast path of Communicator.collective. Those behind it are options: a call
     with any of them takes the stages.

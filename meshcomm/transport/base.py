@@ -57,8 +57,6 @@ class Transport(ABC):
     ordered: bool = False
     # Whether a run of it ends by telling of calls that nobody waited for: their handles need not.
     tells_unwaited: bool = False
-    # Whether only the thread that made a call may wait for it.
-    one_thread: bool = False
 
     @property
     def timeout_s(self) -> float:

@@ -64,7 +64,6 @@ KINDS: Final[list[Callable[..., Any]]] = [
     lambda m, rng, me, x, y, to, tag: m.exchange("dp", *messages(x, y, to, tag), async_op=True).wait(),
     lambda m, rng, me, x, y, to, tag: m.shift("dp", x, rng.choice((1, 1, -1, 3, 2, True, 1.0, np.int64(1)))),
     lambda m, rng, me, x, y, to, tag: m.shift("dp", x, rng.choice((1, -1)), wrap=False),
-    lambda m, rng, me, x, y, to, tag: m.shift("dp", x, handshake=True),
     lambda m, rng, me, x, y, to, tag: received_any(m, me),
     lambda m, rng, me, x, y, to, tag: m.all_reduce("dp", x, rng.choice(("sum", "max"))),
     lambda m, rng, me, x, y, to, tag: m.all_reduce(

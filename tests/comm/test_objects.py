@@ -328,35 +328,6 @@ def test_a_dim_of_size_one() -> None:
         mesh.objects.all_gather("dp", 1)
 
 
-@GRID
-def test_objects_to_oneself_arrive_in_order(mesh: Mesh) -> None:
-    own = mesh.coord("tp")
-    x = [1]
-    mesh.objects.send("tp", x, dst=own)
-    x.append(2)
-    mesh.objects.send("tp", x, dst=own)
-    mesh.objects.send("tp", "tagged", dst=own, tag=7)
-    if own == 0:
-        mesh.objects.send("tp", "from the other", dst=1)
-    assert mesh.objects.recv("tp", src=own, tag=7) == "tagged"
-    assert mesh.objects.recv("tp", src=own) == [1]  # as it was, and in order
-    assert mesh.objects.recv_any("tp") == ([1, 2], own)
-    if own == 1:
-        assert mesh.objects.recv("tp", src=0) == "from the other"
-    with pytest.raises(ObjectError, match="this rank has sent nothing to itself"):
-        mesh.objects.recv("tp", src=own)
-    mesh.objects.send("dp", 1, dst=mesh.coord("dp"), tag=7)
-    with pytest.raises(ObjectError, match="this rank has sent nothing to itself"):
-        mesh.objects.recv("tp", src=own, tag=7)
-    with pytest.raises(ObjectError, match=r"coord . has cannot be sent(.|\n)*obj\[0\] is a function"):
-        mesh.objects.send("tp", [thing], dst=own)
-    with pytest.raises(ObjectError, match="is over the size cap"):
-        mesh.objects.send("tp", bytes(5000), dst=own, max_bytes=4000)
-    mesh.objects.send("tp", thing, dst=own, pickle=True)
-    with pytest.raises(ObjectError, match="the ranks disagree on pickle"):
-        mesh.objects.recv("tp", src=own)
-
-
 @pytest.mark.mesh(
     **DIMS, merge=MERGE, rank_order=ORDER, via="gloo", not_via={"emulated_nccl": "NCCL knows no such receive"}
 )

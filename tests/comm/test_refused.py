@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate
 import meshcomm
 from meshcomm.errors import (
     AutogradError,
-    CommunicationError,
     LayoutError,
     MeshcommError,
     PatternError,
@@ -114,7 +113,13 @@ REFUSED: list[Refused] = [
     (lambda m: m.broadcast("dp", ones(2), True), LayoutError, "is not a coord"),
     (lambda m: m.reduce("dp", ones(2), True), LayoutError, "is not a coord"),
     (lambda m: m.broadcast("dp", ones(2), src=7), LayoutError, "src=7 is not a coord"),
-    (lambda m: m.recv("dp", ones(), src=m.coord("dp")), CommunicationError, "has sent itself nothing"),
+    (lambda m: m.recv("dp", ones(), src=m.coord("dp")), UnsupportedOp, "no messages to itself.*mesh.exchange"),
+    (lambda m: m.objects.send("dp", 1, m.coord("dp")), UnsupportedOp, "no messages to itself"),
+    (
+        lambda m: m.exchange("dp", [(ones(), m.coord("dp"))], [(torch.ones(9), m.coord("dp"))]),
+        ShapeError,
+        "a message to itself does not fit",
+    ),
     (lambda m: m.recv("dp", ones(), src=None), LayoutError, "src=None is not a coord.*mesh.recv_any"),
     (lambda m: m.shift("dp", ones(), "1"), LayoutError, "number of coords"),
     (lambda m: m.exchange("dp", [(ones(), peer(m), -1)]), LayoutError, "not a tag"),
