@@ -277,11 +277,6 @@ def has_backend(name: str) -> bool:
     return name.upper() in dist.Backend._plugins
 
 
-def live_groups() -> int:
-    """Number of process groups that exist in this process, the default one included."""
-    return len(c10d._world.pg_names)
-
-
 # The function that waits torch's own 30 minutes where it is given no timeout, and what it asks then.
 _MONITORED_BARRIER: Any = inspect.unwrap(dist.monitored_barrier).__code__
 _DEFAULT_TIMEOUT = c10d._get_default_timeout

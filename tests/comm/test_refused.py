@@ -372,24 +372,6 @@ def test_what_backward_needs_is_not_overwritten_unseen(mesh: Mesh) -> None:
                     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def test_the_table_of_backends_knows_every_operation_and_torch_s_devices() -> None:
-    from torch.distributed import Backend
-
-    from meshcomm.collectives import ROWS
-    from meshcomm.transport.support import CARRIES, carries
-
-    of_torch = {(name, each) for name, devices in Backend.backend_capability.items() for each in devices}
-    assert set(CARRIES) == {pair for pair in of_torch if pair[0] != "fake"}
-    named = {name for cells in CARRIES.values() for names in cells.values() for name in names}
-    assert named <= {"send", "recv", "*", *ROWS}
-    # torch's own table: Gloo has no messages and no barrier of CUDA tensors, MPI no reduce_scatter.
-    for operation in ("send", "recv", *ROWS):
-        assert (carries("gloo", "cuda", operation) == "no") == (operation in ("send", "recv", "barrier"))
-        assert (carries("mpi", "cpu", operation) == "no") == (operation == "reduce_scatter")
-        assert carries("nccl", "cuda", operation) == carries("xccl", "xpu", operation) == "yes"
-        assert carries("nccl", "cpu", operation) == "no"
-
-
 def answers(mesh: Mesh) -> list[tuple[str, str]]:
     """How reductions of every operation and some dtypes end, without the sizes that the text tells."""
     kinds = (torch.float32, torch.int32, torch.bool, torch.float8_e4m3fn, torch.complex64)
