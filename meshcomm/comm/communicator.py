@@ -50,11 +50,7 @@ class Communicator(Caller):
     Every call goes one of two ways. The first of its kind is a Request, which is checked, compared with the other
     ranks', and prepared. Those after it, where each tensor is `usable` as it is, go straight to the backend.
 
-    Args:
-        name: the dim or dims, as errors show them.
-        transport: the group.
-        who: this rank with its coords, for errors, as in `rank 5 (pp=1 dp=0 tp=1)`.
-        recorder: watches the group, compares its first calls between its ranks, and knows whom to ask when one fails.
+    name, who: the dim or dims, and this rank with its coords, as errors show them.
     """
 
     def __init__(

@@ -40,12 +40,10 @@ Inquire = Callable[["FlightRecorder", str, BaseException], MeshcommError]
 class FlightRecorder:
     """Watches one group, whatever names it has: a ring of its last 256 collectives, their counters, its messages.
 
-    There are two ways in. The calls of a mesh are blocks of `with recorder.call(...)`. Calls that others make on the
-    same group, by hand or by DTensor, FSDP, DDP and pipelining, come from the group's own hooks, where torch has them
-    (2.14 and newer): see `watch`.
+    Calls of a mesh are between `begin` and `end`, or a block of `with recorder.call(...)`. Those that others make on
+    the same group (dist.*, DTensor, FSDP, DDP) come from the group's hooks: see `watch`.
 
-    started:   the sequence number of the last collective; ranks of a group call in the same order, so that equal
-               numbers are one call.
+    started:   the sequence number of the last collective; equal numbers on the ranks of a group are one call.
     under_way: what a call was given while it is under way; None while none is.
     ordered:   calls run after they have returned, in the order of the calls.
     work:      the Work of the last collective made past the mesh; where calls are ordered, of the last call of any kind,
@@ -249,10 +247,7 @@ class FlightRecorder:
     # -- calls past the mesh -------------------------------------------------------------------------
 
     def watch(self, group: Any, name: str, who: str) -> None:
-        """See every call that others make on `group`, the dim `name`, where torch has hooks of groups.
-
-        who: this rank with its coords, for errors.
-        """
+        """See every call that others make on `group`, the dim `name`, where torch has hooks of groups."""
         # Weak, as the group must not keep what knows it: Python finds no cycle that goes through torch.
         self.hooks = hooked(group, ref(self), name, who)
 
@@ -301,10 +296,9 @@ class FlightRecorder:
     # -- what is known -------------------------------------------------------------------------------
 
     def note(self, step: int, number: int, excluded: bool, ended_at: tuple[CodeType, int]) -> None:
-        """A step of the program is over; see StepHistory.note.
+        """A step of the program is over; see StepHistory.note. The calls that the ring holds are compared.
 
-        Of a step with more calls than the ring holds, the last ones are compared, on every rank alike; of an excluded
-        one none, and nowhere calls that were refused.
+        Of an excluded step none are, and nowhere calls that were refused.
         """
         first, self._noted = self._noted + 1, self.started
         numbers = range(self.started + 1 if excluded else first, self.started + 1)
@@ -337,11 +331,7 @@ class FlightRecorder:
         self.work = self.check = self._succeeded = None
 
     def call_data(self, number: int) -> dict[str, Any] | None:
-        """The call `number` as plain data; None where it is not in the ring.
-
-        began, over: seconds on the monotonic clock; over None: under way. An asynchronous call is over
-        when it has been started.
-        """
+        """The call `number` as plain data; None where it is not in the ring. over: None while it is under way."""
         entry = self.ring[number % KEPT]
         if entry is None:
             return None

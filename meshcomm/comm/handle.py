@@ -35,14 +35,11 @@ class Handle(Generic[T]):
     reported once, as an UnwaitedHandle warning with the line that made the call.
 
     Args:
-        works: the backend's Work objects, or other handles; none where the call is over.
-        by: the communicator that issued the call. call: the operation's name.
+        works: the backend's Work objects, or other handles. by: who issued the call.
         finish: makes the result when the works are over. result: the result, where there is nothing to make.
-        pending: told of the waits, for counters and traces.
+        pending: told of the waits. held: kept until the wait.
         source: of a receive, the coord that it is from, or what finds it after the wait.
-        confirm: waits until the other end of a first message means the same, and raises where it does not; returns the
-            seconds that are left of the timeout where it stayed silent.
-        held: kept until the wait.
+        confirm: see MessageLog.confirm.
     """
 
     def __init__(

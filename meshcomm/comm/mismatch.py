@@ -31,11 +31,7 @@ _SHOWN: Final = 6
 
 @final
 class CallCheck:
-    """Compares the first calls on one group between its ranks.
-
-    Ranks that call different operations on a group, or the same with another shape, dtype, reduce
-    operation or root, get wrong numbers or hang on most backends. Here the ranks first exchange the facts of their
-    calls, in one small all_gather.
+    """Compares the first calls on one group between its ranks, whose facts they exchange in one small all_gather.
 
     transport: of the group, asked for at each call. limit: how many calls are compared, equal on all ranks; None: all.
     """
@@ -150,9 +146,8 @@ def _plain(value: Any) -> str:
 class _Run(NamedTuple):
     """Consecutive steps in which a rank made the same calls on the group, as plain data.
 
-    first: step, by this rank's count. number: what the program calls it. calls, nbytes: in each step. digest: of
-    the sequence of operations and their bytes. operations: which, from which line, how often. ended_at: the line
-    of `mesh.step`.
+    first: step, by this rank's count; number: what the program calls it. calls, nbytes: in each step. digest: of the
+    operations and their bytes; operations: with line and times. ended_at: the line of `mesh.step`.
     """
 
     first: int

@@ -27,10 +27,10 @@ _OFFER_BYTES: Final = 1024
 
 
 class _Offer(NamedTuple):
-    """What each rank says before any bytes of an object move. Travels as JSON of a fixed length.
+    """What each rank says before any bytes of an object move, as JSON of a fixed length.
 
-    call: with its root, where it has one. size: bytes of its (largest) object, for coord target of a scatter; 0:
-    it sends nothing. failed: why what it has cannot be sent, as what, expected, hint. cap: its max_bytes.
+    size: bytes of its (largest) object, for coord `target` of a scatter; 0: it sends nothing. failed: why what it has
+    cannot be sent, as what, expected, hint. cap: its max_bytes.
     """
 
     call: str

@@ -137,14 +137,9 @@ class MessageLog:
 
     Messages are not numbered among the group's collectives: ranks may send different numbers.
 
-    begun:   the sequence number of the last message by channel.
-    waiting: the call that this rank is blocked in, None while it is in none.
-    flying:  those that are under way by themselves, see `flies`.
-    recent:  the last calls. spans takes all while a trace is taken.
-
-    Args:
-        counters: of the group, where calls are summed up.
-        check: compares the first messages between their ends; None compares nothing.
+    begun:   the sequence number of the last message by channel. waiting: the call that this rank is blocked in.
+    flying:  those that are under way by themselves, see `flies`. recent: the last calls.
+    spans:   takes all while a trace is taken. check: compares the first messages between their ends.
     """
 
     def __init__(self, counters: Counters, label: str, check: MessageCheck | None = None) -> None:
@@ -321,15 +316,9 @@ class MessageCheck:
     about to do, and whoever comes second compares, answers, and raises where the two differ. Who came first
     reads the answer before it waits for the data, so that both ends raise at once.
 
-    pairs: how many messages there were in each direction with each peer, while they are compared.
-
-    Args:
-        store: a torch store of this mesh, used for nothing else.
-        label: the group, as in `tp[pp=0 dp=1]`.
-        ranks: its global ranks, in coord order.
-        rank: this one.
-        limit: how many messages are compared; None: all. At most 4 where a number is given.
-        timeout_s: the group's.
+    pairs: how many messages there were in each direction with each peer, while they are compared. store: of this
+    mesh, used for nothing else. ranks: of the group, in coord order; timeout_s: its own. limit: how many messages are
+    compared, at most 4; None: all.
     """
 
     def __init__(
@@ -359,9 +348,7 @@ class MessageCheck:
     ) -> list[Unanswered]:
         """Say what this end is about to do; compare where the other end, coord `peer`, has said so.
 
-        number: of the message on its channel. frame: of the user's call.
-        Returns what `confirm` takes, where the other end has not come yet. Raises CallMismatchError before the
-        data moves.
+        Returns what `confirm` takes if the other end has not arrived. Raises CallMismatchError before the data moves.
         """
         other = self._ranks[peer]
         src, dst = (self._rank, other) if direction == "send" else (other, self._rank)
