@@ -125,7 +125,8 @@ class AlongDims:
             return self._by_algorithm(dims, x, op, algorithm, factor)
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
         if not isinstance(x, Tensor):
-            return lists.collective(comm, ALL_REDUCE, x, async_op, op=op, factor=factor)
+            given = {} if factor is None else {"factor": factor}
+            return lists.collective(comm, ALL_REDUCE, x, async_op, op=op, **given)
         if factor is not None:
             return comm.collective(ALL_REDUCE, x, async_op, op, factor=factor)
         return comm.collective(ALL_REDUCE, x, async_op, op)
@@ -208,16 +209,23 @@ class AlongDims:
 
     @overload
     def reduce_scatter(
-        self, dims: Dims, x: X, axis: int = 0, op: str = ..., *, async_op: Sync = ..., **more: Unpack[Reduced]
-    ) -> X: ...
+        self,
+        dims: Dims,
+        x: Tensor,
+        axis: int = 0,
+        op: str = ...,
+        *,
+        async_op: Sync = ...,
+        **more: Unpack[Reduced],
+    ) -> Tensor: ...
     @overload
     def reduce_scatter(
-        self, dims: Dims, x: X, axis: int = 0, op: str = ..., *, async_op: Async, **more: Unpack[Reduced]
-    ) -> Handle[X]: ...
+        self, dims: Dims, x: Tensor, axis: int = 0, op: str = ..., *, async_op: Async, **more: Unpack[Reduced]
+    ) -> Handle[Tensor]: ...
     def reduce_scatter(
         self,
         dims: Dims,
-        x: Tensor | Sequence[Tensor],
+        x: Tensor,
         axis: int = 0,
         op: str = "sum",
         *,
@@ -227,15 +235,13 @@ class AlongDims:
     ) -> Any:
         """Reduce `x` over `dims` and keep this rank's slice of tensor axis `axis`.
 
-        Shape:      (b, n*s, d) -> (b, s, d) for axis=1, n the size of `dims`. Lists travel together.
+        Shape:      (b, n*s, d) -> (b, s, d) for axis=1, n the size of `dims`.
         Called by:  every rank along `dims`, in the same program order.
         Returns:    slice number `mesh.coord(dims)`, in new memory or `out`; `x` is unchanged.
         Gradient:   none; see `mesh.functional.reduce_scatter`.
         Raises:     UnknownDim; ShapeError where x.shape[axis] is not divisible by n.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
-        if not isinstance(x, Tensor):
-            return lists.collective(comm, REDUCE_SCATTER, x, async_op, axis, op=op, out=out, factor=factor)
         if factor is not None:
             return comm.collective(REDUCE_SCATTER, x, async_op, op, -1, axis, 0, out, factor=factor)
         return comm.collective(REDUCE_SCATTER, x, async_op, op, -1, axis, 0, out)
@@ -258,16 +264,16 @@ class AlongDims:
 
     @overload
     def all_gather(
-        self, dims: Dims, x: X, axis: int = ..., *, async_op: Sync = ..., **more: Unpack[Joined]
-    ) -> X: ...
+        self, dims: Dims, x: Tensor, axis: int = ..., *, async_op: Sync = ..., **more: Unpack[Joined]
+    ) -> Tensor: ...
     @overload
     def all_gather(
-        self, dims: Dims, x: X, axis: int = ..., *, async_op: Async, **more: Unpack[Joined]
-    ) -> Handle[X]: ...
+        self, dims: Dims, x: Tensor, axis: int = ..., *, async_op: Async, **more: Unpack[Joined]
+    ) -> Handle[Tensor]: ...
     def all_gather(
         self,
         dims: Dims,
-        x: Tensor | Sequence[Tensor],
+        x: Tensor,
         axis: int = 0,
         *,
         async_op: bool = False,
@@ -280,13 +286,11 @@ class AlongDims:
                     A 0-dim x counts as shape (1,). uneven=True: the sizes of `axis` may differ from
                     rank to rank, 0 included; they are exchanged first.
         Called by:  every rank along `dims`, in the same program order.
-        Returns:    new memory or `out`, or a Handle whose wait() returns it; for a list, a list.
+        Returns:    new memory or `out`, or a Handle whose wait() returns it.
         Gradient:   none; see `mesh.functional.all_gather`.
         Raises:     UnknownDim, ShapeError, AutogradError; CommunicationError.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
-        if not isinstance(x, Tensor):
-            return lists.collective(comm, ALL_GATHER, x, async_op, axis, out=out, uneven=uneven)
         if uneven:
             return comm.collective(ALL_GATHER, x, async_op, None, -1, axis, 0, out, uneven=uneven)
         return comm.collective(ALL_GATHER, x, async_op, None, -1, axis, 0, out)

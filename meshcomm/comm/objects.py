@@ -192,48 +192,21 @@ class Objects:
 
         Raises: ObjectError, on both ranks; LayoutError for a src that is no coord.
         """
-        if src is None:
-            raise LayoutError(
-                f'objects.recv along "{dims}": src=None is not a coord',
-                given="src=None",
-                expected="a coord along the dim",
-                hint="obj, src = mesh.objects.recv_any(dims), for whoever sends first",
-            )
-        return self._receive(dims, src, tag, pickle, max_bytes)[0]
-
-    def recv_any(
-        self, dims: Dims, tag: int = 0, *, pickle: bool = False, max_bytes: int = MAX_BYTES
-    ) -> tuple[Any, int]:
-        """The object of whichever coord sends first, and that coord. Gloo only.
-
-        Raises: ObjectError, on both ranks; UnsupportedOp where the backend cannot.
-        """
-        return self._receive(dims, None, tag, pickle, max_bytes)
-
-    def _receive(
-        self, dims: Dims, src: int | None, tag: int, pickle: bool, max_bytes: int
-    ) -> tuple[Any, int]:
-        root = -1 if src is None else src
-        call = self._call(dims, "recv", root, pickle, max_bytes, tag)
+        call = self._call(dims, "recv", src, pickle, max_bytes, tag)
         coord, tag = call.comm.coord, OWN_TAGS + tag
         if self._pretended:
             self._nobody(call)
         with call.begun(group=False) as (comm, moves):
-            if comm.messages.ordered and src is not None:
+            if comm.messages.ordered:
                 offer = call.swapped(comm, src, tag)[1]
             else:
-                told = call.blank(_OFFER_BYTES)
-                if src is None:
-                    told, src = comm.messages.recv_any(told, tag)
-                else:
-                    comm.messages.recv(told, src, tag)
-                offer = call.read(src, told)[1]
+                offer = call.read(src, comm.messages.recv(call.blank(_OFFER_BYTES), src, tag))[1]
                 if offer.failed is None:
                     comm.messages.send(call.packed(), src, tag)
             call.compare([(src, offer), (coord, call.offer)], pair=True)
             moves(offer.size)
             data = comm.messages.recv(call.blank(offer.size), src, tag)
-        return call.decoded(data), src
+        return call.decoded(data)
 
     def _call(self, dims: Dims, name: str, root: int, pickle: bool, max_bytes: int, tag: int = 0) -> _Call:
         comm = self._at.along(dims)
@@ -272,7 +245,7 @@ class _Call:
         self._device = device
         # In host memory where the backend can, so that no accelerator is touched.
         self._carrier = torch.device("cpu") if "cpu" in comm.transport.kinds else device
-        if call in _ROOTS and root != -1:
+        if call in _ROOTS:
             check_coord(root, comm.size, _ROOTS[call], lambda: self.where)
         if call in ("send", "recv"):
             check_other(root, comm.coord, _ROOTS[call], lambda: self.where)

@@ -15,11 +15,11 @@ from torch import nn
 
 import meshcomm
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
-from meshcomm.comm import communicator, lists
+from meshcomm.comm import communicator
 from meshcomm.comm.check_call import check
 from meshcomm.comm.p2p import Messages
 from meshcomm.comm.request import Request
-from meshcomm.errors import CommunicationError, MeshcommError, ShapeError, UnsupportedOp
+from meshcomm.errors import CommunicationError, MeshcommError, ShapeError
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport
 from tests.ranks import on_ranks
@@ -351,7 +351,5 @@ def test_an_option_that_the_fast_path_does_not_know_takes_the_stages(mesh: Any) 
             assert seen == []
             call(interleave=True)
             assert seen == [True]
-        with pytest.raises(UnsupportedOp, match="interleave has no effect"):
-            lists.collective(comm, ALL_GATHER, [x], False, interleave=True)
     with pytest.raises(TypeError, match="interleave"):
         mesh.all_gather("dp", torch.ones(4), interleave=True)
