@@ -58,11 +58,6 @@ def storage_id(x: Any) -> int:
     return found
 
 
-def options_type(name: str) -> Any:
-    """The class of a collective's options, as in `AllreduceOptions`."""
-    return getattr(bindings, name)
-
-
 # What no other hook of a group is called.
 _HOOK: Any = 0x6D657368
 # The names of the calls that hooks are told of, by number: to ask a member of the enumeration for its name takes 2 us.
@@ -159,11 +154,6 @@ def group_named(name: str) -> Any:
     return c10d._resolve_process_group(_NAME(name))
 
 
-def ranks_of(group: Any) -> list[int]:
-    """The global ranks of a group, in the order of its own."""
-    return dist.get_process_group_ranks(group)
-
-
 # Whether torch.profiler is recording.
 profiling = torch.autograd._profiler_enabled
 
@@ -234,28 +224,23 @@ def work_error(work: Any) -> RuntimeError | None:
     return found[0]
 
 
+# The default process group, and its store.
+default_group: Callable[[], dist.ProcessGroup] = c10d._get_default_group
+default_store: Callable[[], dist.Store] = c10d._get_default_store
+# The global ranks of a group, in the order of its own.
+ranks_of: Callable[[Any], list[int]] = dist.get_process_group_ranks
+
+
 def source_rank(work: Any) -> int:
     """The group rank that a receive from any source got its message from."""
     rank: int = work._source_rank()
     return rank
 
 
-def default_group() -> dist.ProcessGroup:
-    """The default process group."""
-    found: dist.ProcessGroup = c10d._get_default_group()
-    return found
-
-
 def bound_device() -> torch.device | None:
     """The device that the default process group is bound to."""
     found: torch.device | None = default_group().bound_device_id
     return found
-
-
-def default_store() -> dist.Store:
-    """The store of the default process group."""
-    store: dist.Store = c10d._get_default_store()
-    return store
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
@@ -320,10 +305,8 @@ def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh
     return found
 
 
-def root_of(device_mesh: DeviceMesh) -> DeviceMesh:
-    """The DeviceMesh that a slice was cut from; of what is no slice itself."""
-    root: DeviceMesh = device_mesh._get_root_mesh()
-    return root
+# The DeviceMesh that a slice was cut from; of what is no slice itself.
+root_of: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
 
 
 def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:
