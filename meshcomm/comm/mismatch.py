@@ -163,10 +163,9 @@ class _Run(NamedTuple):
 class StepHistory:
     """The calls of one rank on one group, step by step. Written by `mesh.step`, read by other threads too.
 
-    step: the last one noted, 0 before there is one. sums: by step, a checksum of all calls up to its end, and of the
-    steps' numbers: two ranks with equal sums have called the same before. The sum of a step divisible by 2**k is kept
-    for 4 * 2**k steps, so that two ranks 2**k steps apart both have one of the last 2**k, and so have a rank and one
-    that has made up to twice as many.
+    step: the last one noted. sums: by step, a checksum of all calls up to its end: two ranks with equal sums have called
+    the same before. The sum of a step divisible by 2**k is kept for 4 * 2**k steps, so that two ranks 2**k steps apart
+    have one in common.
     """
 
     def __init__(self) -> None:

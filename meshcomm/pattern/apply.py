@@ -47,12 +47,7 @@ class _Calls:
 class Rearranger:
     """`rearrange` for one rank of one mesh. Recipes are cached, the last 1024 of them.
 
-    Args:
-        layout:     the mesh's. A mesh that gets further dims needs a new Rearranger, as a name
-                    that was a tensor's axis may have become a dim.
-        at:         the communicators, by dim.
-        functional: their differentiable forms.
-        who:        this rank with its coords, for errors.
+    A mesh that gets further dims needs a new Rearranger: a tensor's axis may have become a dim.
     """
 
     def __init__(self, layout: Layout, at: CommunicatorCache, functional: Functional, who: str) -> None:

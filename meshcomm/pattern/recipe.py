@@ -73,15 +73,11 @@ class Step:
 @final
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The steps of a pattern, in order; made by `explain_pattern`, or inside `mesh.rearrange`.
+    """The steps of a pattern, in order. `str` of it is a table of them with axes, shapes and what each rank sends.
 
-    text:   the pattern.
-    dims:   (name, size) of every dim of the mesh that the pattern names.
-    roles:  (name, role) of the same dims; a role follows from the pattern alone, not from sizes.
-    before: the local tensor's axes at the start, and their lengths, None without a shape.
+    text:   the pattern. dims, roles: (name, size) and (name, role) of every dim of the mesh that it names.
+    before: the local tensor's axes at the start; shape: their lengths, None without a shape.
     copies: how often the local tensor is copied in memory, at most, if it comes contiguous.
-
-    `str` of it is a table of the steps with axes, shapes and what each rank sends.
     """
 
     text: str

@@ -76,9 +76,8 @@ _HOOKED_GROUPS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 class GroupHooks:
     """Calls `before` and `after` around every call on `group`, whoever makes it (torch 2.14 and newer).
 
-    before: gets name, input_tensors, output_tensors, root, async_op; what it raises reaches the caller, and
-    nothing is sent. after: gets name, work. Older torch has no such hooks; then this is of use to dry runs alone.
-    group: None where it has no hooks, or has them no more.
+    before: gets name, input_tensors, output_tensors, root, async_op; if it raises, nothing is sent. after: gets name,
+    work. Older torch has no such hooks; only dry runs call these then. group: None where it has no hooks.
     """
 
     def __init__(
@@ -318,9 +317,8 @@ def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:
 def forget_device_meshes(meshes: Iterable[DeviceMesh]) -> None:
     """Take their groups from `meshes`, and empty DTensor's caches, which hold on to the DeviceMeshes that they have met.
 
-    They know a DeviceMesh by its ranks and names, so that one that is made later, over other groups
-    with the same ranks, would be taken for the one before, and its groups be looked for in vain. A group that some
-    other cache, or a tensor of the program, still led to would keep its sockets and threads.
+    They know a DeviceMesh by its ranks and names: a later one over other groups with the same ranks would be taken for
+    the one before. A group that something still led to would keep its sockets and threads.
     """
     for mesh in meshes:
         for each in (mesh, mesh._get_root_mesh()):
@@ -400,10 +398,9 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class SoloGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group of one rank that copies instead of communicating.
+    """A process group of one rank that copies instead of communicating, where torch wants one for a dim of size 1.
 
-    It stands where torch wants a group for a dim of size 1 (DeviceMesh, pipelining). It opens no
-    socket, starts no thread, and is exact, where the "fake" backend leaves outputs unwritten.
+    Exact, where the "fake" backend leaves outputs unwritten.
     """
 
     def __init__(self, name: str, rank: int) -> None:
