@@ -12,8 +12,8 @@ from typing import Any, Final, final
 
 import torch.distributed as dist
 
-from meshcomm.comm.desync import error_of, find_desync, last_common
 from meshcomm.comm.flight_recorder import FlightRecorder
+from meshcomm.comm.mismatch import error_of, find_desync, last_common
 from meshcomm.errors import CallMismatchError
 from meshcomm.mesh.rank_record import RankRecord
 from meshcomm.mesh.store import kind_of

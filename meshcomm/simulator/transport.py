@@ -354,7 +354,6 @@ class SimulatorTransport(Transport):
     device = torch.device("cpu")
     group_name = ""
     tells_unwaited = True
-    one_thread = True
 
     def __init__(
         self, actor: Actor, group: SimulatedGroup, backend: str, start_order: StartOrder | None

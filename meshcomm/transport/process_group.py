@@ -15,7 +15,7 @@ from meshcomm.collectives import Call, Collective
 from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.base import P2P, Prepared, Transport, Work
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
-from meshcomm.transport.torch_private import give_back, options_type, source_rank, timeout_of
+from meshcomm.transport.torch_private import bindings, give_back, source_rank, timeout_of
 
 # Seconds beyond a group's timeout after which the watchdog of NCCL aborts.
 MARGIN_S: Final = 60.0
@@ -90,7 +90,9 @@ class ProcessGroupTransport(Transport):
         return Prepared(method, _options(row.options, blocking, op, root, device))
 
     def start_p2p(self, batch: Sequence[P2P]) -> Sequence[Work]:
-        if not self.ordered or len(batch) == 1:
+        if len(batch) == 1:
+            return (self._message(batch[0]),)
+        if not self.ordered:
             return [self._message(message) for message in batch]
         # NCCL runs the calls of one group as one kernel; apart they could wait for each other.
         self.group._start_coalescing(self.device)
@@ -143,7 +145,7 @@ class ProcessGroupTransport(Transport):
 @cache
 def _options(kind: str, blocking: bool, op: str | None, root: int, device: torch.device | None) -> Any:
     """An option object, made once and never changed."""
-    options = options_type(kind)()
+    options = getattr(bindings, kind)()
     options.asyncOp = not blocking
     if op is not None:
         options.reduceOp = getattr(dist.ReduceOp, WIRE_OPS[op].reduce_op)

@@ -58,11 +58,6 @@ def storage_id(x: Any) -> int:
     return found
 
 
-def options_type(name: str) -> Any:
-    """The class of a collective's options, as in `AllreduceOptions`."""
-    return getattr(bindings, name)
-
-
 # What no other hook of a group is called.
 _HOOK: Any = 0x6D657368
 # The names of the calls that hooks are told of, by number: to ask a member of the enumeration for its name takes 2 us.
@@ -81,9 +76,8 @@ _HOOKED_GROUPS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 class GroupHooks:
     """Calls `before` and `after` around every call on `group`, whoever makes it (torch 2.14 and newer).
 
-    before: gets name, input_tensors, output_tensors, root, async_op; what it raises reaches the caller, and
-    nothing is sent. after: gets name, work. Older torch has no such hooks; then this is of use to dry runs alone.
-    group: None where it has no hooks, or has them no more.
+    before: gets name, input_tensors, output_tensors, root, async_op; if it raises, nothing is sent. after: gets name,
+    work. Older torch has no such hooks; only dry runs call these then. group: None where it has no hooks.
     """
 
     def __init__(
@@ -159,11 +153,6 @@ def group_named(name: str) -> Any:
     return c10d._resolve_process_group(_NAME(name))
 
 
-def ranks_of(group: Any) -> list[int]:
-    """The global ranks of a group, in the order of its own."""
-    return dist.get_process_group_ranks(group)
-
-
 # Whether torch.profiler is recording.
 profiling = torch.autograd._profiler_enabled
 
@@ -234,28 +223,23 @@ def work_error(work: Any) -> RuntimeError | None:
     return found[0]
 
 
+# The default process group, and its store.
+default_group: Callable[[], dist.ProcessGroup] = c10d._get_default_group
+default_store: Callable[[], dist.Store] = c10d._get_default_store
+# The global ranks of a group, in the order of its own.
+ranks_of: Callable[[Any], list[int]] = dist.get_process_group_ranks
+
+
 def source_rank(work: Any) -> int:
     """The group rank that a receive from any source got its message from."""
     rank: int = work._source_rank()
     return rank
 
 
-def default_group() -> dist.ProcessGroup:
-    """The default process group."""
-    found: dist.ProcessGroup = c10d._get_default_group()
-    return found
-
-
 def bound_device() -> torch.device | None:
     """The device that the default process group is bound to."""
     found: torch.device | None = default_group().bound_device_id
     return found
-
-
-def default_store() -> dist.Store:
-    """The store of the default process group."""
-    store: dist.Store = c10d._get_default_store()
-    return store
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
@@ -275,11 +259,6 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
 def has_backend(name: str) -> bool:
     """Whether a backend of this name was registered by `Backend.register_backend`."""
     return name.upper() in dist.Backend._plugins
-
-
-def live_groups() -> int:
-    """Number of process groups that exist in this process, the default one included."""
-    return len(c10d._world.pg_names)
 
 
 # The function that waits torch's own 30 minutes where it is given no timeout, and what it asks then.
@@ -325,10 +304,8 @@ def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh
     return found
 
 
-def root_of(device_mesh: DeviceMesh) -> DeviceMesh:
-    """The DeviceMesh that a slice was cut from; of what is no slice itself."""
-    root: DeviceMesh = device_mesh._get_root_mesh()
-    return root
+# The DeviceMesh that a slice was cut from; of what is no slice itself.
+root_of: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
 
 
 def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -340,9 +317,8 @@ def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:
 def forget_device_meshes(meshes: Iterable[DeviceMesh]) -> None:
     """Take their groups from `meshes`, and empty DTensor's caches, which hold on to the DeviceMeshes that they have met.
 
-    They know a DeviceMesh by its ranks and names, so that one that is made later, over other groups
-    with the same ranks, would be taken for the one before, and its groups be looked for in vain. A group that some
-    other cache, or a tensor of the program, still led to would keep its sockets and threads.
+    They know a DeviceMesh by its ranks and names: a later one over other groups with the same ranks would be taken for
+    the one before. A group that something still led to would keep its sockets and threads.
     """
     for mesh in meshes:
         for each in (mesh, mesh._get_root_mesh()):
@@ -422,10 +398,9 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class SoloGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group of one rank that copies instead of communicating.
+    """A process group of one rank that copies instead of communicating, where torch wants one for a dim of size 1.
 
-    It stands where torch wants a group for a dim of size 1 (DeviceMesh, pipelining). It opens no
-    socket, starts no thread, and is exact, where the "fake" backend leaves outputs unwritten.
+    Exact, where the "fake" backend leaves outputs unwritten.
     """
 
     def __init__(self, name: str, rank: int) -> None:

@@ -39,7 +39,6 @@ UNKNOWN: dict[str, tuple[Callable[[Mesh, int], object], str]] = {
         "the slice's shape.*\n.*\n.*\n.*out=",
     ),
     "recv": (lambda m, c: m.recv("dp", src=c ^ 1), "the message's shape.*\n.*\n.*\n.*out="),
-    "shift": (lambda m, c: m.shift("dp", X, 1, handshake=True), "the shape that comes"),
     "all_gather": (lambda m, c: m.all_gather("dp", X[:c], uneven=True), "the sizes of their parts"),
     "gather": (lambda m, c: m.gather("dp", X[:c], 0, uneven=True), "the sizes of their parts"),
     "all_to_all": (

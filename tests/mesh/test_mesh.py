@@ -19,7 +19,7 @@ from meshcomm.errors import ConfigError, MeshClosed, MeshMismatchError, Unsuppor
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport
-from meshcomm.transport.torch_private import backend_of, live_groups
+from meshcomm.transport.torch_private import backend_of, groups_by_name
 from tests.ranks import on_ranks
 
 RICH: dict[str, Any] = {
@@ -52,7 +52,7 @@ def test_the_plan_is_what_real_processes_create(mesh: Mesh) -> None:
     own = [identities[each.name] for each in mine.groups if each.shares is None]
     assert len(set(own)) == len(own) == mine.creations
     # The default group, and one for each family that creates any.
-    assert live_groups() == 1 + mine.creations
+    assert len(groups_by_name()) == 1 + mine.creations
 
 
 @on_ranks(8)
@@ -78,7 +78,7 @@ def test_closing_and_opening_again_in_one_process() -> None:
             mesh.close()
             with pytest.raises(MeshClosed, match=r"the mesh {'dp': 2, 'tp': 2} is closed on rank \d \(dp="):
                 mesh.barrier("dp")
-    assert live_groups() == 0
+    assert len(groups_by_name()) == 0
 
 
 @on_ranks(5)
@@ -104,9 +104,9 @@ def test_a_mesh_from_an_existing_device_mesh() -> None:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    before = live_groups()
+    before = len(groups_by_name())
     with meshcomm.init(theirs) as mesh:
-        assert mesh.group("tp") is theirs.get_group("tp") and live_groups() == before
+        assert mesh.group("tp") is theirs.get_group("tp") and len(groups_by_name()) == before
         first = mesh.rank // 2 * 2
         assert mesh.all_gather("tp", torch.tensor([mesh.rank])).tolist() == [first, first + 1]
     # Torch sorts the ranks of a group. Along tp one of the two groups has them in descending order: both are created.
@@ -125,7 +125,7 @@ def test_a_mesh_from_an_existing_device_mesh() -> None:
 def test_device_meshes_are_over_our_groups(mesh: Mesh) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    before = live_groups()
+    before = len(groups_by_name())
     assert mesh["tp"].get_group() is mesh.group("tp")
     assert mesh["tp"].get_local_rank() == mesh.coord("tp")
     whole = torch.arange(32.0).reshape(8, 4)
@@ -143,7 +143,7 @@ def test_device_meshes_are_over_our_groups(mesh: Mesh) -> None:
         assert torch.equal(sharded.to_local(), mine)
         assert torch.equal(sharded.full_tensor(), whole)
     # Only the dim of size 1 got a handle for torch's sake; it carries nothing.
-    assert live_groups() == before + 1
+    assert len(groups_by_name()) == before + 1
 
 
 @pytest.mark.mesh(
@@ -152,7 +152,7 @@ def test_device_meshes_are_over_our_groups(mesh: Mesh) -> None:
 def test_a_merged_dim_is_one_dim_of_a_device_mesh(mesh: Mesh) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    before = live_groups()
+    before = len(groups_by_name())
     whole = torch.arange(32.0).reshape(8, 4)
     for names in (("ends",), ("cp", "ends"), ("ends", "cp")):
         device_mesh = mesh[names]
@@ -164,7 +164,7 @@ def test_a_merged_dim_is_one_dim_of_a_device_mesh(mesh: Mesh) -> None:
         mine = mesh.coord("ends") * 2
         assert torch.equal(sharded.to_local(), whole[mine : mine + 2])
         assert torch.equal(sharded.full_tensor(), whole)
-    assert live_groups() == before
+    assert len(groups_by_name()) == before
 
 
 @pytest.mark.mesh(pp=2, dp=1, tp=2, via="gloo")
@@ -213,13 +213,13 @@ def test_groups_are_warmed_up_in_plan_order_where_the_configuration_says_so(pool
 
 @on_ranks(2)
 def test_a_warm_up_that_fails_gives_the_groups_back() -> None:
-    before = live_groups()
+    before = len(groups_by_name())
     with (
         mock.patch.object(Mesh, "warm_up", side_effect=RuntimeError("no connection")),
         pytest.raises(RuntimeError, match="no connection"),
     ):
         meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30, warm_up=True)
-    assert live_groups() == before and not dist.is_initialized()
+    assert len(groups_by_name()) == before and not dist.is_initialized()
 
 
 # What rank 2 of four gives in place of the usual, and what is said of it; what it cannot even read is the others' problem.

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import meshcomm
 from meshcomm.comm.callsite import callsite
 from meshcomm.comm.counters import counter_of
-from meshcomm.comm.desync import RUNS, StepHistory, error_of, find_desync, last_common
 from meshcomm.comm.flight_recorder import KEPT, FlightRecorder
+from meshcomm.comm.mismatch import RUNS, StepHistory, error_of, find_desync, last_common
 from meshcomm.errors import (
     CallMismatchError,
     DeadlockError,
