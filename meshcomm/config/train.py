@@ -117,9 +117,6 @@ class DataConfig(Section):
     """Tokens of a sample."""
     max_bytes: int | None = Field(default=None, ge=2, examples=[8_000_000])
     """With text: bytes that are read at most, of all files or rows in order. None: all of them."""
-    order: Literal["epochs", "random"] = "epochs"
-    """epochs: every sample once, in another order each time, drawn from train.seed. random: where a sample begins is
-    drawn for each, with replacement."""
     validation: Fraction = 0.0
     """Share of the samples, at the end of each source, that is not trained on but evaluated."""
     validation_files: FrozenList[Text] = ()

@@ -31,10 +31,8 @@ _FIXED = ("model.", "pretrained.", "train.seed", "train.dtype")
 _SAMPLES = {
     "data.sequence": "sequence",
     "train.global_batch": "global_batch",
-    **{f"data.{key}": "data" for key in ("sha256", "order", "weights", "validation", "build", "args")},
+    **{f"data.{key}": "data" for key in ("sha256", "weights", "validation", "build", "args")},
 }
-# What a run did before there was the setting, where that is not its default.
-_BEFORE = {"data.order": "random"}
 # Where the run is kept and whether it resumes says nothing about what is trained.
 _LEFT_OUT = {"train": {"out", "resume"}}
 # How a run is written down changes nothing in what it computes.
@@ -81,6 +79,22 @@ class Lock:
 
     metadata: str = ""
     """SHA-256 of the metadata beside the lock file, which says where each tensor lies; "": there is none."""
+
+    def continuing(self, saved: Lock) -> Lock:
+        """What the run is from now on, and how far `saved` had come: of other data no sample was read."""
+        old, new = _flat(saved), _flat(self)
+        changed = [name for name in _SAMPLES if _known(old, name) != _known(new, name)]
+        read = saved.samples
+        if read is None:
+            read = int(saved.step * saved.config.get("train", {}).get("global_batch", 0))
+        return replace(
+            self,
+            step=saved.step,
+            seconds=saved.seconds,
+            skipped=saved.skipped,
+            samples=0 if _begins_again(changed) else read,
+            best=() if changed else saved.best,
+        )
 
     def write(self, folder: Path) -> None:
         """Write lock.json into `folder`, for the metadata there. Raises OSError."""
@@ -193,22 +207,6 @@ def compare(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def samples_read(saved: Lock, now: Lock) -> int:
-    """How many samples of the data of `now` were read when `saved` was made: none, where that was another data."""
-    old, new = _flat(saved), _flat(now)
-    if _begins_again([name for name in _SAMPLES if _known(old, name) != _known(new, name)]):
-        return 0
-    if saved.samples is not None:
-        return saved.samples
-    return int(saved.step * saved.config.get("train", {}).get("global_batch", 0))
-
-
-def best_of(saved: Lock, now: Lock) -> tuple[Any, ...]:
-    """How low the validation loss had come when `saved` was made; of other data: nobody knows."""
-    old, new = _flat(saved), _flat(now)
-    return () if any(_known(old, name) != _known(new, name) for name in _SAMPLES) else saved.best
-
-
 def _begins_again(names: Iterable[str]) -> bool:
     return any(_SAMPLES.get(name) in ("data", "sequence") for name in names)
 
@@ -230,8 +228,6 @@ def _flat(lock: Lock) -> dict[str, Any]:
 
 def _default(name: str) -> Any:
     """Of a setting `section.key`, as a lock has it; None where there is none."""
-    if name in _BEFORE:
-        return _BEFORE[name]
     section, _, key = name.partition(".")
     field = _SECTIONS[section].model_fields.get(key) if section in _SECTIONS else None
     if field is None or field.is_required():

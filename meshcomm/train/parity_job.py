@@ -136,7 +136,7 @@ def prove(
 
     Raises: ConfigError where there is nothing to compare, or for more steps than the training has;
             TrainingError where one process alone gets no finite numbers, or other outputs than the module itself; LaunchError where the run
-            on the mesh fails; UnsupportedOp for a script with batch norms whose step has several micro-batches.
+            on the mesh fails; UnsupportedOp for batch norms in a step of several micro-batches.
     """
     exact, notes = in_float64(config)
     count = _steps(exact, steps)
@@ -153,9 +153,7 @@ def prove(
         if known.batch_norms and _copies(exact) > 1:
             runs = replace(runs, batch_norms=True)
             known = runs.alone()
-            notes += (
-                f"train.microbatch = {runs.together} on one process: batch norms see all ranks' samples",
-            )
+            notes += ("one micro-batch on every mesh: batch norms see the samples of all ranks",)
         for (kind, step), value in known.steps().items():
             if not math.isfinite(value):
                 raise TrainingError(
@@ -183,7 +181,7 @@ class _Runs:
     """Runs of the first `steps` steps of `config` on its mesh, on parts of it, and on one process.
 
     folder:      for the files of all of them.
-    batch_norms: the model has some; micro-batches are then, over all ranks, as large as on the whole mesh.
+    batch_norms: the model has some; the micro-batch of a step is then, over all ranks, that of the whole mesh.
     """
 
     config: Config
@@ -193,19 +191,13 @@ class _Runs:
     script: Script | None
     batch_norms: bool = False
 
-    @property
-    def together(self) -> int:
-        """Samples of one micro-batch over all ranks."""
-        assert self.config.train is not None
-        return self.config.train.microbatch * _copies(self.config)
-
     def alone(self) -> Record:
         """The record of one process."""
         if self.script is not None:
             return Record.read(self._job(self._sized(only(self.config, ()))) / _REFERENCE)
         one = reference(self._sized(only(self.config, ())) if self.batch_norms else self.config)
         with init(one) as mesh:
-            return record(mesh, one, self.steps, self._copies, original=True)
+            return record(mesh, one, self.steps, original=True)
 
     def on_mesh(self, names: Sequence[str], part: Config) -> list[Difference]:
         """The worst differences of a part of the mesh from the reference, whose parameters are `names`."""
@@ -213,34 +205,27 @@ class _Runs:
         of_ranks = [json.loads(path.read_text()) for path in sorted(place.glob("rank*.json"))]
         return worst([[Difference(**each) for each in found] for found in of_ranks], names)
 
-    @property
-    def _copies(self) -> int:
-        return _copies(self.config) if self.batch_norms else 1
-
     def _sized(self, part: Config) -> Config:
-        """`part` with micro-batches for batch norms.
-
-        Raises UnsupportedOp for a script with several of them in a step, whose samples nobody can put into their order.
-        """
+        """`part`, with batch norms in one micro-batch. Raises UnsupportedOp where a step has several."""
         if not self.batch_norms:
             return part
         train, copies = self.config.train, _copies(self.config)
         assert train is not None
-        if self.script is not None and train.global_batch != self.together:
+        if train.global_batch != train.microbatch * copies:
             raise UnsupportedOp(
-                "a script with batch norms and several micro-batches in a step cannot be compared with one process",
+                "batch norms and several micro-batches in a step cannot be compared with one process",
                 given=f"train.global_batch = {train.global_batch}, train.microbatch = {train.microbatch} on "
                 f"{copies} ranks along data and shard",
-                expected="one micro-batch in a step: batch norms see one at a time, and the script says which samples it has",
+                expected="one micro-batch in a step: batch norms see one at a time",
                 hint=f"--set train.microbatch={train.global_batch // copies}",
             )
-        return load(part, [f"train.microbatch={self.together // _copies(part)}"])
+        return load(part, [f"train.microbatch={train.global_batch // _copies(part)}"])
 
     def _job(self, part: Config) -> Path:
         """Run all ranks of a mesh; the folder with what they found. A script on one rank leaves its record there."""
         place = Path(tempfile.mkdtemp(dir=self.folder))
         facts = part.model_dump(mode="json", exclude_unset=True)
-        job: dict[str, Any] = {"config": facts, "steps": self.steps, "copies": self._copies}
+        job: dict[str, Any] = {"config": facts, "steps": self.steps}
         if self.script is not None:
             (place / _CONFIG).write_text(json.dumps(facts))
             job["script"] = [str(self.script[0]), list(self.script[1])]
@@ -366,18 +351,15 @@ def _tried(config: Config, dims: Sequence[str], run: Run, tolerance: float) -> B
     return Blame(tuple(dims), ranks, found) if found.relative > tolerance else None
 
 
-def differences(
-    config: Config, steps: int, reference: Path, copies: int | None = None
-) -> list[Difference] | None:
+def differences(config: Config, steps: int, reference: Path) -> list[Difference] | None:
     """Run the steps on the mesh of `config`; this rank's differences from the record in `reference`.
 
-    copies:    see `record`.
     Called by: every rank of the job. None on a rank that the mesh leaves out.
     """
     with init(config) as mesh:
         if not mesh.is_member:
             return None
-        return compare(record(mesh, config, steps, copies), Record.read(reference), mesh.rank)
+        return compare(record(mesh, config, steps), Record.read(reference), mesh.rank)
 
 
 def main(folder: Path) -> None:
@@ -388,7 +370,7 @@ def main(folder: Path) -> None:
 
     def body() -> None:
         if "script" not in facts:
-            found = differences(config, steps, known, facts["copies"])
+            found = differences(config, steps, known)
         else:
             os.environ[CONFIG_VARIABLE] = str(folder / _CONFIG)
             path, arguments = facts["script"]

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.models import ModelSpec, model_of
 from meshcomm.models.spec_model import SpecModel
@@ -28,13 +29,20 @@ from meshcomm.parallel.compose import Engine, LossOf
 from meshcomm.parallel.model import Model
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
-from meshcomm.train import checkpoint, loop
+from meshcomm.train import checkpoint
 from meshcomm.train.agree import agree, agreed_corpus, corpus_of
 from meshcomm.train.callbacks import Callback, Summary
-from meshcomm.train.checkpoint import Attempt
-from meshcomm.train.data import Batches, Corpus, Data, GivenBatches, placed
-from meshcomm.train.lock import lock_of
-from meshcomm.train.steps import learning_rate
+from meshcomm.train.checkpoint import Attempt, Checkpoints
+from meshcomm.train.data import Batches, Corpus, Data, GivenBatches, batches_of, placed
+from meshcomm.train.lock import Lock, lock_of
+from meshcomm.train.steps import (
+    Progress,
+    Reading,
+    Steps,
+    check_outputs,
+    learning_rate,
+    threads_and_precision,
+)
 
 MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 
@@ -49,9 +57,6 @@ class Recorder(ABC):
 
     def begins(self, engine: Engine, inputs: Tensor) -> None:  # noqa: B027
         """Before each step."""
-
-    def reads(self, engine: Engine, batches: Batches | GivenBatches) -> None:  # noqa: B027
-        """Before the first step of `Trainer.run`."""
 
     @abstractmethod
     def stepped(self, engine: Engine) -> None:
@@ -164,12 +169,37 @@ class Trainer:
         """
         source = self._corpus() if data is None else data
         if self._recorder is not None:
-            batches = loop.batches_for(self.engine, source)
-            self._recorder.reads(self.engine, batches)
+            batches = self._batches(source)
             # The recorder ends it.
             for step in count(1):
                 self.step(*batches(step))
-        return loop.run(self._mesh, self._facts, self._make, self.callbacks, source, attempt or Attempt())
+        train = self._facts.sections.train
+        on_all_ranks(self._mesh, "start the training", lambda: is_first(self._mesh) and check_outputs(train))
+        with threads_and_precision(self._mesh, train, self._facts.ranks_here):
+            return self._train(source, attempt or Attempt())
+
+    def _train(self, data: Data | Corpus, attempt: Attempt) -> Summary:
+        corpus = data if isinstance(data, Corpus) else None
+        checkpoints = Checkpoints(self._mesh, self._facts.sections.train)
+        start = lock_of(self._mesh, self._config, b"" if corpus is None else corpus.digest)
+        resumed, lock = checkpoints.begin(attempt, start)
+        # What a checkpoint has is not read from elsewhere, nor drawn, before.
+        engine = self._make(not lock.step)
+        losses: list[float] = []
+        if resumed is not None and lock.step:
+            checkpoint.resume(self._mesh, engine, resumed.folder, losses)
+        lock = start.continuing(lock)
+        validation = None if corpus is None else corpus.validation
+        held = None if validation is None else batches_of(engine, validation)
+        reading = Reading(self._batches(data, lock.step, lock.samples or 0), corpus, held)
+        progress = Progress(lock, losses, resumed)
+        return Steps(engine, self._config, reading, self.callbacks, checkpoints, progress).run()
+
+    def _batches(self, data: Data | Corpus, step: int = 0, samples: int = 0) -> Batches | GivenBatches:
+        """What each step after `step` is made of; samples: that were read until then."""
+        if isinstance(data, Corpus):
+            return batches_of(self.engine, data, (step, samples))
+        return GivenBatches(data, self.engine, step)
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         """One step of a loop of your own; `look` tells what it gave.
@@ -231,9 +261,11 @@ class Trainer:
 
         Called by: every rank. Raises TrainingError on every rank where one could not write, or has what cannot be saved.
         """
-        engine = self.engine
-        lock = replace(lock_of(self._mesh, self._config, b""), step=engine.done)
-        checkpoint.write(self.mesh, checkpoint.state_of(self.mesh, engine), Path(folder), lock)
+        checkpoint.write(self.mesh, checkpoint.state_of(self.mesh, self.engine), Path(folder), self.lock())
+
+    def lock(self) -> Lock:
+        """What a checkpoint after the last step says about the training."""
+        return replace(lock_of(self._mesh, self._config, b""), step=self.engine.done)
 
     def load(self, folder: str | Path) -> None:
         """Make the state that of a folder that `save` or a run's checkpoint made on any mesh; `step` goes on after it.

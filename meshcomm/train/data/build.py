@@ -17,7 +17,7 @@ from meshcomm.config import DataConfig
 from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.models.build import function_of
 from meshcomm.train.data.batches import permuted, repeated
-from meshcomm.train.data.corpus import IGNORED, Corpus, Samples, outside
+from meshcomm.train.data.corpus import IGNORED, Corpus, Samples, held_back, outside
 
 _EXPECTED = (
     "tokens (up to sequence + 1 whole numbers), a pair of inputs and targets, or a dict with input_ids and, "
@@ -67,13 +67,10 @@ def built(config: DataConfig, facts: Mapping[str, int], vocabulary: int | None) 
         raise _no_dataset(
             config.build, type(found).__name__, "an object with __getitem__ and __len__, or an iterable"
         )
-    for setting, is_set in (("validation", bool(config.validation)), ("order", config.order == "random")):
-        if is_set:
-            raise _no_dataset(
-                config.build,
-                f"an iterable, with data.{setting}",
-                f"a dataset by index; or remove data.{setting}",
-            )
+    if config.validation:
+        raise _no_dataset(
+            config.build, "an iterable, with data.validation", "a dataset by index; or remove data.validation"
+        )
     shares = facts["data_world"] if "data_rank" in known else 1
     return Corpus((), b"", 0, "samples of an iterable", flow=Flow(found, form, shares))
 
@@ -159,12 +156,7 @@ class Indexed:
     def __len__(self) -> int:
         return len(self._data) if self._kept is None else self._kept[1] - self._kept[0]
 
-    @property
-    def starts(self) -> int:
-        """See Part."""
-        return len(self)
-
-    def read(self, samples: NDArray[np.int64], *, anywhere: bool = False) -> Samples:
+    def read(self, samples: NDArray[np.int64]) -> Samples:
         """See Part."""
         if self._kept is not None:
             samples = permuted(samples + self._kept[0], len(self._data), [0])
@@ -173,7 +165,7 @@ class Indexed:
     def cut(self, share: float) -> tuple[Indexed, Indexed]:
         """See Part. Samples may lie by their kind, so those that are cut off are drawn."""
         count = len(self._data)
-        place = count - min(count, max(1, round(count * share)))
+        place = count - held_back(count, share)
         before, after = (Indexed(self._data, self._form, kept) for kept in ((0, place), (place, count)))
         return before, after
 
