@@ -22,7 +22,7 @@ from meshcomm.parallel.build import Sections, sections
 from meshcomm.train.data import Corpus, load
 
 # What may differ between hosts.
-_PATHS = {"files", "tokens", "dataset", "tokenizer", "validation_files", "pretrained", "out"}
+_PATHS = {"files", "tokens", "tokenizer", "validation_files", "pretrained", "out"}
 # Settings that an error lists.
 _SHOWN = 8
 

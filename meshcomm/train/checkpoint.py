@@ -70,8 +70,8 @@ def find_attempt(env: Mapping[str, str]) -> Attempt:
 def read(mesh: Mesh, state: Mapping[str, Tensor], folder: Path) -> None:
     """Fill the tensors of `state` in place from a folder that `write` or a run's save made on any mesh.
 
-    Each rank reads what its own parts need; nothing is communicated but the outcome.
-    Raises: TrainingError on every rank where one could not read, or a name, shape or dtype differs.
+    Called by: every rank; each reads what its own parts need.
+    Raises:    TrainingError on every rank where one could not read, or a name, shape or dtype differs.
     """
     on_all_ranks(mesh, f"resume from {folder}", lambda: Saved(folder).fill(state))
 
@@ -79,10 +79,8 @@ def read(mesh: Mesh, state: Mapping[str, Tensor], folder: Path) -> None:
 def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None = None) -> Lock:
     """Make the engine's state that of a checkpoint, which any mesh has saved. losses: are filled, those of each step.
 
-    Called by: every rank. Each reads what its own parts need; nothing is communicated but the outcome.
-    Raises: TrainingError on every rank where one could not read, or what was saved does not fit.
+    Called by and raises as `read`.
     """
-
     known = engine.names_of_all_stages()
 
     def put_back() -> Lock:
@@ -231,21 +229,13 @@ class Checkpoints:
             self._under_way.settle(_GRACE_S if broken else self._mesh.plan.defaults.timeout_s, _GRACE_S)
             self._under_way = None
 
-    def load(self, path: Path, state: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of `state` from the checkpoint `path`, saved on this or another mesh."""
-        read(self._mesh, state, path)
-
-    def complete(self) -> list[Path]:
-        """The complete checkpoints, oldest first."""
-        return complete(self.folder)
-
     def _decide(self, job: str, restarts: int) -> tuple[bool, str, int]:
         every = self._train.checkpoint_every
         marker = self.folder / "job"
         known = marker.read_text(encoding="utf-8").strip() if marker.is_file() else None
         restarted = bool(every and restarts and job and known == job)
         continues = self._train.resume or restarted
-        found = [path.name for path in self.complete()]
+        found = [path.name for path in complete(self.folder)]
         if not restarted and not (continues and found):
             put_aside(Path(self._train.out), with_checkpoints=bool(found))
             found = []

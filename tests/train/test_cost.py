@@ -20,7 +20,7 @@ from meshcomm.train import Callback, Summary, Trainer, run
 from meshcomm.train import cost as cost_module
 from meshcomm.train.agree import agree, agreed_corpus
 from meshcomm.train.cost import Cost, FlopCounter, known_peak, peak_flops, peak_memory
-from meshcomm.train.loop import batches_of
+from meshcomm.train.data import batches_of
 from tests.train.runs import config_on, metrics, run_json
 from tests.train.test_trainer import BATCH, loss, net, samples, sections
 

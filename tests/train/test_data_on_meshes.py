@@ -55,16 +55,13 @@ def test_the_rank_and_world_of_the_data_follow_from_the_roles(
 
 
 def test_a_mesh_without_roles_says_what_to_ask() -> None:
-    def ask(mesh: Mesh) -> tuple[str, int]:
+    def ask(mesh: Mesh) -> str:
         with pytest.raises(LayoutError) as caught:
             _ = mesh.data_rank
-        with pytest.raises(LayoutError):
-            _ = mesh.data_world
-        return str(caught.value.hint), mesh.coord(("dp", "fsdp"))
+        return str(caught.value.hint)
 
     found = meshcomm.simulate(ask, dims={"dp": 2, "fsdp": 2})
-    assert [coord for _, coord in found] == [0, 1, 2, 3]
-    assert found[0][0].startswith('mesh.coord(("dp", "fsdp")) and mesh.size(("dp", "fsdp"))')
+    assert found[0].startswith('mesh.coord(("dp", "fsdp")) and mesh.size(("dp", "fsdp"))')
 
 
 # -- means ----------------------------------------------------------------------------------------
@@ -97,18 +94,15 @@ def test_a_mean_weights_by_tokens_over_any_dims_and_has_the_gradient_of_the_own_
         assert empty
 
 
-def without_a_group(mesh: Mesh) -> tuple[float, float, int]:
+def without_a_group(mesh: Mesh) -> tuple[int, float]:
     before = mesh.stats()
-    along = mesh.mean("dp", torch.tensor(float(mesh.rank)), 1)
-    once = mesh.stats().since(before)
-    calls = sum(int(row["calls"]) for row in once.facts()["rows"])
-    return along.item(), mesh.mean(("dp", "tp"), torch.tensor(float(mesh.rank)), 1).item(), calls
+    mesh.mean("dp", torch.tensor(float(mesh.rank)), 1)
+    calls = sum(int(row["calls"]) for row in mesh.stats().since(before).facts()["rows"])
+    return calls, mesh.mean(("dp", "tp"), torch.tensor(float(mesh.rank)), 1).item()
 
 
 def test_a_mean_is_one_message_and_needs_no_group_over_all_its_dims() -> None:
-    found = meshcomm.simulate(without_a_group, dims={"dp": 2, "tp": 2})
-    assert [mean for mean, *_ in found] == [1.0, 2.0, 1.0, 2.0]
-    assert {(mean, calls) for _, mean, calls in found} == {(1.5, 1)}
+    assert set(meshcomm.simulate(without_a_group, dims={"dp": 2, "tp": 2})) == {(1, 1.5)}
 
 
 def test_means_that_have_no_meaning_are_refused() -> None:

@@ -14,7 +14,7 @@ from meshcomm.errors import ConfigError
 from meshcomm.testing import Pool
 from meshcomm.train import Summary, Trainer, learning_rate
 from meshcomm.train.agree import agree, agreed_corpus
-from meshcomm.train.loop import batches_of
+from meshcomm.train.data import batches_of
 from tests.train.runs import config_on, losses_or_error, metrics, trained
 
 BASE: dict[str, Any] = {

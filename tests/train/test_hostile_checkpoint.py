@@ -42,6 +42,8 @@ FIELDS = b"}" + text("_value_") + b"K\x07s"
 @pytest.mark.parametrize(
     "data",
     [
+        # A command of the system.
+        b"\x80\x04" + class_of("posix", "system") + text("touch run-by-pickle") + b"\x85R.",
         # Of a class, by the second part of a state: what objects with __slots__ have there.
         built(class_of(METADATA, "MetadataIndex"), SLOTS),
         built(class_of(METADATA, "MetadataIndex"), FIELDS),
@@ -52,7 +54,7 @@ FIELDS = b"}" + text("_value_") + b"K\x07s"
         built(class_of(METADATA, "ChunkStorageMetadata") + b")\x81", SLOTS),
     ],
 )
-def test_metadata_set_no_attribute_but_fields_of_new_objects(data: bytes) -> None:
+def test_metadata_run_no_code_and_set_no_attribute_but_fields_of_new_objects(data: bytes) -> None:
     hash_of, members = MetadataIndex.__hash__, [each.value for each in WriteItemType]
     try:
         with pytest.raises(pickle.UnpicklingError, match="has no place in a checkpoint of tensors"):

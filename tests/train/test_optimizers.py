@@ -17,7 +17,7 @@ from meshcomm.parallel.optimizer import KINDS
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer, learning_rate
 from meshcomm.train.agree import corpus_of
-from meshcomm.train.loop import batches_of
+from meshcomm.train.data import batches_of
 from meshcomm.train.parity import compare, in_float64, record, reference
 from tests.train.test_training import TINY
 

@@ -17,8 +17,8 @@ from meshcomm.parallel.tensor import local, whole
 from meshcomm.testing import Pool
 from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs, no_host_sync
 from meshcomm.train import Trainer, learning_rate
+from meshcomm.train.data import batches_of
 from meshcomm.train.data import load as text
-from meshcomm.train.loop import batches_of
 from tests.train.test_checkpoint import TINY
 
 WARM = 8

@@ -30,7 +30,7 @@ from meshcomm.errors import MeshcommError, UnsupportedOp
 from meshcomm.parallel import tensor_parallel, unsplit_state, whole
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
-from meshcomm.train.export import export_checkpoint
+from meshcomm.train.export import export_weights
 from tests.train.runs import config_on
 
 STEPS, CUT, BATCH = 6, 3, 8
@@ -574,7 +574,7 @@ def saved_fused(config: Config, out: Path) -> dict[str, Tensor]:
 
 def test_exported_weights_are_those_of_the_module_s_state_dict(pool: Pool, tmp_path: Path) -> None:
     (expected, *_) = pool.run(saved_fused, config_on(BASE, "dp=1 tp=2"), tmp_path, ranks=2)
-    export_checkpoint(tmp_path, tmp_path / "weights", weights=True)
+    export_weights(tmp_path, tmp_path / "weights")
     found = load_file(tmp_path / "weights")
     module = Fused().double()
     module.load_state_dict(found)
@@ -591,9 +591,7 @@ def saved_counting(config: Config, out: Path) -> None:
 def test_weights_without_an_extra_state_that_they_need_are_refused(pool: Pool, tmp_path: Path) -> None:
     pool.run(saved_counting, config_on(BASE, "one=1"), tmp_path, ranks=1)
     with pytest.raises(UnsupportedOp, match="the extra state of the model is no tensor"):
-        export_checkpoint(tmp_path, tmp_path / "weights", weights=True)
-    # All of it can go.
-    export_checkpoint(tmp_path, tmp_path / "all")
+        export_weights(tmp_path, tmp_path / "weights")
 
 
 # -- closures, moves and what else programs do ------------------------------------------------------

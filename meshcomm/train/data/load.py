@@ -1,4 +1,4 @@
-"""Open the data that `[data]` names: text, token files, folders of datasets, functions."""
+"""Open the data that `[data]` names: text, token files, functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from meshcomm.config import DataConfig, ModelConfig
 from meshcomm.errors import TrainingError
 from meshcomm.train.data.corpus import Corpus, Stream, checked, outside
-from meshcomm.train.data.text import NO_TOKENIZER, Document, Tokens, rows_of, texts_of
+from meshcomm.train.data.text import Document, Tokens, texts_of
+
+_NO_TOKENIZER: Final = "data.tokenizer = the tokenizer of this model: without one a byte is a token"
 
 
 def load(
@@ -41,22 +43,15 @@ def load(
 
         alone = {"seed": 0, "sequence": config.sequence, "data_rank": 0, "data_world": 1}
         return built(config, {**alone, **(facts or {})}, vocabulary)
-    part: Any = config.files
-    held: Any = config.validation_files
-    key, held_key = "data.files", "data.validation_files"
-    tokens = None if config.tokens else Tokens(config, cache, model, vocabulary)
-    if tokens is None:
-        part, key, read = config.tokens, "data.tokens", partial(_token_files, config, vocabulary)
-    elif config.dataset is not None:
-        part, held = config.split, config.validation_split
-        key, held_key = "data.dataset", f"the split {config.validation_split!r}"
-        read = partial(_rows, config, tokens)
-    elif tokens.tokenizer is None:
-        read = partial(_bytes, config, vocabulary)
+    if config.tokens:
+        read, given, key = partial(_token_files, config, vocabulary), config.tokens, "data.tokens"
     else:
-        read = partial(_texts, config, tokens)
-    corpus = read(part, key)
-    return replace(corpus, validation=read(held, held_key)) if held else corpus.cut(config.validation)
+        tokens = Tokens(config, cache, model, vocabulary)
+        read, given, key = partial(_texts, config, tokens, vocabulary), config.files, "data.files"
+    corpus = read(given, key)
+    if not config.validation_files:
+        return corpus.cut(config.validation)
+    return replace(corpus, validation=read(config.validation_files, "data.validation_files"))
 
 
 def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
@@ -75,30 +70,27 @@ def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
     return sorted(Path(path) for path in found)
 
 
-def _rows(config: DataConfig, tokens: Tokens, split: str | None, key: str) -> Corpus:
-    return _tokenised(config, tokens.of(rows_of(config, split)), (Path(str(config.dataset)),), key)
-
-
-def _texts(config: DataConfig, tokens: Tokens, patterns: tuple[str, ...], key: str) -> Corpus:
+def _texts(
+    config: DataConfig, tokens: Tokens, vocabulary: int | None, patterns: tuple[str, ...], key: str
+) -> Corpus:
     files = _files(patterns, key)
-    return _tokenised(config, tokens.of(texts_of(files, config.max_bytes)), tuple(files), key)
+    documents = list(texts_of(files, config.max_bytes))
+    if tokens.tokenizer is None:
+        return _bytes(config, vocabulary, documents, files)
+    found = tokens.of(documents)
+    part = Stream(found, config.sequence, key)
+    checked([part], f"{len(found)} tokens of {key}", config.sequence)
+    return Corpus((part,), part.digest(), len(found), "tokens", tuple(files))
 
 
-def _tokenised(config: DataConfig, tokens: NDArray[Any], files: tuple[Path, ...], key: str) -> Corpus:
-    part = Stream(tokens, config.sequence, key)
-    checked([part], f"{len(tokens)} tokens of {key}", config.sequence)
-    return Corpus((part,), part.digest(), len(tokens), "tokens", files)
-
-
-def _bytes(config: DataConfig, vocabulary: int | None, patterns: tuple[str, ...], key: str) -> Corpus:
-    files = _files(patterns, key)
-    documents: list[Document] = list(texts_of(files, config.max_bytes))
-    if vocabulary is not None:
-        for each in documents:
-            if (highest := max(each.text, default=0)) >= vocabulary:
-                raise outside(
-                    highest, vocabulary, f"position {each.text.index(highest)} of {each.name}", NO_TOKENIZER
-                )
+def _bytes(
+    config: DataConfig, vocabulary: int | None, documents: list[Document], files: list[Path]
+) -> Corpus:
+    """Text of which a byte is a token."""
+    for each in documents if vocabulary is not None else ():
+        if (highest := max(each.text, default=0)) >= (vocabulary or 0):
+            where = f"position {each.text.index(highest)} of {each.name}"
+            raise outside(highest, vocabulary or 0, where, _NO_TOKENIZER)
     text = b"".join(each.text for each in documents)
     if len(text) <= config.sequence:
         raise TrainingError(
@@ -109,8 +101,7 @@ def _bytes(config: DataConfig, vocabulary: int | None, patterns: tuple[str, ...]
             hint="more files, or a shorter sequence",
         )
     part = Stream(np.frombuffer(text, dtype=np.uint8), config.sequence, "data.files")
-    used = tuple(files[: len(documents)])
-    return Corpus((part,), hashlib.sha256(text).digest(), len(text), files=used)
+    return Corpus((part,), hashlib.sha256(text).digest(), len(text), files=tuple(files[: len(documents)]))
 
 
 def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
