@@ -96,7 +96,7 @@ class DataConfig(Section):
     """With tokens: the share of the samples that comes from each entry, in relation to the others. Default []: each
     sample of all files once in an epoch."""
     build: Function | None = Field(default=None, examples=["my_package.data:loader"])
-    """module:function, which returns an indexable dataset of samples, or an iterable. None: none."""
+    """module:function, which returns an indexable dataset of all ranks' samples. None: none."""
     args: Arguments = Field(default_factory=Table, examples=[{"folder": "images"}])
     """With build: what the function is called with, by name."""
     tokenizer: Text | None = Field(default=None, examples=["tokenizer.json"])

@@ -188,7 +188,7 @@ def _end(folder: Path, about: dict[str, Any], state: str, ended: list[Summary], 
             "late": {dim: {"rank": rank, "mean_s": mean_s} for dim, (rank, mean_s) in last.late.items()},
             "stats": [] if last.traffic is None else last.traffic.facts()["rows"],
             "stats_steps": last.traffic_steps,
-            **{key: getattr(last.rates, key, None) for key in ("model_flops_per_s", "mfu", "hfu")},
+            **{key: getattr(last.rates, key, None) for key in ("model_flops_per_s", "mfu")},
             "peak_memory_bytes": getattr(last.memory, "nbytes", None),
             "peak_memory_rank": getattr(last.memory, "rank", None),
         }

@@ -141,9 +141,9 @@ def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "left out", f"{summary.skipped} of {summary.steps} steps, not finite"
     yield "speed", f"{summary.tokens_per_s:,.0f} tokens/s"
     if summary.rates is not None:
-        flops, mfu, hfu = summary.rates
-        shares = [f"{name} {100 * share:.3g}%" for name, share in (("MFU", mfu), ("HFU", hfu)) if share]
-        yield "model FLOP/s", ", ".join([f"{bytes_text(flops).removesuffix('B')}FLOP/s a rank", *shares])
+        flops, mfu = summary.rates
+        share = "" if mfu is None else f", MFU {100 * mfu:.3g}%"
+        yield "model FLOP/s", f"{bytes_text(flops).removesuffix('B')}FLOP/s a rank{share}"
     if summary.memory is not None:
         nbytes, rank, kind = summary.memory
         yield "peak memory", f"{bytes_text(nbytes)} on rank {rank}, {kind}"

@@ -285,7 +285,7 @@ class Trainer:
                 hint="trainer.run(data) with (inputs, targets) of each step, or [data] sequence = 128",
             )
         if self._recorder is not None:
-            return corpus_of(self._mesh, facts.sections, self._model.vocabulary)
+            return corpus_of(facts.sections, self._model.vocabulary)
         return agreed_corpus(self._mesh, facts, self._model.vocabulary)
 
     def _make(self, filled: bool) -> Engine:

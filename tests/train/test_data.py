@@ -288,21 +288,6 @@ def by_index(seed, sequence):
     assert (seed, sequence) == (7, 4)
     return Squares()
 
-class Counting:
-    def __init__(self, first, step, most):
-        self.first, self.step, self.most = first, step, most
-    def __iter__(self):
-        return iter([n, n, n] for n in range(self.first, self.most, self.step))
-
-def counting(most=1000):
-    return Counting(0, 1, most)
-
-def own_share(data_rank, data_world):
-    return Counting(data_rank, data_world, 1000)
-
-def sharded_by_index(data_rank, data_world):
-    return Squares()
-
 def sample(kind):
     return [{
         "pair": ([1, 2, 3], [4, -100, 6]),
@@ -338,11 +323,8 @@ def named(function: str, sequence: int = 4, **more: Any) -> DataConfig:
     return DataConfig(build=f"some_loaders:{function}", sequence=sequence, **more)
 
 
-FACTS = {"seed": 7, "data_rank": 0, "data_world": 1}
-
-
 def test_a_dataset_by_index_is_padded_and_read_in_epochs(loaders: None) -> None:
-    corpus = text.load(named("by_index", validation=0.2), facts=FACTS, vocabulary=20)
+    corpus = text.load(named("by_index", validation=0.2), seed=7, vocabulary=20)
     assert corpus.validation is not None and (corpus.samples, corpus.validation.samples) == (16, 4)
     seen: list[int] = []
     for step in (1, 2):
@@ -375,24 +357,6 @@ def test_kinds_of_samples(loaders: None, kind: str, inputs: Any, targets: Any) -
     assert x.tolist() == [inputs] and y.tolist() == [targets]
 
 
-def test_an_iterable_is_shared_out_by_position_or_by_the_function_itself(loaders: None) -> None:
-    def flow(function: str, coord: int) -> Batches:
-        facts = {"seed": 7, "data_rank": coord, "data_world": 2}
-        corpus = text.load(named(function), facts=facts)
-        return Batches(corpus, global_batch=6, seed=0, coord=coord, size=2)
-
-    for function in ("counting", "own_share"):
-        rows = []
-        for coord in range(2):
-            read = flow(function, coord)
-            rows.append([read(step)[0][:, 0].tolist() for step in (1, 2)])
-            # A run that resumes reads on from its position.
-            assert flow(function, coord)(2)[0][:, 0].tolist() == rows[-1][1]
-        assert sorted(rows[0][1] + rows[1][1]) == [6, 7, 8, 9, 10, 11]
-    short = Batches(text.load(named("counting", args={"most": 4})), global_batch=6, seed=0)
-    assert short(1)[0][:, 0].tolist() == [0, 1, 2, 3, 0, 1]
-
-
 @pytest.mark.parametrize(
     ("config", "what", "given"),
     [
@@ -400,8 +364,7 @@ def test_an_iterable_is_shared_out_by_position_or_by_the_function_itself(loaders
         (("missing",), "data.build could not be called: AttributeError", "some_loaders:missing"),
         (("nothing",), "data.build returns no data that can be read so", "returned int"),
         (("batches_of_it",), "data.build returns no data that can be read so", "a DataLoader"),
-        (("sharded_by_index",), "data.build returns no data that can be read so", "takes data_rank"),
-        (("counting", {"validation": 0.1}), "data.build returns no data that can be read so", "data.validation"),
+        (("generator",), "data.build returns no data that can be read so", "returned generator"),
         *(
             (("sample", {"args": {"kind": kind}}), "sample 0 of data.build is none", given)
             for kind, given in (
@@ -424,10 +387,3 @@ def test_what_a_function_must_return_is_said(loaders: None, config: Any, what: s
         text.load(named(function, **more), vocabulary=10)
     assert caught.value.what.startswith(what), caught.value.what
     assert given in str(caught.value.given) and caught.value.expected
-
-
-def test_a_generator_that_ends_is_told(loaders: None) -> None:
-    flow = Batches(text.load(named("generator")), global_batch=2, seed=0)
-    flow(1)
-    with pytest.raises(TrainingError, match="the data have ended before the training"):
-        flow(2)

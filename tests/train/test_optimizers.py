@@ -57,7 +57,7 @@ def test_every_optimiser_is_the_same_on_a_mesh(pool: Pool, name: str) -> None:
 def resumed(config: Config, folder: Path, save: bool) -> dict[str, Tensor]:
     with meshcomm.init(config) as mesh:
         trainer = Trainer(mesh, config)
-        batches = batches_of(trainer.engine, corpus_of(mesh, trainer.engine.sections))
+        batches = batches_of(trainer.engine, corpus_of(trainer.engine.sections))
         first = 1
         if not save:
             trainer.load(folder)

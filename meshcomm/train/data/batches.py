@@ -155,7 +155,7 @@ class Batches:
         dtype: torch.dtype | None = None,
     ) -> None:
         share = global_batch // size
-        self._parts, self._flow = corpus.parts, corpus.flow
+        self._parts = corpus.parts
         self._global_batch = global_batch
         self._mine = slice(coord * share, (coord + 1) * share)
         self._device, self._dtype = device, dtype
@@ -173,8 +173,6 @@ class Batches:
 
     def __call__(self, step: int) -> Batch:
         """Inputs and targets, each (global_batch / size, ...): of tokens int64 (..., sequence)."""
-        if self._flow is not None:
-            return self._put(self._flow.read(self.read(step - 1), self._global_batch, self._mine))
         return self._put(self._samples(*self.places(step)))
 
     def in_order(self, most: int | None) -> Iterator[Batch]:

@@ -23,14 +23,6 @@ _STRETCH = 32_768
 IGNORED = -100
 
 
-class Flow(Protocol):
-    """Samples that come one after the other."""
-
-    def read(self, first: int, count: int, mine: slice) -> Samples:
-        """Of `count` samples of all ranks from position `first` on, those of this rank. Positions only rise."""
-        ...
-
-
 class Part(Protocol):
     """One source of samples."""
 
@@ -110,7 +102,7 @@ class Corpus:
 
     parts: tuple[Part, ...]
     digest: bytes
-    """Equal on every rank, or ranks train on different data; b"" where there is nothing to compare."""
+    """Equal on every rank, or ranks train on different data."""
     size: int = 0
     """Of all parts, in `unit`."""
     unit: str = "bytes of text"
@@ -119,8 +111,6 @@ class Corpus:
     """Shares of the parts in an epoch; (): each sample once."""
     validation: Corpus | None = None
     """What is evaluated."""
-    flow: Flow | None = None
-    """In place of parts: what can only be read from its beginning."""
 
     @property
     def samples(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import sysconfig
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,21 +27,20 @@ def load(
     model: ModelConfig | None = None,
     vocabulary: int | None = None,
     cache: Path | None = None,
-    facts: Mapping[str, int] | None = None,
+    seed: int = 0,
 ) -> Corpus:
     """What `config` names, ready to be read at any place.
 
     model:      the folder of `pretrained` has the tokenizer that is the default.
     vocabulary: of the model; None: not known, and not checked.
     cache:      a folder where the tokens of tokenised text are kept, and looked for. None: in memory.
-    facts:      what the function of `build` may be given: seed, data_rank, data_world.
+    seed:       what the function of `build` may be given.
     Raises TrainingError where nothing is found, less than one sample is, or tokens are not the model's.
     """
     if config.build is not None:
         from meshcomm.train.data.build import built
 
-        alone = {"seed": 0, "sequence": config.sequence, "data_rank": 0, "data_world": 1}
-        return built(config, {**alone, **(facts or {})}, vocabulary)
+        return built(config, seed, vocabulary)
     if config.tokens:
         read, given, key = partial(_token_files, config, vocabulary), config.tokens, "data.tokens"
     else:
