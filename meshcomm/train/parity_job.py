@@ -101,7 +101,7 @@ class Parity:
 
     def facts(self) -> dict[str, Any]:
         """All of it as plain data; numbers that are not finite are None."""
-        blame = self.blamed
+        blamed = self.blamed
         return {
             "config": self.config.source,
             "dims": dict(self.config.mesh.dims),
@@ -110,14 +110,9 @@ class Parity:
             "notes": list(self.notes),
             "original": self.original,
             "agrees": self.agrees,
-            "first": self.first and _facts(self.first),
-            "blame": blame
-            and {
-                "dims": list(blame.dims),
-                "ranks": blame.ranks,
-                "difference": blame.difference and _facts(blame.difference),
-                "words": blame.words,
-            },
+            "first": _facts(self.first),
+            "blame": blamed
+            and {**asdict(blamed), "difference": _facts(blamed.difference), "words": blamed.words},
             "differences": [_facts(one) for one in self.differences],
         }
 
@@ -134,9 +129,9 @@ def prove(
             it has said what went wrong.
     Where they differ, smaller meshes are started too, until a dim is to blame. Nothing stays behind.
 
-    Raises: ConfigError where there is nothing to compare, or for more steps than the training has;
-            TrainingError where one process alone gets no finite numbers, or other outputs than the module itself; LaunchError where the run
-            on the mesh fails; UnsupportedOp for batch norms in a step of several micro-batches.
+    Raises: ConfigError where there is nothing to compare, or for more steps than the training has; TrainingError where
+            one process alone gets no finite numbers, or other outputs than the module itself; LaunchError where the
+            run on the mesh fails; UnsupportedOp for batch norms in a step of several micro-batches.
     """
     exact, notes = in_float64(config)
     count = _steps(exact, steps)
@@ -256,9 +251,10 @@ def _steps(config: Config, given: int | None) -> int:
     return min(STEPS, most) if given is None else given
 
 
-def _facts(one: Difference) -> dict[str, Any]:
-    finite = one.absolute != math.inf
-    return {**asdict(one), **({} if finite else {"absolute": None, "relative": None})}
+def _facts(one: Difference | None) -> dict[str, Any] | None:
+    if one is None or one.absolute != math.inf:
+        return one and asdict(one)
+    return {**asdict(one), "absolute": None, "relative": None}
 
 
 def blame(config: Config, run: Run, tolerance: float) -> Blame:
@@ -290,19 +286,11 @@ def suspected(config: Config) -> tuple[str, ...]:
 def only(config: Config, dims: Iterable[str]) -> Config:
     """The same training on a smaller mesh, where only `dims` are above 1.
 
-    The expert's dim is not one of the base but made of others: with it, the data's dim gets the size
-    that it needs besides, and its view the rest. Without it, experts are not split.
-
-    Raises ConfigError where there is no such mesh.
+    The expert's dim is not one of the base but made of others: with it, the data's dim gets the size that it needs
+    besides, and its view the rest. Without it, experts are not split. Raises ConfigError where there is no such mesh.
     """
-    kept = set(dims)
-    parallel = config.parallel
-    if parallel is None:
-        raise ConfigError(
-            "a configuration without training has no dim to blame",
-            given=f"{config.source} without [parallel]",
-            expected="all of [parallel] [model] [data] [train]",
-        )
+    kept, parallel = set(dims), config.parallel
+    assert parallel is not None
     facts: dict[str, Any] = config.model_dump(exclude_unset=True)
     facts.pop("topology", None)
     mesh = {key: value for key, value in facts["mesh"].items() if key not in _OF_ALL_RANKS}
@@ -317,15 +305,10 @@ def only(config: Config, dims: Iterable[str]) -> Config:
         more = view[expert] // math.gcd(view[expert], math.prod(sizes[dim] for dim in carriers))
         carrier = parallel.data if parallel.data in carriers else carriers[0]
         sizes[carrier or ""] *= more
-        left = math.prod(sizes[dim] for dim in carriers) // view[expert]
-        made = {}
-        for dim in view:
-            if dim in shared:
-                made[dim] = sizes[dim]
-            elif dim == expert:
-                made[dim] = view[dim]
-            else:
-                made[dim], left = left, 1
+        made = {dim: sizes[dim] if dim in shared else 1 for dim in view} | {expert: view[expert]}
+        # What is left goes to the first of the others.
+        for dim in [dim for dim in view if dim not in (*shared, expert)][:1]:
+            made[dim] = math.prod(sizes[dim] for dim in carriers) // view[expert]
         mesh["views"] = {name: made}
     else:
         section.pop("expert", None)
@@ -341,8 +324,7 @@ def _tried(config: Config, dims: Sequence[str], run: Run, tolerance: float) -> B
     try:
         part = only(config, dims)
     except ConfigError:
-        # This training cannot run on such a mesh, so nothing can be compared.
-        return None
+        return None  # this training cannot run on such a mesh
     ranks = math.prod(part.mesh.dims.values())
     try:
         found = max(run(part), key=lambda one: one.relative)

@@ -76,21 +76,18 @@ class Trainer:
 
     Args:
         mesh: an open mesh that this rank is a member of.
-        config: what it was opened with; None: that of `meshcomm run CONFIG`. [parallel] and [train] are needed,
-            [model] where no model is given, [data] where no data is given to `run`, where [model] is there, and for
-            a pipeline, whose stages must know data.sequence.
-        model: None: that of [model]. A ModelSpec or Model: built in parts, so that all kinds of parallelism can be
-            had which it tells of. An nn.Module: as it is, for data and shard; for tensor once `tensor_parallel` has
-            split it. The weights of the first rank along data and shard become those of all of them.
-        optimizer: (parameter groups) -> an optimiser; None: that of [train]. There are two groups or more: vectors
-            have weight_decay 0. Its lr follows train's schedule from what it is set to here, train.lr being what the
-            schedule is a share of.
-        loss: (outputs, targets) -> the mean over a microbatch; the step's is the mean of those of all microbatches of
-            all ranks. None: the model's own, or cross-entropy over all targets of the global batch that are not -100.
-        scheduler: (optimizer) -> a torch LRScheduler in place of train's schedule; a function of the step is
-            `lambda optimizer: LambdaLR(optimizer, factor)`. It is stepped after each step. A run that resumes steps it
-            as often as there were steps, and then gives it the state that was saved; where its settings are others
-            now, these count, and the state follows from the number of steps alone.
+        config: what it was opened with; None: that of `meshcomm run CONFIG`. [parallel] and [train] are needed; [model]
+            where no model is given; [data] where `run` is given no data, with [model], and for a pipeline.
+        model: None: that of [model]. A ModelSpec or Model: built in parts, for all kinds of parallelism that it tells
+            of. An nn.Module: as it is, for data and shard; for tensor once `tensor_parallel` has split it. The weights
+            of the first rank along data and shard become those of all of them.
+        optimizer: (parameter groups) -> an optimiser; None: that of [train]. Vectors have a group of weight_decay 0.
+            Its lr follows train's schedule from what it is set to here, train.lr being what the schedule is a share of.
+        loss: (outputs, targets) -> the mean over a microbatch; the step's is the mean over all microbatches of all
+            ranks. None: the model's own, or cross-entropy over all targets of the global batch that are not -100.
+        scheduler: (optimizer) -> a torch LRScheduler in place of train's schedule, stepped after each step. A run that
+            resumes steps it as often as there were steps, and then gives it the state that was saved; where its
+            settings are others now, these count, and the state follows from the number of steps alone.
         callbacks: called on every rank, in this order.
 
     Called by: every rank of the mesh, with equal arguments.
@@ -113,7 +110,7 @@ class Trainer:
         said = None if self._recorder is None else self._recorder.config
         config = _of_the_job(config) if said is None else said
         self._facts = agree(mesh, config)
-        self._mesh, self._config = mesh, config
+        self.mesh, self._config = mesh, config
         self._model = _model(mesh, config, model, loss)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._made: Engine | None = None
@@ -122,11 +119,6 @@ class Trainer:
         self.callbacks = tuple(callbacks)
         for callback in self.callbacks:
             callback.trainer = self
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh that it trains on."""
-        return self._mesh
 
     @property
     def engine(self) -> Engine:
@@ -154,18 +146,15 @@ class Trainer:
     def run(self, data: Data | None = None, attempt: Attempt | None = None) -> Summary:
         """Train up to train.steps, from the start or from the last complete checkpoint in train.out.
 
-        data:      what each step is made of, this rank's share of the global batch: (step) -> (inputs, targets), or
-                   an iterable of (inputs, targets), such as a DataLoader, which begins again at its end, after
-                   `set_epoch` of its sampler, and of which a run that goes on from a checkpoint takes those of the steps before first. Equal along
-                   tensor, pipeline and context. None: that of [data].
+        data:      this rank's share of each global batch: (step) -> (inputs, targets), or an iterable of them, such as
+                   a DataLoader, which begins again at its end, after `set_epoch` of its sampler; a run that resumes
+                   takes those of the steps before first. Equal along tensor, pipeline and context. None: [data].
         attempt:   as the launcher says. A job that it restarts goes on from its own last checkpoint.
         Called by: every rank of the mesh.
-        Returns:   the same losses on every rank. The first rank has written metrics.jsonl, and beside it
-                   config.json and run.json, into train.out; see meshcomm.train.run_files.
-        Raises:    ConfigError where config and checkpoint do not fit; TrainingError where ranks have different
-                   data, a parameter gets no gradient, the loss or the gradient norm is not finite (see
-                   train.nonfinite), or a checkpoint cannot be written or read; CallMismatchError where ranks
-                   called differently in a step.
+        Returns:   the same losses on every rank. The first rank has written the files of `run_files` into train.out.
+        Raises:    ConfigError where config and checkpoint do not fit; TrainingError where ranks have different data, a
+                   parameter gets no gradient, the loss or the gradient norm is not finite (see train.nonfinite), or a
+                   checkpoint cannot be written or read; CallMismatchError where ranks called differently in a step.
         """
         source = self._corpus() if data is None else data
         if self._recorder is not None:
@@ -174,20 +163,20 @@ class Trainer:
             for step in count(1):
                 self.step(*batches(step))
         train = self._facts.sections.train
-        on_all_ranks(self._mesh, "start the training", lambda: is_first(self._mesh) and check_outputs(train))
-        with threads_and_precision(self._mesh, train, self._facts.ranks_here):
+        on_all_ranks(self.mesh, "start the training", lambda: is_first(self.mesh) and check_outputs(train))
+        with threads_and_precision(self.mesh, train, self._facts.ranks_here):
             return self._train(source, attempt or Attempt())
 
     def _train(self, data: Data | Corpus, attempt: Attempt) -> Summary:
         corpus = data if isinstance(data, Corpus) else None
-        checkpoints = Checkpoints(self._mesh, self._facts.sections.train)
-        start = lock_of(self._mesh, self._config, b"" if corpus is None else corpus.digest)
+        checkpoints = Checkpoints(self.mesh, self._facts.sections.train)
+        start = lock_of(self.mesh, self._config, b"" if corpus is None else corpus.digest)
         resumed, lock = checkpoints.begin(attempt, start)
         # What a checkpoint has is not read from elsewhere, nor drawn, before.
         engine = self._make(not lock.step)
         losses: list[float] = []
         if resumed is not None and lock.step:
-            checkpoint.resume(self._mesh, engine, resumed.folder, losses)
+            checkpoint.resume(self.mesh, engine, resumed.folder, losses)
         lock = start.continuing(lock)
         validation = None if corpus is None else corpus.validation
         held = None if validation is None else batches_of(engine, validation)
@@ -212,7 +201,7 @@ class Trainer:
         """
         if not torch.is_grad_enabled():
             raise UnsupportedOp(
-                f"a step needs gradients, on {self._mesh.label}",
+                f"a step needs gradients, on {self.mesh.label}",
                 given="Trainer.step within torch.no_grad or torch.inference_mode",
                 expected="gradients to be recorded",
                 hint="move the step out of the block; Trainer.evaluate computes a loss alone",
@@ -265,7 +254,7 @@ class Trainer:
 
     def lock(self) -> Lock:
         """What a checkpoint after the last step says about the training."""
-        return replace(lock_of(self._mesh, self._config, b""), step=self.engine.done)
+        return replace(lock_of(self.mesh, self._config, b""), step=self.engine.done)
 
     def load(self, folder: str | Path) -> None:
         """Make the state that of a folder that `save` or a run's checkpoint made on any mesh; `step` goes on after it.
@@ -286,11 +275,11 @@ class Trainer:
             )
         if self._recorder is not None:
             return corpus_of(facts.sections, self._model.vocabulary)
-        return agreed_corpus(self._mesh, facts, self._model.vocabulary)
+        return agreed_corpus(self.mesh, facts, self._model.vocabulary)
 
     def _make(self, filled: bool) -> Engine:
         if self._made is None:
-            engine = Engine(self._mesh, self._config, self._model, self._optimizer, filled=filled)
+            engine = Engine(self.mesh, self._config, self._model, self._optimizer, filled=filled)
             if self._scheduler is not None:
                 engine.scheduler = _scheduler(self._scheduler, engine.optimizer)
             self._made = engine
