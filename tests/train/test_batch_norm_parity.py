@@ -95,9 +95,7 @@ def parity(pool: Pool, folder: Path, microbatch: int, *words: str, script: bool)
 @pytest.mark.parity
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("script", [False, True])
-def test_one_micro_batch_with_batch_norms_agrees_with_one_process(
-    pool: Pool, tmp_path: Path, script: bool
-) -> None:
+def test_one_micro_batch_with_batch_norms_agrees(pool: Pool, tmp_path: Path, script: bool) -> None:
     code, out, err = parity(pool, tmp_path, 4, script=script)
     assert code == 0, err + out
     facts = json.loads(out)
@@ -107,9 +105,7 @@ def test_one_micro_batch_with_batch_norms_agrees_with_one_process(
 
 @pytest.mark.parity
 @pytest.mark.timeout(300)
-def test_smaller_meshes_get_the_same_micro_batch_when_a_dim_to_blame_is_looked_for(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_smaller_meshes_of_a_search_for_blame_get_the_same_micro_batch(pool: Pool, tmp_path: Path) -> None:
     code, out, err = parity(pool, tmp_path, 4, "--set", "model.args={ odd = true }", script=False)
     assert code == 1 and json.loads(out)["blame"]["dims"] == [], err
 

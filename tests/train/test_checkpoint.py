@@ -144,9 +144,7 @@ def at_step_4(undisturbed: tuple[Path, Summary], tmp_path: Path) -> Path:
 
 
 @pytest.mark.parity
-def test_on_the_same_mesh_a_resumed_run_is_the_undisturbed_one_bit_by_bit(
-    pool: Pool, undisturbed: tuple[Path, Summary], at_step_4: Path
-) -> None:
+def test_a_resumed_run_is_bit_equal(pool: Pool, undisturbed: tuple[Path, Summary], at_step_4: Path) -> None:
     """The one that goes on writes its checkpoints beside the training, the other one between two steps."""
     out, summary = undisturbed
     more = ("train.checkpoint_every=4", "train.keep=2", "train.checkpoint_async=true")
@@ -613,7 +611,7 @@ def test_what_may_not_differ_is_refused(now: Lock, values: str) -> None:
         ("sequence", ("data", {"sequence": 16}), 0),
     ],
 )
-def test_what_resume_changed_names_may_differ_and_where_the_samples_go_on(
+def test_settings_in_resume_changed_may_differ(
     key: str, change: tuple[str, dict[str, Any]], read: int
 ) -> None:
     saved = LOCK
@@ -718,9 +716,7 @@ def test_a_tensor_of_another_shape_is_refused(undisturbed: tuple[Path, Summary])
         assert caught.value.given == f"{given} in {folder}"
 
 
-def test_restarts_are_the_launchers_where_there_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarts_are_left_to_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = job(tmp_path)
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)

@@ -331,7 +331,7 @@ def without_space(out: Path, moment: str) -> tuple[int, str, str, list[str]]:
         ("a part is lost", "a part of the checkpoint is missing: __2_0.distcp", "is not there"),
     ],
 )
-def test_a_failure_beside_the_training_is_raised_on_every_rank_at_one_step(
+def test_a_failed_async_save_is_raised_on_all_ranks(
     pool: Pool, tmp_path: Path, moment: str, rank: str, said: str
 ) -> None:
     found = pool.run(without_space, tmp_path, moment, ranks=4, timeout_s=60)

@@ -72,9 +72,7 @@ def by_hand(config: Config) -> tuple[int, int]:
         ("pp=2 tp=2", {"schedule": "zero_bubble", "stages_per_rank": 2}),
     ],
 )
-def test_the_model_has_six_flops_for_each_multiply_add_on_every_mesh(
-    pool: Pool, dims: str, parallel: dict[str, Any]
-) -> None:
+def test_six_flops_for_each_multiply_add(pool: Pool, dims: str, parallel: dict[str, Any]) -> None:
     config = on(dims, **parallel)
     macs, _ = by_hand(config)
     ranks = math.prod(config.mesh.dims.values())
@@ -175,9 +173,7 @@ def test_compiled_blocks_stay_compiled_and_count_the_same(pool: Pool) -> None:
         ("NVIDIA H100 80GB HBM3", "float64", False, None),
     ],
 )
-def test_peaks_are_those_of_the_whole_device_in_the_type_of_the_products(
-    name: str, dtype: str, tf32: bool, tera: float | None
-) -> None:
+def test_peaks_of_devices(name: str, dtype: str, tf32: bool, tera: float | None) -> None:
     found = known_peak(name, dtype, tf32)
     assert found == (None if tera is None else pytest.approx(tera * 1e12))
 
@@ -201,9 +197,7 @@ def trained(config: Config) -> Summary:
 
 
 @pytest.mark.parametrize("peak", [None, 2e9])
-def test_mfu_is_told_where_the_peak_is_known_and_never_else(
-    pool: Pool, tmp_path: Path, peak: float | None
-) -> None:
+def test_mfu_needs_a_known_peak(pool: Pool, tmp_path: Path, peak: float | None) -> None:
     more = [] if peak is None else [f"train.peak_flops={peak}"]
     config = on("dp=2", *more, out=tmp_path)
     macs, _ = by_hand(config)

@@ -153,7 +153,7 @@ def test_files_and_globs_are_read_once_and_sorted(tmp_path: Path) -> None:
         ("short.txt", "4 bytes of training data are less than one sample", "1 files, sequence = 4"),
     ],
 )
-def test_text_that_is_missing_or_too_short_is_told(
+def test_missing_and_short_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str, what: str, given: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

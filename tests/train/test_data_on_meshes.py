@@ -46,9 +46,7 @@ def shares(config: Config) -> tuple[int, int, int]:
     ("dims", "expected"),
     [("dp=2 tp=2", [0, 0, 1, 1]), ("fsdp=2 dp=2", [0, 2, 1, 3]), ("pp=2 cp=2", [0, 0, 0, 0])],
 )
-def test_the_rank_and_world_of_the_data_follow_from_the_roles(
-    pool: Pool, dims: str, expected: list[int]
-) -> None:
+def test_data_rank_and_world_follow_from_the_roles(pool: Pool, dims: str, expected: list[int]) -> None:
     found = pool.run(shares, on(dims), ranks=4)
     assert [data_rank for _, data_rank, _ in sorted(found)] == expected
     assert {world for *_, world in found} == {max(expected) + 1}
@@ -199,9 +197,7 @@ def samples(out: Path, step: int) -> int:
 
 
 @pytest.mark.parity
-def test_a_run_goes_on_in_the_middle_of_an_epoch_on_another_mesh_and_with_another_batch(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_a_resume_within_an_epoch_on_another_mesh_with_another_batch(pool: Pool, tmp_path: Path) -> None:
     (undisturbed,) = pool.run(trained, on("one=1", f'train.out="{tmp_path}/a"'), ranks=1)
     assert len(set(undisturbed.losses)) == 6
     out = f'train.out="{tmp_path}/b"'

@@ -65,9 +65,7 @@ def test_a_loss_that_falls_starts_the_count_again(pool: Pool, tmp_path: Path) ->
 
 
 @pytest.mark.parity
-def test_a_target_ends_a_run_on_all_ranks_though_one_of_them_rounds_otherwise(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_a_target_ends_a_run_on_all_ranks_though_one_rounds_otherwise(pool: Pool, tmp_path: Path) -> None:
     # Only the first rank is there after step 8.
     config = stopping(tmp_path, "train.target_loss=1.995", dims="pp=2 tp=2")
     for each in pool.run(evaluated, config, FALLS_TWICE, ranks=4):

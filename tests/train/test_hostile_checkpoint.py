@@ -159,9 +159,7 @@ def test_complex_numbers_come_back(tmp_path: Path) -> None:
     assert torch.equal(again, value)
 
 
-def test_a_file_is_written_with_the_umask_and_without_changing_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_get_the_umask_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the whole process: a file that another thread makes meanwhile would be open to everybody."""
     before = os.umask(0o027)
     try:

@@ -57,9 +57,7 @@ def trained(case: dict[str, Any], alone: bool) -> Found:
         ),
     ],
 )
-def test_float32_and_bfloat16_stay_close(
-    pool: Pool, mesh: str, compute: str | None, tolerance: float
-) -> None:
+def test_narrow_types_stay_close(pool: Pool, mesh: str, compute: str | None, tolerance: float) -> None:
     exact, case = PAIRS[mesh], copy.deepcopy(PAIRS[mesh])
     case["train"] |= {"dtype": "float32"} | ({} if compute is None else {"compute_dtype": compute})
     losses, norms, types = pool.run(trained, case, True, ranks=1)[0]

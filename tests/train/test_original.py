@@ -118,7 +118,7 @@ def replace_keys(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_a_type_that_is_added_in_one_line_is_compared_with_transformers(
+def test_a_type_added_in_one_line_is_compared_with_transformers(
     pool: Pool, tmp_path: Path, kind: str
 ) -> None:
     name, more, said = OTHERS[kind]

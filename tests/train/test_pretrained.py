@@ -93,7 +93,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("family", "views"), OTHERS, ids=str)
-def test_every_layout_of_weights_comes_out_as_it_went_in(
+def test_every_layout_of_weights_survives(
     pool: Pool, tmp_path: Path, family: str, views: dict[str, Any]
 ) -> None:
     source, out = folder_of(family, tmp_path / "from", weights=True), tmp_path / "run"

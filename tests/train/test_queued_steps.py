@@ -126,9 +126,7 @@ def spoilt(config: Config, how: str) -> tuple[str, list[int], bool]:
         ("token", "loss", "dp = 2, tp = 1"),
     ],
 )
-def test_what_is_not_finite_is_not_applied_and_named_at_the_next_look(
-    pool: Pool, how: str, first: str, dims: str
-) -> None:
+def test_what_is_not_finite_is_named_at_the_next_look(pool: Pool, how: str, first: str, dims: str) -> None:
     config = tiny(f"mesh.dims={{ pp = 1, {dims} }}", f"mesh.backend={NAME}")
     ranks = 4 if "tp = 2" in dims else 2
     ((error, _, changed), *others) = pool.run(spoilt, config, how, ranks=ranks)

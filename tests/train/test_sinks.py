@@ -49,9 +49,7 @@ def written(out: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @needs_tensorboard
-def test_tensorboard_has_the_numbers_of_metrics_also_of_a_run_that_goes_on(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_tensorboard_has_the_numbers_of_metrics_also_after_a_resume(pool: Pool, tmp_path: Path) -> None:
     more = ('train.log_to=["tensorboard"]', "train.checkpoint_every=2", "train.peak_flops=1e12")
     pool.run(told, on("dp=2", tmp_path, "train.steps=4", *more), ranks=2)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
@@ -95,9 +93,7 @@ def refused(config: Config) -> str:
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_package_that_is_missing_is_named_before_the_training(
-    pool: Pool, tmp_path: Path, name: str
-) -> None:
+def test_a_missing_package_is_named_before_the_training(pool: Pool, tmp_path: Path, name: str) -> None:
     out = tmp_path / "run"
     config = on("dp=2", out, f'train.log_to=["{name}"]')
     texts = pool.run(refused, config, ranks=2)

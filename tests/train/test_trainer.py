@@ -378,7 +378,7 @@ def loaded(config: Config, folder: Path, damage: str) -> str:
         ("elsewhere", "a checkpoint's lock.json cannot be read", "nowhere is none"),
     ],
 )
-def test_a_folder_that_does_not_fit_changes_nothing(
+def test_a_misfitting_folder_changes_nothing(
     pool: Pool, tmp_path: Path, damage: str, words: str, given: str
 ) -> None:
     config = sections("dp=2", tmp_path)

@@ -223,9 +223,7 @@ def disagree(files: list[str], out: str) -> list[str]:
         return [*told, str(caught.value)]
 
 
-def test_ranks_that_would_train_something_else_are_named_before_the_first_step(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_ranks_that_would_train_something_else_are_named(pool: Pool, tmp_path: Path) -> None:
     files = [str(tmp_path / "common.txt"), str(tmp_path / "odd.txt")]
     Path(files[0]).write_text("something to read " * 10)
     Path(files[1]).write_text("something else to read " * 10)

@@ -319,7 +319,7 @@ def ranks_of(config: Config) -> int:
         ),
     ],
 )
-def test_a_resumed_training_is_the_undisturbed_one(
+def test_a_resumed_training_is_bit_equal(
     pool: Pool, tmp_path: Path, kind: str, case: str, other: str
 ) -> None:
     names = list({"optimizer": OPTIMIZERS, "module": MODULES, "scheduler": SCHEDULERS}[kind])
