@@ -159,9 +159,7 @@ class Callback:
 
 
 class Best(NamedTuple):
-    """The lowest validation loss so far, None before the first that is finite; the step that it followed, and how many
-    evaluations there were since then.
-    """
+    """The lowest finite validation loss so far; the step that it followed, and the number of evaluations since then."""
 
     loss: float | None = None
     step: int = 0

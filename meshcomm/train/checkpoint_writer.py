@@ -1,10 +1,10 @@
 """Write sharded tensors into one folder: each rank writes its part, and any mesh can read them.
 
-The format is that of torch.distributed.checkpoint, whose planner says which parts a tensor has. Its `save` and
-`async_save` are not used: they talk over one group of all processes, the last of them from a thread of its own,
-and gather every rank's plan on one. Here ranks that have the same part agree along one dim of the mesh after the
-other on who writes it, by 16 bytes a part; the writing communicates with nobody; and what each has written lies in
-a file beside it, until the lowest rank has made the metadata of all of them.
+The format and the planner are those of torch.distributed.checkpoint. Its `save` and `async_save` are not used: they
+talk over one group of all processes, the last of them from a thread of its own, and gather every rank's plan on one.
+Here ranks that have the same part agree along one dim of the mesh after the other on who writes it, by 16 bytes a part;
+the writing communicates with nobody; and what each has written lies in a file beside it, until the lowest rank has
+made the metadata of all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pickle
 import shutil
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -83,7 +84,7 @@ class Shares:
             mine = {
                 key: item
                 for key, item in mine.items()
-                if holders[key][_number(key, dim) % len(holders[key])] == self._mesh.coord(dim)
+                if holders[key][zlib.crc32(key + dim.encode()) % len(holders[key])] == self._mesh.coord(dim)
             }
 
         def compared() -> None:
@@ -114,9 +115,7 @@ class Shares:
 
 
 def _is_compared(name: str, tensor: Tensor) -> bool:
-    """Plain data, the extra state of modules, and numbers that an optimizer keeps for a parameter: small, and equal on
-    every rank where nothing is wrong.
-    """
+    """Plain data, extra state of modules, and an optimizer's numbers: small, and equal where nothing is wrong."""
     if isinstance(tensor, DTensor):
         return False
     number = name.startswith("optimizer.") and not tensor.ndim
@@ -346,10 +345,6 @@ class Save:
             expected="a folder that every rank can write to, with space for its part",
             hint=f"{'make space' if full else 'mend the disk'}, then {go_on_without(self._folder)}",
         )
-
-
-def _number(key: bytes, dim: str) -> int:
-    return int.from_bytes(hashlib.blake2b(key + dim.encode(), digest_size=4).digest(), "little")
 
 
 def _written(folder: Path, rank: int) -> Path:

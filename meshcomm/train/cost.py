@@ -88,10 +88,7 @@ class Cost:
 
 
 def peak_memory(device: torch.device) -> tuple[int, str]:
-    """The most bytes so far, and of what: on CUDA of what torch has allocated, else of this process.
-
-    torch.cuda.max_memory_allocated, or getrusage's ru_maxrss: what came before the run counts too. Waits for nothing.
-    """
+    """The most bytes so far, what came before the run included, and of what: torch's on CUDA, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "allocated by torch"
     # Not on Windows.
@@ -105,9 +102,9 @@ def peak_memory(device: torch.device) -> tuple[int, str]:
 class FlopCounter(DispatchMode):  # type: ignore[misc]
     """While it is entered: `model`, the FLOPs that this thread, and the backward passes that it starts, need.
 
-    By the formulas of torch.utils.flop_counter: 2 m n k for a matrix product, likewise for products of groups of rows, for
-    convolutions and for attention, whose causal mask hides nothing from the count; anything else counts nothing. Of compiled code, what it
-    calls of torch's products and attention kernels, not those that it generates. Of DTensors, a rank's own part.
+    By the formulas of torch.utils.flop_counter: 2 m n k for a matrix product, likewise for products of groups of rows,
+    convolutions and attention, whose causal mask hides nothing; anything else counts nothing. Of compiled code, what it
+    calls of torch's kernels, not those that it generates. Of DTensors, a rank's own part.
 
     Left out is what is computed again: by activation checkpointing, in a backward pass, and the scores in the backward
     of fused attention.

@@ -56,10 +56,9 @@ def check_folder(folder: Path) -> None:
 
 
 def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
-    """Rename what an earlier run left: metrics.jsonl -> metrics.1.jsonl, checkpoints -> checkpoints.1.
+    """Rename what an earlier run left: metrics.jsonl -> metrics.1.jsonl, checkpoints -> checkpoints.1 and so on.
 
-    config.json, run.json, trace.json, and the folders profile, tensorboard and wandb likewise. Or the next number that
-    is free of all, the highest being the latest. Nothing is deleted.
+    Or the next number that is free of all, the highest being the latest. Nothing is deleted.
     """
     files = {name: name.replace(".", ".{}.") for name in (METRICS, CONFIG, RUN, TRACE)}
     names = files | {name: name + ".{}" for name in (FOLDER, PROFILE, TENSORBOARD, WANDB)}
@@ -73,12 +72,7 @@ def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
 
 @final
 class MetricsFile:
-    """Writes `folder`/metrics.jsonl.
-
-    folder: made where it is not there.
-    after:  the step whose checkpoint a run goes on from: the lines up to it stay, the rest is cut off, and new
-            lines follow.
-    """
+    """Writes `folder`/metrics.jsonl. after: the step that a run goes on from; lines behind its own are cut off."""
 
     def __init__(self, folder: Path, after: int = 0) -> None:
         check_folder(folder)

@@ -25,7 +25,7 @@ from meshcomm.train.cost import Cost
 from meshcomm.train.data import Batches, Corpus, GivenBatches
 from meshcomm.train.lock import Lock
 from meshcomm.train.run_files import METRICS, MetricsFile, Windows, check_folder, recorded, settings_of
-from meshcomm.train.sinks import SINKS, check_sinks
+from meshcomm.train.sinks import Sink, check_sinks
 
 # Steps that may be left out one after the other: more of them are no accident.
 _IN_A_ROW = 10
@@ -141,7 +141,7 @@ class Steps:
         sinks = []
         if is_first(mesh):
             settings = settings_of(config, mesh.plan)
-            sinks = [SINKS[name](self._out, settings, self._first) for name in train.log_to]
+            sinks = [Sink(name, self._out, settings, self._first) for name in train.log_to]
         self._callbacks = (self._early, *callbacks, *sinks)
         self._start = Start(
             steps=train.steps,

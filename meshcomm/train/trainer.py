@@ -35,14 +35,7 @@ from meshcomm.train.callbacks import Callback, Summary
 from meshcomm.train.checkpoint import Attempt, Checkpoints
 from meshcomm.train.data import Batches, Corpus, Data, GivenBatches, batches_of, placed
 from meshcomm.train.lock import Lock, lock_of
-from meshcomm.train.steps import (
-    Progress,
-    Reading,
-    Steps,
-    check_outputs,
-    learning_rate,
-    threads_and_precision,
-)
+from meshcomm.train.steps import Progress, Reading, Steps, check_outputs, learning_rate, threads_and_precision
 
 MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 
@@ -340,28 +333,21 @@ def _configured(config: Config, known: Sections) -> Model:
 
 
 def _scheduler(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
-    example = "lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))"
+    wrong, cause = "", None
     try:
         found = make(optimizer)
+        if not isinstance(found, LRScheduler) or isinstance(found, ReduceLROnPlateau):
+            wrong = f"scheduler(optimizer) returned a {type(found).__name__}"
+        elif found.optimizer is not optimizer:
+            wrong = f"a {type(found).__name__} of another {type(found.optimizer).__name__}"
     except (TypeError, ValueError) as error:
+        wrong, cause = f"{type(error).__name__}: {error}", error
+    if wrong:
         raise ConfigError(
-            "the scheduler cannot be made",
-            given=f"{type(error).__name__}: {error}",
-            expected="a function of the optimizer",
-            hint=example,
-        ) from error
-    if not isinstance(found, LRScheduler) or isinstance(found, ReduceLROnPlateau):
-        raise UnsupportedOp(
-            f"the scheduler is a {type(found).__name__}",
-            given=f"scheduler(optimizer) returned a {type(found).__name__}",
-            expected="a torch.optim.lr_scheduler.LRScheduler whose rates follow from the number of steps",
-            hint=example,
-        )
-    if found.optimizer is not optimizer:
-        raise ConfigError(
-            f"the {type(found).__name__} schedules another optimizer",
-            given=f"a scheduler of another {type(found.optimizer).__name__}",
-            expected="a scheduler of the optimizer that the function is called with",
-            hint=example,
-        )
+            "the scheduler cannot be used",
+            given=wrong,
+            expected="a function of the optimizer that returns a torch.optim.lr_scheduler.LRScheduler of it, whose "
+            "rates follow from the number of steps",
+            hint="lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))",
+        ) from cause
     return found

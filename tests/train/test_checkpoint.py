@@ -29,17 +29,7 @@ from meshcomm.config import Config, load
 from meshcomm.errors import CommunicationError, ConfigError, TrainingError
 from meshcomm.parallel import whole
 from meshcomm.testing import Pool
-from meshcomm.train import (
-    Attempt,
-    Callback,
-    Resumed,
-    Start,
-    Step,
-    Summary,
-    Trainer,
-    checkpoint_writer,
-    run,
-)
+from meshcomm.train import Attempt, Callback, Resumed, Start, Step, Summary, Trainer, checkpoint_writer, run
 from meshcomm.train.checkpoint import Checkpoints, find_attempt, resume
 from meshcomm.train.checkpoint_reader import Saved, unpickle
 from meshcomm.train.lock import Lock, compare
@@ -482,7 +472,7 @@ def killed_some_time(config: Config, seed: int) -> None:
 
 TWO_STEPS, FOUR = ["job", "latest", "step-000002"], ["job", "latest", "step-000004"]
 MOMENTS: list[tuple[Any, list[str] | None, int | None]] = [
-    ("before the rename", [*TWO_STEPS, "step-000004.saving"], 2),
+    ("before the rename", [*TWO_STEPS, "step-000004.saving"], 2)
 ]
 DEEP: list[tuple[Any, list[str] | None, int | None]] = [
     ("while writing", [*TWO_STEPS, "step-000004.saving"], 2),

@@ -16,13 +16,7 @@ from tests.train.parity_cases import PAIRS
 
 # Every part, every kind of boundary: gathered weights, activations whole and along the sequence, those between stages,
 # keys and values, heads, rows of experts.
-NARROW = (
-    "shard2 tp2",
-    "shard2 cp2 ulysses",
-    "pp2 ep2",
-    "pp2 tp2 sequence recompute",
-    "pp2 cp2",
-)
+NARROW = ("shard2 tp2", "shard2 cp2 ulysses", "pp2 ep2", "pp2 tp2 sequence recompute", "pp2 cp2")
 
 Found = tuple[tuple[float, ...], tuple[float, ...], set[torch.dtype]]
 

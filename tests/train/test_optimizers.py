@@ -43,8 +43,7 @@ _OFTEN = ("adamw",)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=[] if each in _OFTEN else pytest.mark.parity) for each in KINDS],
+    "name", [pytest.param(each, marks=[] if each in _OFTEN else pytest.mark.parity) for each in KINDS]
 )
 def test_every_optimiser_is_the_same_on_a_mesh(pool: Pool, name: str) -> None:
     shard = "parallel={ shard = 'dp', tensor = 'tp', pipeline = 'pp' }"

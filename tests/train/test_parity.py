@@ -179,11 +179,7 @@ def test_differences_are_relative_to_what_is_large() -> None:
         ({"losses": (5.0, float("nan"))}, "loss of step 2", "not finite"),
         ({"losses": (5.0,)}, "loss of step 2", "on one side only"),
         ({"weights": {"a": torch.ones(2), "c": torch.ones(1)}}, "weight of c", "on one side only"),
-        (
-            {"weights": {"b": torch.ones(4)}},
-            "weight of b",
-            "shape (4,), on one process (2, 2)",
-        ),
+        ({"weights": {"b": torch.ones(4)}}, "weight of b", "shape (4,), on one process (2, 2)"),
     ],
 )
 def test_incomparable_values_differ_infinitely(changes: dict[str, Any], words: str, note: str) -> None:

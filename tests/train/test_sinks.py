@@ -31,7 +31,7 @@ needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reas
 def told(config: Config, failing: bool = False) -> Summary:
     with meshcomm.init(config) as mesh, pytest.MonkeyPatch.context() as patch:
         if failing:
-            patch.setattr(sinks.TensorBoard, "_put", _full)
+            patch.setattr(sinks.TensorBoard, "write", _full)
         return run(mesh, config, Callback())
 
 
@@ -111,13 +111,7 @@ def test_each_is_named_once() -> None:
 
 @needs_wandb
 def test_weights_and_biases_is_written_offline_by_a_job_that_ends_well(tmp_path: Path) -> None:
-    config = on(
-        "dp=2",
-        tmp_path / "out",
-        'train.log_to=["wandb"]',
-        "train.patience=1",
-        "train.min_delta=50",
-    )
+    config = on("dp=2", tmp_path / "out", 'train.log_to=["wandb"]', "train.patience=1", "train.min_delta=50")
     (tmp_path / "train.json").write_text(config.model_dump_json(exclude_unset=True))
     env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     command = [

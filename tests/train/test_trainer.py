@@ -305,8 +305,8 @@ MAKES: dict[str, Any] = {
 REFUSED = [
     ("others", "fsdp=2", "the SGD would not train this model"),
     ("none", "dp=2", "the optimizer cannot be made"),
-    ("another", "dp=2", "the LambdaLR schedules another optimizer"),
-    ("made", "dp=2", "the scheduler cannot be made"),
+    ("another", "dp=2", "the scheduler cannot be used"),
+    ("made", "dp=2", "the scheduler cannot be used"),
     ("lists", "dp=2", "the data of step 1 are not inputs and targets"),
     ("no grad", "one=1", "a step needs gradients, on rank 0 (one=0)"),
     ("end", "one=1", "the data have ended before the training"),
@@ -314,7 +314,7 @@ REFUSED = [
     ("no data", "dp=2", "no data are given, and the configuration names none"),
     ("share", "dp=2", "a step does not get this rank's share of the global batch"),
     ("not split", "dp=2 tp=2", "no parameter of the module is split along tp, which plays parallel.tensor"),
-    ("plateau", "dp=2", "the scheduler is a ReduceLROnPlateau"),
+    ("plateau", "dp=2", "the scheduler cannot be used"),
 ]
 
 
