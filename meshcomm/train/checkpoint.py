@@ -31,7 +31,7 @@ from meshcomm.train.checkpoint_folder import (
     tidy,
 )
 from meshcomm.train.checkpoint_reader import Saved
-from meshcomm.train.checkpoint_writer import Save, Shares
+from meshcomm.train.checkpoint_writer import Save, divide
 from meshcomm.train.lock import Lock, compare
 from meshcomm.train.run_files import put_aside
 
@@ -117,7 +117,7 @@ def write(mesh: Mesh, state: Mapping[str, Tensor], folder: Path, lock: Lock | No
     Raises:    TrainingError on every rank where one of them could not write.
     """
     complete = (lambda: None) if lock is None else partial(lock.write, folder)
-    Save(mesh, state, Shares(mesh).of(state), folder, complete=complete).now()
+    Save(mesh, state, divide(mesh, state), folder, complete=complete).now()
 
 
 @final
@@ -136,7 +136,6 @@ class Checkpoints:
         self._mesh = mesh
         self._train = train
         self.folder = Path(train.out) / FOLDER
-        self._shares = Shares(mesh)
         self._under_way: Save | None = None
 
     def begin(self, attempt: Attempt, now: Lock) -> tuple[Resumed | None, Lock]:
@@ -187,7 +186,7 @@ class Checkpoints:
             commit(path)
             keep_last(self.folder, self._train.keep)
 
-        items = self._shares.of(state)
+        items = divide(self._mesh, state)
         save = Save(self._mesh, state, items, draft, copy=beside, complete=complete)
         if beside:
             save.start()

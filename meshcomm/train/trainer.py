@@ -333,7 +333,8 @@ def _configured(config: Config, known: Sections) -> Model:
 
 
 def _scheduler(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
-    wrong, cause = "", None
+    wrong = ""
+    cause: Exception | None = None
     try:
         found = make(optimizer)
         if not isinstance(found, LRScheduler) or isinstance(found, ReduceLROnPlateau):

@@ -27,7 +27,7 @@ from meshcomm.train import Attempt, Checkpoints, checkpoint_writer
 from meshcomm.train.checkpoint import read
 from meshcomm.train.checkpoint_folder import complete
 from meshcomm.train.checkpoint_reader import Saved
-from meshcomm.train.checkpoint_writer import Shares
+from meshcomm.train.checkpoint_writer import divide
 from meshcomm.train.lock import Lock
 
 
@@ -397,50 +397,22 @@ def test_the_end_and_errors_wait_for_a_save_that_is_under_way(pool: Pool, tmp_pa
 # -- who writes what ------------------------------------------------------------------------------
 
 
-def divided(_: str) -> tuple[list[list[str]], list[int], str]:
-    """What this rank writes of changing states; how many parts it planned each time; what is refused."""
-    planned = [0]
+def divided(_: str) -> tuple[list[str], str]:
+    """What this rank writes, and what is refused."""
     with meshcomm.init(config({"dp": 2, "tp": 2})) as mesh:
-        division = Shares(mesh)
-        plan = checkpoint_writer.parts_of
-
-        def counted(state: Any) -> Any:
-            planned[-1] += 1
-            return plan(state)
-
         tp = mesh.coord("tp")
         part: Any = distribute_tensor(torch.zeros(4, 4), mesh["dp"], [Shard(0)])
-        steady = {f"whole.{n}": torch.zeros(4) for n in range(20)} | {f"only.{tp}": part}
-        found = []
-        checkpoint_writer.parts_of = counted
-        try:
-            for state in (
-                {**steady, "losses": torch.zeros(1)},
-                {**steady, "losses": torch.zeros(2)},
-                # On some ranks only.
-                {**steady, f"only.{tp}": torch.zeros(2, 4) if tp else part, "losses": torch.zeros(2)},
-            ):
-                items = division.of(state)
-                found.append(sorted(f"{i.index.fqn} {tuple(i.index.offset or ())}" for i in items))
-                planned.append(0)
-        finally:
-            checkpoint_writer.parts_of = plan
-        try:
-            division.of({"bad": "no tensor" if mesh.rank == 3 else torch.zeros(1)})  # type: ignore[dict-item]
-        except TrainingError as error:
-            return found, planned, str(error)
-    raise AssertionError("divided what cannot be")
+        state = {f"whole.{n}": torch.zeros(4) for n in range(20)} | {f"only.{tp}": part}
+        items = divide(mesh, state)
+        with pytest.raises(TrainingError) as caught:
+            divide(mesh, {"bad": "no tensor" if mesh.rank == 3 else torch.zeros(1)})  # type: ignore[dict-item]
+        return [f"{i.index.fqn} {tuple(i.index.offset or ())}" for i in items], str(caught.value)
 
 
-def test_each_part_is_written_once_and_only_what_changes_is_planned_again(pool: Pool) -> None:
+def test_each_part_is_written_once(pool: Pool) -> None:
     ranks = pool.run(divided, "", ranks=4)
     whole = [f"whole.{n} (0,)" for n in range(20)]
     parts = [f"only.{tp} ({row}, 0)" for tp in (0, 1) for row in (0, 2)]
-    for step in range(3):
-        each = [found[step] for found, _, _ in ranks]
-        expected = [*whole, "losses (0,)", *(parts if step < 2 else [*parts[:2], "only.1 (0, 0)"])]
-        assert sorted(part for mine in each for part in mine) == sorted(expected)
-        assert all(len(mine) > 2 for mine in each)  # every rank has a share of what all have
-    for rank, (_, planned, text) in enumerate(ranks):
-        assert planned == [22, 1, 1 if rank % 2 else 0, 0]
-        assert text.startswith("rank 3 (dp=1 tp=1) could not divide a checkpoint")
+    assert sorted(part for mine, _ in ranks for part in mine) == sorted([*whole, *parts])
+    assert all(len(mine) > 2 for mine, _ in ranks)  # every rank has a share of what all have
+    assert all(text.startswith("rank 3 (dp=1 tp=1) could not divide a checkpoint") for _, text in ranks)

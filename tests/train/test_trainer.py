@@ -137,17 +137,14 @@ def test_without_an_optimiser_the_configuration_has_one(pool: Pool) -> None:
         assert losses == pytest.approx(alone[0], rel=1e-9)
 
 
-def modes(config: Config) -> tuple[bool, bool]:
-    module = net()
-    module.up.eval()
-    with meshcomm.init(config) as mesh:
-        trainer = Trainer(mesh, config, module.double(), loss=loss)
-        trainer.evaluate([samples(1)])
-    return module.training, module.up.training
+def test_evaluation_leaves_what_is_in_eval_mode_there() -> None:
+    def modes(mesh: Mesh) -> tuple[bool, bool]:
+        module = net()
+        module.up.eval()
+        Trainer(mesh, ONE, module.double(), loss=loss).evaluate([samples(1)])
+        return module.training, module.up.training
 
-
-def test_evaluation_leaves_what_is_in_eval_mode_there(pool: Pool) -> None:
-    assert pool.run(modes, ONE, ranks=1) == [(True, False)]
+    assert meshcomm.simulate(modes, ONE) == [(True, False)]
 
 
 def evaluated(config: Config) -> float:
@@ -287,17 +284,10 @@ def _try(mesh: Mesh, config: Config, what: str) -> None:
         trainer.step(inputs.numpy(), targets.tolist())  # type: ignore[arg-type]
 
 
-def before_sharding(mesh_has_others: nn.Module) -> Any:
-    return lambda groups: torch.optim.SGD(mesh_has_others.parameters(), lr=0.1)
-
-
-def none(groups: Any) -> Any:
-    return None
-
-
+OTHER = net()
 MAKES: dict[str, Any] = {
-    "others": {"optimizer": before_sharding(net())},
-    "none": {"optimizer": none},
+    "others": {"optimizer": lambda groups: torch.optim.SGD(OTHER.parameters(), lr=0.1)},
+    "none": {"optimizer": lambda groups: None},
     "another": {"scheduler": lambda optimizer: falls(sgd([{"params": [torch.ones(1)]}]))},
     "plateau": {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
     "made": {"scheduler": falls(sgd([{"params": [torch.ones(1)]}]))},
