@@ -191,20 +191,17 @@ def save_pretrained(
     named, what = engine.sections.model, f"write {target}"
     if named is None or named.pretrained is None:
         raise _not_pretrained("the model of this trainer")
-    on_all_ranks(mesh, what, lambda: _check_new(target))
+    on_all_ranks(mesh, what, lambda: _check_new(target) if is_first(mesh) else None)
     parts = target.with_name(f".{target.name}.checkpoint")
     weights = {f"model.{name}": each.detach() for name, each in engine.own_parameters()}
     try:
         checkpoint.write(mesh, weights, parts, trainer.lock())
-        on_all_ranks(mesh, what, lambda: is_first(mesh) and _export(parts, target, dtype, shard_bytes))
+        make = partial(export_pretrained, parts, target, dtype=dtype, shard_bytes=shard_bytes)
+        on_all_ranks(mesh, what, lambda: make() if is_first(mesh) else None)
     finally:
         if is_first(mesh):
             shutil.rmtree(parts, ignore_errors=True)
     return target
-
-
-def _export(parts: Path, target: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
-    export_pretrained(parts, target, dtype=dtype, shard_bytes=shard_bytes)
 
 
 def _check_new(target: Path) -> None:

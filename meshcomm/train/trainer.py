@@ -156,7 +156,8 @@ class Trainer:
             for step in count(1):
                 self.step(*batches(step))
         train = self._facts.sections.train
-        on_all_ranks(self.mesh, "start the training", lambda: is_first(self.mesh) and check_outputs(train))
+        writes = is_first(self.mesh)
+        on_all_ranks(self.mesh, "start the training", lambda: check_outputs(train) if writes else None)
         with threads_and_precision(self.mesh, train, self._facts.ranks_here):
             return self._train(source, attempt or Attempt())
 
