@@ -91,10 +91,11 @@ def _bytes(
     config: DataConfig, vocabulary: int | None, documents: list[Document], files: list[Path]
 ) -> Corpus:
     """Text of which a byte is a token."""
-    for each in documents if vocabulary is not None else ():
-        if (highest := max(each.text, default=0)) >= (vocabulary or 0):
+    limit = 256 if vocabulary is None else vocabulary
+    for each in documents:
+        if (highest := max(each.text, default=0)) >= limit:
             where = f"position {each.text.index(highest)} of {each.name}"
-            raise outside(highest, vocabulary or 0, where, _NO_TOKENIZER)
+            raise outside(highest, limit, where, _NO_TOKENIZER)
     text = b"".join(each.text for each in documents)
     if len(text) <= config.sequence:
         raise TrainingError(
