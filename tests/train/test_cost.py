@@ -22,7 +22,7 @@ from meshcomm.train.agree import agree, agreed_corpus
 from meshcomm.train.cost import Cost, FlopCounter, known_peak, peak_flops, peak_memory
 from meshcomm.train.data import batches_of
 from tests.train.runs import config_on, metrics, run_json
-from tests.train.test_trainer import BATCH, loss, net, samples, sections
+from tests.train.test_trainer import BATCH, Net, loss, samples, sections
 
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0},
@@ -231,7 +231,7 @@ def syncs(config: Config) -> list[int]:
     """Host syncs so far, when each step begins."""
     with emulated_nccl(), meshcomm.init(config) as mesh:
         found = []
-        trainer = Trainer(mesh, config, net(), loss=loss, optimizer=None)
+        trainer = Trainer(mesh, config, Net(), loss=loss, optimizer=None)
 
         def share(step: int) -> tuple[Tensor, Tensor]:
             found.append(host_syncs())
