@@ -16,7 +16,6 @@ import pickle
 import shutil
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -73,7 +72,7 @@ def divide(mesh: Mesh, state: Mapping[str, Tensor]) -> list[WriteItem]:
         mine = {
             key: item
             for key, item in mine.items()
-            if holders[key][zlib.crc32(key + dim.encode()) % len(holders[key])] == mesh.coord(dim)
+            if holders[key][_number(key, dim) % len(holders[key])] == mesh.coord(dim)
         }
     on_all_ranks(mesh, "divide a checkpoint", partial(_raise_different, list(dict.fromkeys(different))))
     return [item for item, _ in mine.values()]
@@ -113,6 +112,10 @@ def _is_compared(name: str, tensor: Tensor) -> bool:
 
 def _digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=_KEY_BYTES).digest()
+
+
+def _number(key: bytes, dim: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key + dim.encode(), digest_size=4).digest(), "little")
 
 
 def parts_of(state: Mapping[str, Tensor]) -> list[WriteItem]:
