@@ -72,7 +72,7 @@ def test_a_run_ends_once_the_loss_has_not_fallen_and_says_so(pool: Pool, tmp_pat
 def test_the_evaluation_that_ends_a_run(
     settings: dict[str, Any], losses: list[float], after: int, why: str
 ) -> None:
-    train = TrainConfig(steps=20, global_batch=8, microbatch=1, **settings)
+    train = TrainConfig(steps=20, global_batch=8, microbatch=1, eval_every=1, **settings)
 
     def judged(mesh: Mesh) -> tuple[int, str]:
         callback = EarlyStop(mesh, train, Best())
