@@ -212,19 +212,7 @@ tokens = ["web.bin", "code.npy"]
 token_type = "uint16"
 weights = [0.7, 0.3]
 sequence = 128
-order = "epochs"
 validation = 0.01
-""",
-        """\
-[data]
-dataset = "wiki"
-split = "train"
-column = "text"
-sequence = 128
-validation_split = "test"
-
-[train]
-eval_every = 100
 """,
         """\
 [data]

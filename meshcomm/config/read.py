@@ -149,9 +149,8 @@ def _anchor(data: dict[str, Any], folder: Path) -> None:
     section = data.get("data")
     if not isinstance(section, dict):
         return
-    for key in ("dataset", "tokenizer"):
-        if isinstance(named := section.get(key), str) and named and named != BYTES:
-            section[key] = str(folder / named)
+    if isinstance(named := section.get("tokenizer"), str) and named and named != BYTES:
+        section["tokenizer"] = str(folder / named)
     for key in ("files", "tokens", "validation_files"):
         if isinstance(files := section.get(key), list):
             section[key] = [_anchored(name, folder) for name in files]

@@ -205,36 +205,37 @@ def _network_of_nccl(resolved: Resolved) -> Iterator[Problem]:
 def _tokenizer(resolved: Resolved) -> Iterator[Problem]:
     model, data = resolved.config.model, resolved.data
     pretrained = None if model is None else model.pretrained
-    if data.tokenizer_of(pretrained) is not None or data.source not in ("files", "dataset"):
+    if data.tokenizer_of(pretrained) is not None or data.source != "files":
         return
     if data.eos is not None:
         ways = ['data.tokenizer = "tokenizer.json"', "remove data.eos"]
         what = "no effect without a tokenizer: bytes have no token for it"
         yield Problem("data.eos", what, "data.tokenizer", ways, data.written("eos"))
-    # A column of a dataset may hold tokens: its rows are looked at when they are read.
-    if data.tokenizer is None and data.source == "files" and model is not None and model.reads_weights:
-        what = "the weights were trained on tokens of a tokenizer, which their folder does not have"
-        expected = 'a tokenizer.json; or "bytes", if a byte is a token of these weights'
-        ways = [
-            'data.tokenizer = "FOLDER"',
-            'data.tokenizer = "bytes"',
-            "data.tokens, with these texts' tokens",
-        ]
-        yield Problem("data.tokenizer", what, expected, ways, f"no tokenizer.json in {pretrained}")
+    if data.tokenizer is None and model is not None and model.reads_weights:
+        yield Problem(
+            "data.tokenizer",
+            "the weights were trained on tokens of a tokenizer, which their folder does not have",
+            'a tokenizer.json; or "bytes", if a byte is a token of these weights',
+            [
+                'data.tokenizer = "FOLDER"',
+                'data.tokenizer = "bytes"',
+                "data.tokens, with the tokens of these texts",
+            ],
+            f"no tokenizer.json in {pretrained}",
+        )
 
 
 def _evaluation(resolved: Resolved) -> Iterator[Problem]:
     data, every = resolved.data, resolved.train.eval_every
     if every and not data.validates:
-        expected = "data.validation, data.validation_files or data.validation_split"
+        expected = "data.validation or data.validation_files"
         ways = ["data.validation = 0.05", "train.eval_every = 0"]
         what = "nothing to evaluate: the data has no validation part"
         yield Problem("train.eval_every", what, expected, ways, f"eval_every = {every}")
-    files = "validation_files" if data.validation_files else "validation_split"
-    if not every and (data.validation_files or data.validation_split):
-        ways = ["train.eval_every = 100", f"remove data.{files}"]
+    if not every and data.validation_files:
+        ways = ["train.eval_every = 100", "remove data.validation_files"]
         what = "no effect: nothing is evaluated"
-        yield Problem(f"data.{files}", what, "train.eval_every of 1 or more", ways, "eval_every = 0")
+        yield Problem("data.validation_files", what, "train.eval_every of 1 or more", ways, "eval_every = 0")
 
 
 # -- every part has a dim, and every dim a part -----------------------------------------------------

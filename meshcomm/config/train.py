@@ -35,11 +35,11 @@ _WITH_EPS: Final = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta")
 
 
 def _one_source(data: DataConfig) -> Iterator[Problem]:
-    return _one_of(data, "sources of data", ("files", "tokens", "dataset", "build"))
+    return _one_of(data, "sources of data", ("files", "tokens", "build"))
 
 
 def _one_validation(data: DataConfig) -> Iterator[Problem]:
-    return _one_of(data, "kinds of validation", ("validation", "validation_files", "validation_split"))
+    return _one_of(data, "kinds of validation", ("validation", "validation_files"))
 
 
 def _one_of(data: DataConfig, what: str, names: tuple[str, ...]) -> Iterator[Problem]:
@@ -61,14 +61,13 @@ def _token_weights(data: DataConfig) -> Iterator[Problem]:
 
 
 class DataConfig(Section):
-    """`[data]`: text, as bytes or through a tokenizer, token files, a folder of datasets, or what a function returns."""
+    """`[data]`: text, as bytes or through a tokenizer, token files, or what a function returns."""
 
     place = "data"
     rules = (_one_source, _one_validation, _token_weights)
     no_effect = (
         NoEffect("token_type weights", "tokens"),
-        NoEffect("split column validation_split", "dataset"),
-        NoEffect("tokenizer max_bytes", "source", ("files", "dataset"), why=" without text"),
+        NoEffect("tokenizer max_bytes", "source", ("files",), why=" without text"),
         NoEffect("validation_files", "source", ("files", "tokens"), why=" without files"),
         NoEffect("args", "build", way='build = "my_package.data:loader"'),
     )
@@ -79,45 +78,47 @@ class DataConfig(Section):
     token_type: Literal["uint16", "uint32"] = "uint16"
     """With tokens: what a .bin file holds."""
     weights: FrozenList[float] = Field(default=(), examples=[[0.7, 0.3]])
+<<<<<<< HEAD
     """With tokens: the share of samples from each entry. Default []: each sample of all files once in an epoch."""
-    dataset: Text | None = Field(default=None, examples=["wiki"])
-    """A folder that save_to_disk of datasets wrote, relative to the config file. None: none."""
-    split: Text | None = None
-    """With dataset: which of its splits is trained on. None: it has none."""
-    column: Text = "text"
-    """With dataset: the column with the text, or with lists of tokens."""
     build: Function | None = Field(default=None, examples=["my_package.data:loader"])
-    """module:function, which returns an indexable dataset of samples, or an iterable. None: none."""
+    """module:function, which returns an indexable dataset of all ranks' samples. None: none."""
     args: Arguments = Field(default_factory=Table, examples=[{"folder": "images"}])
     """With build: what the function is called with, by name."""
     tokenizer: Text | None = Field(default=None, examples=["tokenizer.json"])
     """With text: a tokenizer.json or its folder, relative to the config file; "bytes": a byte is a token. None: that of
     model.pretrained; without one bytes, which weights that are read from a folder refuse."""
     eos: Text | None = Field(default=None, examples=["<|endoftext|>"])
-    """With a tokenizer: the token that ends a document (a file, or a row of dataset). None: its folder's eos_token."""
+<<<<<<< HEAD
+    """With a tokenizer: the token that ends a document, which is a file. None: its folder's eos_token."""
     sequence: int = Field(ge=1, examples=[128])
     """Tokens of a sample."""
     max_bytes: int | None = Field(default=None, ge=2, examples=[8_000_000])
     """With text: bytes that are read at most, of all files or rows in order. None: all of them."""
     order: Literal["epochs", "random"] = "epochs"
     """epochs: every sample once, in a new order each time. random: where a sample begins is drawn, with replacement."""
+=======
+    """With a tokenizer: the token that ends a document, which is a file. None: the eos_token that
+    the tokenizer's folder names, if any."""
+    sequence: int = Field(ge=1, examples=[128])
+    """Tokens of a sample."""
+    max_bytes: int | None = Field(default=None, ge=2, examples=[8_000_000])
+    """With text: bytes that are read at most, of all files in order. None: all of them."""
+>>>>>>> train
     validation: Fraction = 0.0
     """Share of the samples, at the end of each source, that is not trained on but evaluated."""
     validation_files: FrozenList[Text] = ()
     """Files of their own to evaluate: as files, or with tokens as tokens. Default []: none."""
-    validation_split: Text | None = None
-    """With dataset: the split to evaluate. None: none."""
 
     @property
     def source(self) -> str:
         """Which setting names what is read."""
-        return next((name for name in ("build", "dataset", "tokens") if getattr(self, name)), "files")
+        return next((name for name in ("build", "tokens") if getattr(self, name)), "files")
 
     def tokenizer_of(self, pretrained: str | None) -> Path | None:
         """What turns its text into tokens; None: a byte is a token. pretrained: model.pretrained."""
         if self.tokenizer is not None:
             return None if self.tokenizer == BYTES else Path(self.tokenizer)
-        if pretrained is None or self.source not in ("files", "dataset"):
+        if pretrained is None or self.source != "files":
             return None
         # os.path, as nothing is a file whose name is too long or has a null character.
         return Path(pretrained) if os.path.isfile(f"{pretrained}/tokenizer.json") else None
@@ -125,7 +126,7 @@ class DataConfig(Section):
     @property
     def validates(self) -> bool:
         """Whether there is something to evaluate."""
-        return bool(self.validation or self.validation_files or self.validation_split)
+        return bool(self.validation or self.validation_files)
 
 
 class GroupConfig(Section):

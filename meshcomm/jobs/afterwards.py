@@ -161,21 +161,19 @@ def _bars(status: Mapping[str, Any]) -> list[Bar]:
 def export(
     source: Path,
     target: Path,
-    weights: bool,
     pretrained: bool = False,
     dtype: str | None = None,
     shard_gb: float | None = None,
 ) -> str:
-    """Write a checkpoint, or a run's last one, into a safetensors file or a folder; what was done, as text.
+    """Write the weights of a checkpoint, or of a run's last one, into a safetensors file or a folder; what was done, as text.
 
     Raises: ConfigError for options that do not go together, TrainingError.
     """
     import torch
 
-    from meshcomm.train.export import export_checkpoint
-    from meshcomm.train.pretrained import SHARD_BYTES, export_pretrained
+    from meshcomm.train.export import SHARD_BYTES, export_pretrained, export_weights
 
-    if pretrained and not weights:
+    if pretrained:
         if dtype not in (None, *_DTYPES):
             raise ConfigError(
                 f"weights are not written as {dtype}",
@@ -186,22 +184,15 @@ def export(
         most = SHARD_BYTES if shard_gb is None else int(shard_gb * 1e9)
         kind = None if dtype is None else getattr(torch, dtype)
         return _summary(export_pretrained(source, target, dtype=kind, shard_bytes=most))
-    if pretrained or dtype is not None or shard_gb is not None:
-        given = {"--weights": weights, "--dtype": dtype, "--shard-gb": shard_gb, "--pretrained": pretrained}
+    given = {"--dtype": dtype, "--shard-gb": shard_gb}
+    if named := [name for name, value in given.items() if value is not None]:
         raise ConfigError(
-            "these options do not go together",
-            given=", ".join(name for name, value in given.items() if value),
-            expected="--dtype and --shard-gb with --pretrained, and --weights without it",
+            f"{' and '.join(named)} without --pretrained",
+            given=", ".join(named),
+            expected="--dtype and --shard-gb with --pretrained",
             hint="meshcomm export RUN FOLDER --pretrained",
         )
-    return _summary(export_checkpoint(source, target, weights=weights))
-
-
-def import_file(source: Path, out: Path) -> str:
-    """Make a checkpoint of the run `out` from an exported file; what was done, as text."""
-    from meshcomm.train.export import import_checkpoint
-
-    return _summary(import_checkpoint(source, out))
+    return _summary(export_weights(source, target))
 
 
 def _summary(moved: Any) -> str:

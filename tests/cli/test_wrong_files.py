@@ -35,7 +35,6 @@ WORDS: dict[str, list[list[str]]] = {
     "place": [["FILE", "--world", "8"], [QUICK, "--world", "8", "--write", "FILE"]],
     "dryrun": [["FILE"], ["--world", "2", "FILE"], [QUICK, "FILE"]],
     "export": [["FILE", "out.safetensors"], ["FILE", "out", "--pretrained"]],
-    "import": [["FILE", "out"]],
 }
 
 
@@ -96,7 +95,7 @@ def test_a_wrong_file_is_an_error_that_names_it(folder: Path, command: str, kind
 
 @pytest.mark.parametrize("world", ["0", "-1", "7", "99999999999", "many"])
 def test_a_world_that_does_not_fit_is_an_error(folder: Path, world: str) -> None:
-    with_world = [name for name in WORDS if name not in ("schema", "report", "export", "import", "view")]
+    with_world = [name for name in WORDS if name not in ("schema", "report", "export", "view")]
     for command in (*with_world, "view"):
         script = ["good.py"] * (command in ("run", "simulate"))
         place = ["3"] * (command == "where")

@@ -43,8 +43,8 @@ from meshcomm.parallel.context import gather_sequence, ring_attention, split_seq
 from meshcomm.testing import emulated_nccl as emulation
 from meshcomm.train import Trainer
 from meshcomm.train.checkpoint_writer import parts_of, value_of
+from meshcomm.train.data import batches_of
 from meshcomm.train.data import load as text
-from meshcomm.train.loop import batches_of
 from meshcomm.transport.process_group import ProcessGroupTransport
 from tests.benchmarks.plain import Plain
 from tests.mesh import queued_program
