@@ -85,7 +85,7 @@ def run_body(item: pytest.Function, request: DryRequest) -> None:
     """
     from meshcomm.dryrun.script import function_step
     from meshcomm.dryrun.world import dry_world
-    from meshcomm.testing.body import arguments_of
+    from meshcomm.testing.processes import arguments_of
 
     arguments = arguments_of(item)
 

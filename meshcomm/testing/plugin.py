@@ -7,7 +7,6 @@ does nothing to tests that take no `mesh` of this file.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -125,29 +124,23 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     if marker is None or not isinstance(request, marker.MeshRequest):
         return None
     from meshcomm.errors import ConfigError, MeshTestError
-    from meshcomm.testing.processes import way
     from meshcomm.testing.report import settle
 
     try:
-        ends = way(request.via, pyfuncitem.config)(pyfuncitem, request)
+        if request.via == "simulator":
+            from meshcomm.testing import simulated
+
+            ends = simulated.run(pyfuncitem, request)
+        else:
+            from meshcomm.testing import processes
+
+            ends = processes.run(pyfuncitem, request, processes.pool_of(pyfuncitem.config))
     except (MeshTestError, ConfigError) as error:
         problem = f"{type(error).__name__}: {error}"
     else:
-        settle(pyfuncitem, request, ends)
+        settle(request, ends)
         return True
     pytest.fail(problem, pytrace=False)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the ranks' failures in place of the main process's."""
-    report = yield
-    shown = sys.modules.get("meshcomm.testing.report")
-    if call.when == "call" and call.excinfo is not None and shown is not None:
-        shown.replace_longrepr(item, report)
-    return report
 
 
 def _without_mesh(item: pytest.Function) -> Any:
