@@ -176,7 +176,7 @@ def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings]:
     except MeshcommError:
         raise
     except Exception as error:
-        raise failure_of(error).error(0, f"rank 0 of {world}") from error
+        raise failure_of(error, f"rank 0 of {world}") from error
     mesh = _mesh(inside, str(script.path))
     assert inside.asked is not None
     return mesh.layout, inside.asked

@@ -58,34 +58,46 @@ class World(NamedTuple):
         return 0 if self.pipeline is None else self.layout.coord(rank, self.pipeline)
 
 
+class Sample(NamedTuple):
+    """Ranks to run besides those that stand for all, see `chosen`: `ranks`, and `drawn` ones from `seed`.
+
+    stages_only: in place of those that stand for all, one of each stage.
+    """
+
+    ranks: Sequence[int] = ()
+    drawn: int = 8
+    seed: int = 0
+    stages_only: bool = False
+
+
+_SAMPLE: Final = Sample()
+
+
 def dry_world(
     program: Program,
     layout: Layout,
     pipeline: str | None = None,
+    sample: Sample = _SAMPLE,
     *,
-    ranks: Sequence[int] = (),
-    stages_only: bool = False,
-    sample: int = 8,
-    seed: int = 0,
     processes: int | None = None,
     replayed: Callable[[Sequence[Step], Callable[[int], str]], Replay] = replay,
 ) -> World:
     """Run `program` as some ranks of the world of `layout`, and compare what they call.
 
-    pipeline: the dim of the stages. ranks: to run besides those that stand for all, see `chosen`. stages_only: in place of those one of each stage. sample, seed: how many more are drawn, and from what.
-    processes: that run ranks at the same time; None: as many as there are cores; 0: this one does. replayed: how calls meet.
+    pipeline: the dim of the stages. processes: that run ranks at the same time; None: as many as there are cores; 0: this
+    one does. replayed: how calls meet.
 
     Raises ConfigError, LayoutError; RankFailed where the program of a rank raises.
     """
-    for rank in ranks:
+    for rank in sample.ranks:
         layout.position(rank)
     if pipeline is not None and layout.size(pipeline) == 1:
         pipeline = None
-    if stages_only:
+    if sample.stages_only:
         line = [layout.rank_of(0)] if pipeline is None else layout.group_of(layout.rank_of(0), pipeline)
-        first = sorted({*map(int, line), *ranks})
+        first = sorted({*map(int, line), *sample.ranks})
     else:
-        first = chosen(layout, pipeline, also=ranks, sample=sample, seed=seed)
+        first = chosen(layout, pipeline, also=sample.ranks, sample=sample.drawn, seed=sample.seed)
 
     def where(rank: int) -> str:
         coords = " ".join(f"{dim}={coord}" for dim, coord in layout.coords(rank).items())
@@ -188,53 +200,40 @@ class _Processes:
         self, program: Program, ranks: Sequence[int], world: int, where: Callable[[int], str]
     ) -> dict[int, Step]:
         """The steps of these ranks. Raises what is wrong with all of them, or RankFailed for the first."""
-        results: dict[int, Callable[[], Step | Failure]]
+        results: dict[int, Callable[[], Step | MeshcommError]]
         if self._pool is None:
-            results = {rank: partial(_ran, program, rank, world) for rank in ranks}
+            results = {rank: partial(_ran, program, rank, world, where(rank)) for rank in ranks}
         else:
-            results = {rank: self._pool.submit(_ran, program, rank, world).result for rank in ranks}
+            submit = self._pool.submit
+            results = {rank: submit(_ran, program, rank, world, where(rank)).result for rank in ranks}
         steps: dict[int, Step] = {}
         for rank, result in results.items():
             made = result()
-            if isinstance(made, Failure):
-                raise made.error(rank, where(rank))
+            if isinstance(made, MeshcommError):
+                raise made
             steps[rank] = made
         return steps
 
 
-class Failure(NamedTuple):
-    """What a rank raised: the error itself where it is one of meshcomm's, else its text and line."""
-
-    own: MeshcommError | None
-    text: str
-    at: str
-
-    def error(self, rank: int, name: str) -> MeshcommError:
-        """The error for the user."""
-        if self.own is not None:
-            return self.own
-        failed = RankFailed(f"{name} failed: {self.text}", given=self.at)
-        failed.by_rank = {}
-        return failed
-
-
-def _ran(program: Program, rank: int, world: int) -> Step | Failure:
+def _ran(program: Program, rank: int, world: int, name: str) -> Step | MeshcommError:
     try:
         return program(rank, world)
     except Exception as error:
-        return failure_of(error)
+        return failure_of(error, name)
 
 
-def failure_of(error: Exception) -> Failure:
-    """What a program raised, and at which of its lines."""
+def failure_of(error: Exception, name: str) -> MeshcommError:
+    """What the program of a rank raised: an error of meshcomm's itself, else its text and the program's own line."""
     from meshcomm.comm.callsite import is_ours
 
     if isinstance(error, MeshcommError):
-        return Failure(error, "", "")
-    text = f"{type(error).__name__}: {error}"
+        return error
     if isinstance(error, SyntaxError):
-        return Failure(None, text, f"{error.filename}:{error.lineno}")
-    frames = traceback.extract_tb(error.__traceback__)
-    # The program's own line, if there is one.
-    frame = next((each for each in reversed(frames) if not is_ours(each.filename)), frames[-1])
-    return Failure(None, text, f"{frame.filename}:{frame.lineno}")
+        at = f"{error.filename}:{error.lineno}"
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = next((each for each in reversed(frames) if not is_ours(each.filename)), frames[-1])
+        at = f"{frame.filename}:{frame.lineno}"
+    failed = RankFailed(f"{name} failed: {type(error).__name__}: {error}", given=at)
+    failed.by_rank = {}
+    return failed

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import pytest
 
 from meshcomm.config import Config, MeshConfig, load
+from meshcomm.dryrun.world import Sample, dry_world
 from meshcomm.errors import MeshcommError, MeshTestError, RankFailed
 
 if TYPE_CHECKING:
@@ -25,13 +26,11 @@ _EXAMPLE: Final = (
 @final
 @dataclass(frozen=True)
 class DryRequest:
-    """What the marker says. settings: of the mesh. world: its ranks; ranks, sample, seed: which of them are run."""
+    """What the marker says. settings: of the mesh. world: its ranks; sample: which of them are run besides those that stand for all."""
 
     settings: Config
     world: int
-    ranks: tuple[int, ...]
-    sample: int
-    seed: int
+    sample: Sample
 
 
 def read(args: Sequence[Any], keywords: Mapping[str, Any]) -> DryRequest:
@@ -67,14 +66,16 @@ def read(args: Sequence[Any], keywords: Mapping[str, Any]) -> DryRequest:
             expected=_EXAMPLE,
             hint="see meshcomm.init",
         ) from None
-    return DryRequest(settings, size, tuple(own.get("ranks", ())), own.get("sample", 8), own.get("seed", 0))
+    return DryRequest(
+        settings, size, Sample(tuple(own.get("ranks", ())), own.get("sample", 8), own.get("seed", 0))
+    )
 
 
 def facts_of(request: DryRequest) -> dict[str, Any]:
     """What `meshcomm dryrun CONFIG --json` gives. Fails the test where calls do not meet."""
     from meshcomm.dryrun.training import dry_training
 
-    facts = dry_training(request.settings, request.world, request.ranks, request.sample, request.seed)
+    facts = dry_training(request.settings, request.world, request.sample)
     _settle(facts["findings"])
     return facts
 
@@ -84,7 +85,6 @@ def run_body(item: pytest.Function, request: DryRequest) -> None:
     fails, or calls do not meet.
     """
     from meshcomm.dryrun.script import function_step
-    from meshcomm.dryrun.world import dry_world
     from meshcomm.testing.processes import arguments_of
 
     arguments = arguments_of(item)
@@ -95,15 +95,7 @@ def run_body(item: pytest.Function, request: DryRequest) -> None:
     layout = request.settings.plan(request.world).layout
     pipeline = next((dim for dim in layout.dims if dim == "pp"), None)
     program = partial(function_step, body, request.settings)
-    found = dry_world(
-        program,
-        layout,
-        pipeline,
-        ranks=request.ranks,
-        sample=request.sample,
-        seed=request.seed,
-        processes=0,
-    )
+    found = dry_world(program, layout, pipeline, request.sample, processes=0)
     _settle([finding._asdict() for finding in found.findings])
 
 

@@ -253,7 +253,10 @@ def test_packages_and_import_modes(pytester: pytest.Pytester, mode: str) -> None
     pytester.makeini(f"[pytest]\npythonpath = .\naddopts = --import-mode={mode} -p no:cacheprovider")
     result = pytester.runpytest_inprocess("-v", *QUIET)
     assert result.parseoutcomes() == {"passed": 4}, result.stdout.str()
-    both = "tests_one/test_same.py::TestBoth::test_it*simulator* PASSED*", "tests_two/*::test_it*gloo* PASSED*"
+    both = (
+        "tests_one/test_same.py::TestBoth::test_it*simulator* PASSED*",
+        "tests_two/*::test_it*gloo* PASSED*",
+    )
     result.stdout.fnmatch_lines(both)
 
 
@@ -311,7 +314,7 @@ BYSTANDER = """
 
 def test_a_suite_without_mesh_tests_is_left_alone(pytester: pytest.Pytester) -> None:
     lay_out(pytester, test_bystander=BYSTANDER)
-    command = [sys.executable, *"-m pytest -q -p meshcomm -p no:hypothesispytest".split()]
+    command = [sys.executable, *["-m", "pytest", "-q", "-p", "meshcomm", "-p", "no:hypothesispytest"]]
     path = str(Path(meshcomm.__file__).parents[1])
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=pytester.path, env=env)
