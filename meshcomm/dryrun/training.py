@@ -14,7 +14,7 @@ from meshcomm.config import Config, TopologyConfig
 from meshcomm.config.parallel import Part
 from meshcomm.dryrun.rank import pretended_step
 from meshcomm.dryrun.replay import COMPUTE, Replay, Seconds, replay
-from meshcomm.dryrun.world import Sample, World, dry_world
+from meshcomm.dryrun.world import SAMPLE, Sample, World, dry_world
 from meshcomm.predict.links import span as links_of
 from meshcomm.predict.lint import footprint
 from meshcomm.predict.machine import Machine, discovered, machine
@@ -33,7 +33,7 @@ Facts = dict[str, Any]
 _LIKE: Final[dict[str, Operation]] = {"gather": "reduce", "scatter": "broadcast"}
 
 
-def dry_training(settings: Config, world: int, sample: Sample) -> Facts:
+def dry_training(settings: Config, world: int, sample: Sample = SAMPLE) -> Facts:
     """Run it as ranks that stand for all of `world`; what was found out, as plain data. Raises as `dry_world`."""
     began = time.perf_counter()
     settings = settings.resolved(world)

@@ -7,8 +7,9 @@ import os
 import random
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
@@ -70,14 +71,14 @@ class Sample(NamedTuple):
     stages_only: bool = False
 
 
-_SAMPLE: Final = Sample()
+SAMPLE: Final = Sample()
 
 
 def dry_world(
     program: Program,
     layout: Layout,
     pipeline: str | None = None,
-    sample: Sample = _SAMPLE,
+    sample: Sample = SAMPLE,
     *,
     processes: int | None = None,
     replayed: Callable[[Sequence[Step], Callable[[int], str]], Replay] = replay,
@@ -103,11 +104,12 @@ def dry_world(
         coords = " ".join(f"{dim}={coord}" for dim, coord in layout.coords(rank).items())
         return f"rank {rank:,} ({coords})"
 
-    with _Processes((os.cpu_count() or 1) if processes is None else processes) as pool:
-        steps = pool.run(program, first, layout.world_size, where)
+    with _processes((os.cpu_count() or 1) if processes is None else processes) as pool:
+        steps = _steps(pool, program, {rank: where(rank) for rank in first}, layout.world_size)
         found = World(layout, pipeline, steps, [], [], None)
         peers, unlike = _unlike(found, where)
-        steps |= pool.run(program, [rank for rank in peers if rank not in steps], layout.world_size, where)
+        beside = {rank: where(rank) for rank in peers if rank not in steps}
+        steps |= _steps(pool, program, beside, layout.world_size)
     steps = dict(sorted(steps.items()))
     findings = compare(list(steps.values()), where)
     met = None
@@ -178,41 +180,40 @@ def chosen(
     return sorted(found)
 
 
-class _Processes:
-    """Processes that run one rank after the other."""
+@contextmanager
+def _processes(count: int) -> Iterator[ProcessPoolExecutor | None]:
+    """So many that run one rank after the other; None: this process does."""
+    if not count:
+        yield None
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["meshcomm.dryrun.rank"])
+    pool = ProcessPoolExecutor(count, mp_context=context)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    def __init__(self, count: int) -> None:
-        self._pool: ProcessPoolExecutor | None = None
-        if not count:
-            return
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["meshcomm.dryrun.rank"])
-        self._pool = ProcessPoolExecutor(count, mp_context=context)
 
-    def __enter__(self) -> _Processes:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def run(
-        self, program: Program, ranks: Sequence[int], world: int, where: Callable[[int], str]
-    ) -> dict[int, Step]:
-        """The steps of these ranks. Raises what is wrong with all of them, or RankFailed for the first."""
-        results: dict[int, Callable[[], Step | MeshcommError]]
-        if self._pool is None:
-            results = {rank: partial(_ran, program, rank, world, where(rank)) for rank in ranks}
-        else:
-            submit = self._pool.submit
-            results = {rank: submit(_ran, program, rank, world, where(rank)).result for rank in ranks}
-        steps: dict[int, Step] = {}
-        for rank, result in results.items():
-            made = result()
-            if isinstance(made, MeshcommError):
-                raise made
-            steps[rank] = made
-        return steps
+def _steps(
+    pool: ProcessPoolExecutor | None,
+    program: Program,
+    names: Mapping[int, str],
+    world: int,
+) -> dict[int, Step]:
+    """The steps of the ranks with these names. Raises what is wrong with all of them, or RankFailed for the first."""
+    results: dict[int, Callable[[], Step | MeshcommError]]
+    if pool is None:
+        results = {rank: partial(_ran, program, rank, world, name) for rank, name in names.items()}
+    else:
+        results = {rank: pool.submit(_ran, program, rank, world, name).result for rank, name in names.items()}
+    steps: dict[int, Step] = {}
+    for rank, result in results.items():
+        made = result()
+        if isinstance(made, MeshcommError):
+            raise made
+        steps[rank] = made
+    return steps
 
 
 def _ran(program: Program, rank: int, world: int, name: str) -> Step | MeshcommError:

@@ -13,7 +13,7 @@ from meshcomm.config import Config, TopologyConfig, load
 from meshcomm.dryrun.rank import pretended_step
 from meshcomm.dryrun.script import Script, mesh_of_script, script_step
 from meshcomm.dryrun.training import dry_facts, dry_training, priced
-from meshcomm.dryrun.world import Sample, dry_world
+from meshcomm.dryrun.world import SAMPLE, Sample, dry_world
 from meshcomm.jobs.starting import world_of
 from meshcomm.layout import Layout
 from meshcomm.mesh.environment import how_many_ranks
@@ -22,7 +22,6 @@ from meshcomm.predict.place import Ranking, placed_data
 
 # Names of a dim of stages, where no [parallel] says it.
 _STAGES: Final = ("pp", "pipeline", "pipe", "stage")
-_SAMPLE: Final = Sample()
 
 
 class Exact(NamedTuple):
@@ -38,7 +37,7 @@ def dryrun(
     overrides: Sequence[str],
     world: int | None,
     script: Script | None = None,
-    sample: Sample = _SAMPLE,
+    sample: Sample = SAMPLE,
 ) -> dict[str, Any]:
     """Run the training of `config`, or `script`, on representative ranks of `world`; returns the findings as plain data.
 

@@ -22,7 +22,7 @@ from meshcomm.transport.torch_private import DispatchMode, leaves_of, storage_id
 
 # What mixes elements and gives no fewer of them.
 _MIXES: Final = frozenset(
-    (
+    [
         "mm",
         "bmm",
         "addmm",
@@ -35,7 +35,7 @@ _MIXES: Final = frozenset(
         "sort",
         "topk",
         "_softmax",
-    )
+    ]
 )
 
 

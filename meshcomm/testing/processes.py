@@ -71,13 +71,11 @@ def given(item: pytest.Function) -> Values:
             expected="the same examples on all ranks; every rank would draw its own",
             hint="pytest.mark.parametrize over seeds, and draw from torch.Generator inside the test",
         )
-    return Values(arguments_of(item), dict(vars(item.instance)) if item.cls is not None else {})
-
-
-def arguments_of(item: pytest.Function) -> dict[str, Any]:
-    """The arguments of the test's function except `mesh`."""
-    names = inspect.signature(item.obj).parameters
-    return {name: item.funcargs[name] for name in names if name in item.funcargs and name != "mesh"}
+    names = [
+        name for name in inspect.signature(item.obj).parameters if name in item.funcargs and name != "mesh"
+    ]
+    arguments = {name: item.funcargs[name] for name in names}
+    return Values(arguments, dict(vars(item.instance)) if item.cls is not None else {})
 
 
 def pack(test: str, values: Values) -> bytes:

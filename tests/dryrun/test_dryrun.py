@@ -1,4 +1,4 @@
-"""`meshcomm dryrun` and the marker mesh_dryrun: planted bugs in programs of 16,384 ranks, each named in one line."""
+"""`meshcomm dryrun`: planted bugs in programs of 16,384 ranks, each named in one line."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from meshcomm.predict.place import place_config
 from meshcomm.show.dryrun import dry_view
 from meshcomm.show.page import as_text
 from meshcomm.show.place import place_facts, place_view
-
-pytest_plugins = ["pytester"]
 
 HEAD = """
 import torch
@@ -208,59 +206,6 @@ def test_what_a_user_does_wrong_is_told_without_a_traceback(tmp_path: Path) -> N
         with pytest.raises(MeshcommError, match=said) as caught:
             dryrun(None, (), world, Script(tmp_path / name), Sample(ranks, 0))
         assert "given:" in str(caught.value)
-
-
-SUITE = """
-import pytest
-import torch
-
-big = {"world": 16384, "pp": 16, "dp": 64, "cp": 2, "tp": 8}
-
-
-@pytest.mark.mesh_dryrun(**big)
-def test_right(mesh):
-    x = torch.ones(4)
-    mesh.all_reduce("tp", x)
-    assert x.shape == (4,)
-
-
-@pytest.mark.mesh_dryrun(**big, ranks=[12287])
-def test_left_out(mesh):
-    x = torch.ones(4)
-    if mesh.rank != 12287:
-        mesh.all_reduce("tp", x)
-
-
-@pytest.mark.mesh_dryrun({"dp": -1}, world=64)
-def test_asserts(mesh):
-    assert mesh.rank < 60
-
-
-@pytest.mark.mesh_dryrun("train.toml", world=8)
-def test_fits(dryrun):
-    assert dryrun["memory"]["fits"]
-
-
-@pytest.mark.mesh_dryrun("train.toml", world=8, dp=2)
-def test_two_meshes(dryrun):
-    pass
-"""
-
-
-@pytest.mark.parity
-def test_the_marker_runs_a_body_and_a_config(pytester: pytest.Pytester) -> None:
-    pytester.makefile(".toml", train=CONFIG)
-    pytester.makepyfile(test_dry=SUITE)
-    done = pytester.runpytest_subprocess("-q", "-n", "0", "-p", "no:cacheprovider", timeout=200)
-    done.assert_outcomes(passed=1, failed=3, errors=1)
-    done.stdout.re_match_lines(
-        [
-            r".*the marker mesh_dryrun does not say one mesh",
-            r".*rank 12,287 \(pp=11 dp=63 cp=1 tp=7\) along tp: 1 call fewer than others make.*",
-            r"rank 6\d \(dp=6\d\) failed: AssertionError.*",
-        ]
-    )
-    done.stdout.no_fnmatch_line("*INTERNALERROR*")
 
 
 @pytest.mark.parity

@@ -15,11 +15,12 @@ import torch.distributed.distributed_c10d as c10d
 
 import meshcomm
 from meshcomm.config import Config, MeshConfig, load
-from meshcomm.dryrun.ledger import Ledger, Watched
+from meshcomm.dryrun.ledger import Ledger
 from meshcomm.dryrun.rank import Step, counted_step, pretended_step
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh.source import MeshOnly
 from meshcomm.testing import Pool
+from tests.dryrun.measured import Watched
 from tests.group_hooks import HAS_HOOKS, needs_group_hooks
 from tests.models.families import folder_of
 
@@ -44,7 +45,7 @@ def config_of(dims: str, parallel: dict[str, Any], train: dict[str, Any], model:
 
 def real(config: Config) -> Step:
     with meshcomm.init(config) as mesh:
-        return counted_step(mesh, config)
+        return counted_step(mesh, config, Watched)
 
 
 def compared(pool: Pool, config: Config, world: int = WORLD) -> list[float]:
