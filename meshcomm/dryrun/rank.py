@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, NoReturn
+from typing import Any, Final, Literal, NamedTuple, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -185,7 +185,7 @@ def counted_step(mesh: Mesh, config: Config, mode: Callable[[Ledger, Passes], Le
         )
     hollow, passes = mode is Hollow, Passes()
     ledger = passes.ledger(hollow)
-    with mode(ledger, passes) as entered, parts_named(ledger) as elements:
+    with mode(ledger, passes) as entered, PartNames(ledger) as names:
         engine = Engine(mesh, config, model_of(known.model, known.data, known.train), filled=not hollow)
         # What the first steps compare is no part of the others.
         engine.checked_steps = 0
@@ -197,6 +197,9 @@ def counted_step(mesh: Mesh, config: Config, mode: Callable[[Ledger, Passes], Le
                 _begin(engine)
             else:
                 engine.step(tokens, tokens, known.train.lr, 1)
+            for module in engine.modules.modules():
+                names.module(module)
+            names.optimizer(engine.optimizer)
             earlier, before = mesh.stats(), ledger.now()
             ledger.restart()
             passes.restart()
@@ -206,43 +209,50 @@ def counted_step(mesh: Mesh, config: Config, mode: Callable[[Ledger, Passes], Le
             mesh.metrics.trace_into(None)
         rows = summed(Row(row.dim, row.call, row.calls, row.nbytes) for row in made.rows)
         step = passes.step_of(mesh, mesh.metrics.groups, ledger)
-        return step._replace(parameters=sum(elements.values()), before=before, rows=rows)
+        return step._replace(parameters=sum(names.elements.values()), before=before, rows=rows)
 
 
-@contextmanager
-def parts_named(ledger: Ledger) -> Iterator[dict[int, int]]:
-    """While it is entered, the ledger hears what the memory of every optimizer and of every module is for. Gives how many
-    elements this rank has of each parameter.
+@final
+class PartNames:
+    """Tells a ledger what the memory of every optimizer and of every module is for, while it is entered.
+
+    elements: how many this rank has of each parameter, by its id.
     """
-    elements: dict[int, int] = {}
 
-    def optimizer(made: Optimizer, *_: Any) -> None:
+    def __init__(self, ledger: Ledger) -> None:
+        self.elements: dict[int, int] = {}
+        self._ledger = ledger
+
+    def __enter__(self) -> PartNames:
+        self._hooks = [
+            register_optimizer_step_pre_hook(self.optimizer),
+            register_optimizer_step_post_hook(self.optimizer),
+            register_module_forward_pre_hook(self.module),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def optimizer(self, made: Optimizer, *_: Any) -> None:
+        """Of its parameters, gradients and state."""
         parameters = [each for group in made.param_groups for each in group["params"]]
         state = [each for held in made.state.values() for each in held.values()]
-        elements.update({id(each): local(each.detach()).numel() for each in parameters})
-        ledger.call_it("weights", parameters)
-        ledger.call_it("gradients", [each.grad for each in parameters if each.grad is not None])
-        ledger.call_it("optimizer", [each for each in state if isinstance(each, Tensor)])
+        self.elements.update({id(each): local(each.detach()).numel() for each in parameters})
+        self._ledger.call_it("weights", parameters)
+        self._ledger.call_it("gradients", [each.grad for each in parameters if each.grad is not None])
+        self._ledger.call_it("optimizer", [each for each in state if isinstance(each, Tensor)])
 
-    def module(made: nn.Module, _: Any) -> None:
-        ledger.call_it("weights", made.buffers(recurse=False))
+    def module(self, made: nn.Module, *_: Any) -> None:
+        """Of what it has itself, without its children."""
+        self._ledger.call_it("weights", made.buffers(recurse=False))
         if isinstance(made, FSDPModule):
             whole, waiting = fsdp_tensors(made)
-            ledger.call_it("gathered", whole)
-            ledger.call_it("gradients", waiting)
+            self._ledger.call_it("gathered", whole)
+            self._ledger.call_it("gradients", waiting)
         else:
-            ledger.call_it("weights", made.parameters(recurse=False))
-
-    hooks = [
-        register_optimizer_step_pre_hook(optimizer),
-        register_optimizer_step_post_hook(optimizer),
-        register_module_forward_pre_hook(module),
-    ]
-    try:
-        yield elements
-    finally:
-        for hook in hooks:
-            hook.remove()
+            self._ledger.call_it("weights", made.parameters(recurse=False))
 
 
 def pretended_step(config: Config, rank: int, world: int) -> Step:

@@ -22,11 +22,11 @@ from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.rank import (
     BETWEEN,
     Event,
+    PartNames,
     Passes,
     Row,
     Step,
     alone,
-    parts_named,
     pretended_world,
     summed,
 )
@@ -187,7 +187,7 @@ def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -
     ledger = recorder.ledger(hollow=True)
     hollow = Hollow(ledger, recorder)
     modes = [hollow, _steps_counted(hollow)]
-    with _seeded(rank), parts_named(ledger) as elements, _inside(inside, rank, world, modes):
+    with _seeded(rank), PartNames(ledger) as names, _inside(inside, rank, world, modes):
         run()
     recorder.ended()
     mesh = _mesh(inside, "the program")
@@ -195,7 +195,7 @@ def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -
     # The mesh may be closed by now, and counts no more.
     calls = recorder.calls[recorder.begins.call if recorder.begins else 0 :]
     rows = summed(Row(span.lane, span.call, 1, span.nbytes) for span in calls)
-    count = sum(elements.values())
+    count = sum(names.elements.values())
     return step._replace(parameters=count, rows=rows, part=recorder.part, begins=recorder.begins)
 
 
