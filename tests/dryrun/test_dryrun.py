@@ -56,6 +56,10 @@ PLANTED = {
         'if first: mesh.send("pp", x, 15)',
         r"message 1 from rank 0 .* to rank 15,360 .* along pp is sent and never received",
     ),
+    "a message of another length": (
+        'if first: mesh.send("pp", x, 15)\n        if last: mesh.recv("pp", x[:3], src=0)',
+        r"rank 0 \(pp=0 .*\) sends send \(64, 64\) float32 to rank 15,360 .* along pp, which receives recv \(3, 64\)",
+    ),
     "crossed dims": (
         'for dim in ["dp", "cp"][:: 1 - 2 * ((mesh.coord("dp") + mesh.coord("cp")) % 2)]: mesh.all_gather(dim, x)',
         r"ranks [\d, ]+ wait for each other in a circle, rank .* in all_gather",
