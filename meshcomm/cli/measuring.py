@@ -104,10 +104,7 @@ def place(
         ),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many meshes to show.")] = 10,
-    write: Annotated[
-        Path | None, typer.Option(help="Write the first mesh, or that of --choose, as a config.")
-    ] = None,
-    choose: Annotated[int, typer.Option(min=1, help="With --write: which mesh of the table.")] = 1,
+    write: Annotated[Path | None, typer.Option(help="Write the first mesh of the table as a config.")] = None,
     exact: Annotated[
         bool,
         typer.Option(
@@ -120,12 +117,10 @@ def place(
 ) -> None:
     """Rank all sizes and orders of the dims that can train CONFIG by the step time that a model predicts."""
     from meshcomm.config import load
-    from meshcomm.predict.placed import place_config, write_placement
+    from meshcomm.predict.place import place_config, write_placement
     from meshcomm.show.place import place_facts, place_view
 
     settings = load(config, overrides or ())
-    if choose > 1 and (write is None or choose > top):
-        raise typer.BadParameter(f"--choose {choose} wants --write and --top {choose} or more")
     topology = discovered_topology(settings)
     ranking = place_config(settings, world, topology, keep or (), top)
     assert settings.parallel is not None
@@ -139,5 +134,5 @@ def place(
             placement["exact"] = each._asdict()
     show_facts(facts, json, place_view)
     if write is not None:
-        write_placement(settings, ranking, choose, write)
+        write_placement(settings, ranking, write)
         typer.echo(f"written: {write}", err=json)

@@ -78,7 +78,6 @@ class DataConfig(Section):
     token_type: Literal["uint16", "uint32"] = "uint16"
     """With tokens: what a .bin file holds."""
     weights: FrozenList[float] = Field(default=(), examples=[[0.7, 0.3]])
-<<<<<<< HEAD
     """With tokens: the share of samples from each entry. Default []: each sample of all files once in an epoch."""
     build: Function | None = Field(default=None, examples=["my_package.data:loader"])
     """module:function, which returns an indexable dataset of all ranks' samples. None: none."""
@@ -88,22 +87,11 @@ class DataConfig(Section):
     """With text: a tokenizer.json or its folder, relative to the config file; "bytes": a byte is a token. None: that of
     model.pretrained; without one bytes, which weights that are read from a folder refuse."""
     eos: Text | None = Field(default=None, examples=["<|endoftext|>"])
-<<<<<<< HEAD
     """With a tokenizer: the token that ends a document, which is a file. None: its folder's eos_token."""
     sequence: int = Field(ge=1, examples=[128])
     """Tokens of a sample."""
     max_bytes: int | None = Field(default=None, ge=2, examples=[8_000_000])
-    """With text: bytes that are read at most, of all files or rows in order. None: all of them."""
-    order: Literal["epochs", "random"] = "epochs"
-    """epochs: every sample once, in a new order each time. random: where a sample begins is drawn, with replacement."""
-=======
-    """With a tokenizer: the token that ends a document, which is a file. None: the eos_token that
-    the tokenizer's folder names, if any."""
-    sequence: int = Field(ge=1, examples=[128])
-    """Tokens of a sample."""
-    max_bytes: int | None = Field(default=None, ge=2, examples=[8_000_000])
     """With text: bytes that are read at most, of all files in order. None: all of them."""
->>>>>>> train
     validation: Fraction = 0.0
     """Share of the samples, at the end of each source, that is not trained on but evaluated."""
     validation_files: FrozenList[Text] = ()

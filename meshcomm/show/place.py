@@ -37,12 +37,10 @@ def _facts(placement: Placement, names: Mapping[Part, str]) -> Facts:
     facts = {
         **placement._asdict(),
         "dims": {names[part]: size for part, size in placement.dims.items()},
-        "expert": {names["expert"]: placement.expert, "inside": placement.experts_inside}
-        if "expert" in names
-        else None,
+        "expert": {names["expert"]: placement.expert} if "expert" in names else None,
         "memory_bytes": dict(placement.memory_bytes),
     }
-    del facts["experts_inside"], facts["shares"]
+    del facts["shares"]
     facts["calls"] = [_call(share, along) for share in placement.shares]
     return facts
 
@@ -130,5 +128,5 @@ def _dims(placement: Facts) -> str:
     text = coords_text(placement["dims"])
     if placement["expert"] is None:
         return text
-    (name, size), (_, inside) = placement["expert"].items()
-    return f"{text} {name}={size}{'' if inside or size == 1 else ' outside its copies'}"
+    ((name, size),) = placement["expert"].items()
+    return f"{text} {name}={size}"

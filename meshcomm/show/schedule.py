@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from meshcomm.config import Config
 from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError
-from meshcomm.predict.passes import Costs, orders, timeline
+from meshcomm.predict.passes import orders, timeline
 from meshcomm.predict.stages import model_stages, part_costs
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
             expected=f"at most {_PASSES:,} passes, and as many layers",
             hint="a smaller train.global_batch, with which the drawing looks the same",
         )
-    times = timeline(orders(parallel.schedule, ranks, each, microbatches), Costs())
+    times = timeline(orders(parallel.schedule, ranks, each, microbatches))
     parts = model_stages(model, data.sequence, ranks * each)
     costs = part_costs(model, data.sequence).of_stages(parts)
     return {

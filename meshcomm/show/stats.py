@@ -61,26 +61,22 @@ def spread_page(facts: Facts) -> list[Part]:
 
 
 def traffic_view(facts: Facts) -> Group:
-    """Calls and bytes by dim and operation; bytes by link class where the topology is known.
-
-    facts: as `Ledger.facts` gives them, with `world` and `schedules`.
-    """
+    """Calls and bytes by dim and operation. facts: as `simulate_script` gives them."""
     schedules = facts["schedules"]
     tried = "" if schedules == 1 else f", {schedules} schedules tried, traffic of the first"
     parts: list[Part] = [Line(f"{facts['world']} ranks simulated, no deadlock{tried}")]
     if not facts["dims"]:
         return page_view([*parts, Line("nothing was sent along a dim of two ranks or more")])
-    numbers: dict[str, Column] = {
+    columns: dict[str, Column] = {
+        "dim": "dim",
+        "operation": "operation",
+        ">calls": "calls",
         ">bytes": "bytes",
         ">largest rank": ("largest_rank", str),
         ">its bytes": "largest_bytes",
     }
-    dim: dict[str, Column] = {"dim": "dim"}
-    calls = dim | {"operation": "operation", ">calls": "calls"} | numbers
+    calls: dict[str, Column] = {"dim": "dim", "operation": "operation", ">calls": "calls"} | numbers
     parts.append(Cells.of(facts["dims"], calls, once=1))
-    if facts["links"] is not None:
-        parts.append(Line("on links, collectives as rings in coord order"))
-        parts.append(Cells.of(facts["links"], dim | {"link": "link"} | numbers, once=1))
     return page_view(parts)
 
 

@@ -29,7 +29,6 @@ from meshcomm.cli import app
 from meshcomm.config import Config, load
 from meshcomm.errors import RankFailed
 from meshcomm.testing import Pool
-from meshcomm.testing.dryrun import read as read_marker
 from meshcomm.testing.pool import Ended, Limits
 from tests.documents import ranks
 from tests.documents.blocks import ROOT, Block
@@ -141,10 +140,6 @@ class Page:
         if "parametrize" in marks:
             name, values = marks["parametrize"].args[:2]
             arguments[name] = next(iter(values))
-        if "mesh_dryrun" in marks:
-            # That it can be read; tests/dryrun runs the like.
-            read_marker(marks["mesh_dryrun"].args, marks["mesh_dryrun"].kwargs)
-            return
         if "mesh" not in marks:
             function(**arguments)
             return

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.config import TopologyConfig, load
-from meshcomm.dryrun.facts import dry_facts
 from meshcomm.dryrun.script import Script, function_step, script_step
-from meshcomm.dryrun.training import priced
+from meshcomm.dryrun.training import dry_facts, priced
 from meshcomm.dryrun.world import World, dry_world
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Layout
@@ -141,7 +140,7 @@ def test_what_is_called_a_step_is_one(
     assert {each["call"]: each["calls"] for each in row["calls"]} == rows
     parts = facts["step"]["compute_s"] + sum(facts["step"]["exposed_s"].values())
     assert facts["step"]["seconds"] == pytest.approx(parts + sum(facts["step"]["late_s"].values()))
-    shown = as_text(dry_view({**facts, "timeline": []}), 120)
+    shown = as_text(dry_view(facts), 120)
     assert f"{part} of each" in shown and f"time of {part}" in shown and f"calls of {part}" in shown
 
 
@@ -164,7 +163,7 @@ def test_calls_on_other_groups_are_said_not_to_be_compared(tmp_path: Path) -> No
         (0, 2),
     ]
     facts = dry_facts(found, None, TopologyConfig(), 0.0)
-    shown = as_text(dry_view({**facts, "timeline": []}), 120)
+    shown = as_text(dry_view(facts), 120)
     assert "not compared: 1 call on groups that are none of the mesh's" in shown
 
 

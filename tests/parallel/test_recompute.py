@@ -16,8 +16,7 @@ import meshcomm
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.models import Here, ModelSpec
-from meshcomm.predict.estimate import layer_activations
-from meshcomm.predict.workload import Sizes, workload
+from meshcomm.predict.estimate import Sizes, layer_activations, workload
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from tests.models import own

@@ -16,7 +16,7 @@ def test_each_order_is_one_that_place_ranks(name: str) -> None:
     # What the outermost dim sends crosses the cable: at least its bytes take their time there.
     for order, seconds in predicted.items():
         crossing = [share for dim, share in found.shares if dim == order[0]]
-        sent = sum(share.calls * share.size_bytes for share in crossing)
+        sent = sum(share.calls * share.flow.size_bytes for share in crossing)
         assert seconds > sent / (200e6 / 8 / 4)
     assert {dim for dim, _ in found.shares} == set(SIZES)
 

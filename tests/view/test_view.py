@@ -23,9 +23,8 @@ import pytest
 from meshcomm.config import Config, load
 from meshcomm.errors import ConfigError, TrainingError, ViewError
 from meshcomm.mesh.stats import CallStats, Stats
-from meshcomm.predict.machine import machine
+from meshcomm.predict.estimate import workload
 from meshcomm.predict.place import rank_placements
-from meshcomm.predict.workload import workload
 from meshcomm.train import Start, Step, Summary
 from meshcomm.train.run_files import MetricsFile, put_aside, recorded
 from meshcomm.view.facts import page_facts
@@ -98,15 +97,15 @@ def test_facts_of_131072_ranks_are_as_short_as_those_of_8() -> None:
 
 def test_predicted_traffic_is_that_of_place() -> None:
     settings = load(CONFIGS / "llama_405b.toml")
-    where = machine(settings.topology)
-    assert where is not None and settings.parallel is not None
+    assert settings.parallel is not None
     keep = {part: settings.mesh.dims[dim] for part, dim in settings.parallel.parts.items()}
-    ranking = rank_placements(workload(settings), 16384, where, keep=keep, memory_gb=1e6)
+    roomy = settings.topology.model_copy(update={"memory_gbytes": 1e6})
+    ranking = rank_placements(workload(settings), 16384, roomy, keep)
     rows = facts_of(settings)["traffic"]["rows"]
     # Calls and sizes do not depend on the order of the dims, which place chooses.
     found = [(row["operation"], row["what"], row["calls"], row["size_bytes"], row["size"]) for row in rows]
     shares = ranking.placements[0].shares
-    assert found == [(each.operation, each.what, each.calls, each.size_bytes, each.ranks) for each in shares]
+    assert found == [(e.flow.operation, e.flow.what, e.calls, e.flow.size_bytes, e.ranks) for e in shares]
     by_what = {row["what"]: row for row in rows}
     gathered = by_what["weights gathered"]
     # Sharded along 8 ranks of dp and 16 of cp.
