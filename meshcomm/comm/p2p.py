@@ -97,6 +97,7 @@ class Messages(Caller):
             self._start(Batch("recv", [header], calls=0))
             out = described_by(header.x)
         end = self._checked("recv", "irecv" if async_op else "recv", out, src, tag)
+        assert out is not None
         return self._start(Batch("recv", [end], async_op, partial(into, out, end.x), source=src))
 
     def recv_any(self, out: Tensor | None, tag: int = 0) -> tuple[Tensor, int]:
@@ -202,7 +203,7 @@ class Messages(Caller):
         # True, 1.0 and NumPy's 1 would find what was checked for 1.
         return device is not None and type(peer) is type(tag) is int and unobserved() and is_plain(x, device)
 
-    def _checked(self, direction: Direction, call: str, x: Tensor, peer: Any, tag: int = 0) -> P2P:
+    def _checked(self, direction: Direction, call: str, x: Any, peer: Any, tag: int = 0) -> P2P:
         """One end of a message, of what moves for `x`; None as a peer, any source, is for irecv and recv_any."""
         if self._is_fast(direction, x, peer, tag):
             return P2P(direction, x, peer, tag)

@@ -47,7 +47,9 @@ def _load_even(request: Request) -> None:
             sent, op = _prepared(request, dense)
         # By the fast path x goes as it is, and nothing before it: the others hear of the size of a scatter's slices.
         unchanged = (
-            request.common is x and sent is dense and (not row.reduces or REDUCTIONS[request.op].prepare is None)
+            request.common is x
+            and sent is dense
+            and (not row.reduces or REDUCTIONS[request.op].prepare is None)
         )
         along_0 = request.axis == request.concat == 0
         request.repeatable = unchanged and along_0 and request.algorithm is None and materialised(x) is x

@@ -97,7 +97,9 @@ class Stats:
             pairs = (
                 {} if past is None else {name: (getattr(row, name), getattr(past, name)) for name in _SUMS}
             )
-            less = {name: None if None in pair else pair[0] - pair[1] for name, pair in pairs.items()}
+            less: dict[str, Any] = {
+                name: None if None in pair else pair[0] - pair[1] for name, pair in pairs.items()
+            }
             rows.append(replace(row, **less))
         return Stats(self.label, self.seconds - earlier.seconds, tuple(row for row in rows if row.calls))
 

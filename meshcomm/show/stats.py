@@ -75,8 +75,7 @@ def traffic_view(facts: Facts) -> Group:
         ">largest rank": ("largest_rank", str),
         ">its bytes": "largest_bytes",
     }
-    calls: dict[str, Column] = {"dim": "dim", "operation": "operation", ">calls": "calls"} | numbers
-    parts.append(Cells.of(facts["dims"], calls, once=1))
+    parts.append(Cells.of(facts["dims"], columns, once=1))
     return page_view(parts)
 
 

@@ -24,7 +24,7 @@ from unittest.mock import patch
 from weakref import WeakValueDictionary
 
 import torch
-import torch._C._distributed_c10d as bindings
+import torch._C._distributed_c10d as c10d_bindings
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -33,8 +33,9 @@ from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# For a backend in Python: what it returns, what sees every operator, the tensors in nested arguments.
+# For a backend in Python: what it returns, the classes of its options, what sees every operator, the tensors in nested arguments.
 Work: Any = dist._Work
+bindings: Any = c10d_bindings
 DispatchMode: Any = TorchDispatchMode
 leaves_of: Callable[[Any], list[Any]] = tree_leaves
 # A block that no mode sees.
