@@ -497,15 +497,6 @@ def _vocabulary(resolved: Resolved) -> Iterator[Problem]:
         yield Problem(f"mesh.dims.{dim}", what, f"a divisor of {tokens}", ways, given)
 
 
-def _overlap(resolved: Resolved) -> Iterator[Problem]:
-    if not resolved.parallel.overlap:
-        return
-    if not resolved.model.is_built_in:
-        what = "layers that a plan splits gather the sequence at once: overlap has no effect on them"
-        ways, given = ["parallel.overlap = false"], resolved.written("parallel.overlap")
-        yield Problem("parallel.overlap", what, "the built-in model", ways, given)
-
-
 def _stages(resolved: Resolved) -> Iterator[Problem]:
     layers, ranks, each = resolved.model.layers, resolved.size("pipeline"), resolved.parallel.stages_per_rank
     if layers is not None and ranks > 1 and layers < ranks * each:
@@ -587,15 +578,6 @@ def _experts(resolved: Resolved) -> Iterator[Problem]:
 # -- what cannot be had together --------------------------------------------------------------------
 
 
-def _compiled_overlap(resolved: Resolved) -> Iterator[Problem]:
-    if resolved.train.compile and resolved.parallel.overlap:
-        what = "overlap has no effect in compiled blocks, which gather the sequence at once"
-        ways = ["parallel.overlap = false", "train.compile = false"]
-        yield Problem(
-            "parallel.overlap", what, "one of both", ways, resolved.written("train.compile parallel.overlap")
-        )
-
-
 def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
     # torch 2.13 refuses modules from torch.compile here; compiled in place, the backward graph
     # ran twice for each micro-batch, once for the inputs and once for the weights.
@@ -630,6 +612,6 @@ RULES: Final[tuple[Rule, ...]] = (
     _sections, _device_to_bind, _network_of_nccl, _tokenizer, _evaluation,
     _parts, _expert_dim, _expert_view,
     _global_batch, _microbatches, _tokens,
-    *(partial(_split_along_tensor, name) for name in ("heads", "kv_heads", "ff")), _vocabulary, _overlap, _stages, _ulysses, _experts,
-    _compiled_overlap, _compiled_halves, _profiled_ranks,
+    *(partial(_split_along_tensor, name) for name in ("heads", "kv_heads", "ff")), _vocabulary, _stages, _ulysses, _experts,
+    _compiled_halves, _profiled_ranks,
 )  # fmt: skip

@@ -198,9 +198,7 @@ class LocalModel:
     def _split(self, settings: ModelConfig | None) -> Splits:
         mesh, parallel, train = self.mesh, self._parallel, self._train
         dtype = getattr(torch, train.dtype)
-        split = TensorSplit(
-            mesh, parallel.tensor, dtype, parallel.sequence_parallel, overlap=parallel.overlap
-        )
+        split = TensorSplit(mesh, parallel.tensor, dtype, parallel.sequence_parallel)
         context = ContextSplit(mesh, parallel.context, parallel.attention)
         weight = settings.balance_loss if settings is not None and settings.experts else 0.0
         draws = None

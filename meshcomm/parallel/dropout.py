@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from meshcomm.errors import ShapeError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor import TensorSplit
-from meshcomm.parallel.tensor.modules import Attention
 from meshcomm.transport.torch_private import outside_graphs
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -245,21 +244,20 @@ def drop_apart(module: nn.Module, split: TensorSplit, draws: Draws) -> None:
     """
     parts: list[Any] = list(module.modules()) if split.size > 1 else []
     for part in parts:
-        share = part.p if isinstance(part, DROPOUTS) else part.dropout if isinstance(part, Attention) else 0
-        if share > 0:
+        if isinstance(part, DROPOUTS) and part.p > 0:
             part.forward = _DropApart(part, split, draws)
 
 
 @final
 class _DropApart:
-    """The forward of a dropout, or of an attention that drops, in a module that is split."""
+    """The forward of a dropout in a module that is split."""
 
     def __init__(self, part: Any, split: TensorSplit, draws: Draws) -> None:
         self._part, self._split, self._draws = part, split, draws
         # A module may be split for one trainer after the other.
         self.plain: Any = part.forward.plain if isinstance(part.forward, _DropApart) else part.forward
-        # By the shape of an activation: whether ranks have parts of it. Attention drops weights of its own heads.
-        self._parts: dict[torch.Size, bool] | None = None if isinstance(part, Attention) else {}
+        # By the shape of an activation: whether ranks have parts of it.
+        self._parts: dict[torch.Size, bool] = {}
 
     @outside_graphs
     def __call__(self, *args: Any, **named: Any) -> Any:
@@ -270,8 +268,6 @@ class _DropApart:
             return self.plain(*args, **named)
 
     def _is_part(self, x: Tensor, *_: Any) -> bool:
-        if self._parts is None:
-            return True
         known = self._parts.get(x.shape)
         if known is None and self._draws.comparing:
             known = _differs(self._split, x.detach())

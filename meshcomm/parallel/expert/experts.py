@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -11,8 +10,17 @@ from torch import Tensor, nn
 
 from meshcomm.errors import LayoutError, ShapeError, TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.expert.exchange import Load, attach, exchange, move
-from meshcomm.parallel.expert.routing import Router, balance, capacity, counts, places, within_capacity
+from meshcomm.parallel.expert.routing import (
+    Router,
+    attach,
+    balance,
+    capacity,
+    counts,
+    exchange,
+    move,
+    places,
+    within_capacity,
+)
 from meshcomm.parallel.recompute import once
 from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.tensor.parameters import parameter_of
@@ -161,20 +169,7 @@ class Experts(nn.Module):
         self.capacity_factor, self.balance_weight = capacity_factor, balance_weight
         self.router = Router(tensor, width, experts, experts_per_token, normalised)
         self.experts = ExpertWeights(tensor, self.dim, width, ff, experts)
-        none = torch.zeros(experts, dtype=torch.int64, device=mesh.device)
-        self._zero = Load(0, torch.zeros((), dtype=torch.float64, device=mesh.device), none, none)
-        self._load = self._zero
         self._compared = 0
-
-    def take_load(self) -> Load:
-        """How this rank's tokens spread since the last call; counting starts again from zero."""
-        found, self._load = self._load, self._zero
-        return found
-
-    def _count(self, load: Load) -> None:
-        """Add one pass. Sums are new tensors: a load that was taken stays the same."""
-        pairs: Any = zip(self._load, load, strict=True)
-        self._load = Load(*(mine + more for mine, more in pairs))
 
     @outside_graphs  # how many rows travel follows from the data, which a graph cannot
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -210,18 +205,13 @@ class Experts(nn.Module):
         keep = None
         if self.capacity_factor is not None:
             keep = within_capacity(mesh, context, choice.chosen, positions, self.count, self.capacity_factor)
-        every = counts(choice.chosen, self.count).sum(0)
-        y, often = self._through(samples, choice.weights, choice.chosen, keep)
+        y = self._through(samples, choice.weights, choice.chosen, keep)
         y = self.tensor.leave(y.unflatten(0, samples.shape[:2]))
-        share = (uneven.detach() / (mesh.size(context) if context else 1)).double()
-        load = Load(1, share, every, every - often)
-        return attach(y, uneven, self.balance_weight, partial(self._count, load)).view(x.shape)
+        return (attach(y, uneven, self.balance_weight) if self.balance_weight else y).view(x.shape)
 
-    def _through(
-        self, x: Tensor, weights: Tensor, chosen: Tensor, keep: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _through(self, x: Tensor, weights: Tensor, chosen: Tensor, keep: Tensor | None) -> Tensor:
         """(samples, tokens, width), (samples, tokens, slots) weights, choices, which to keep, None for all ->
-        (samples * tokens, width), along the tensor's dim a part of the sum; choices of each expert that were kept."""
+        (samples * tokens, width), along the tensor's dim a part of the sum."""
         tensor, kind, rows = self.tensor, x.device.type, x
         if tensor.size > 1:
             # Each rank has a part of every expert's sum. Adding them up after the weighted sum, not before, sends a
@@ -232,22 +222,17 @@ class Experts(nn.Module):
             # Matrices are multiplied in this type; so rows travel in it.
             rows = rows.to(torch.get_autocast_dtype(kind))
         rows = rows.flatten(0, 1)
-        if keep is None:
-            often = counts(chosen.flatten().unsqueeze(0), self.count)[0]
-            spread = self._dropless(rows, chosen.flatten(), often)
-        else:
-            often = chosen.new_zeros(self.count)
-            often = often.scatter_add_(0, chosen.flatten(), keep.flatten().long())
-            spread = self._limited(rows, chosen, keep)
+        spread = self._dropless(rows, chosen.flatten()) if keep is None else self._limited(rows, chosen, keep)
         spread = spread.unflatten(0, (-1, self.slots))
-        return (spread * weights.flatten(0, 1).unsqueeze(-1)).sum(1).to(x.dtype), often
+        return (spread * weights.flatten(0, 1).unsqueeze(-1)).sum(1).to(x.dtype)
 
-    def _dropless(self, x: Tensor, chosen: Tensor, often: Tensor) -> Tensor:
-        """(n, width) tokens, (n * slots) choices, how often each expert stands there -> what comes of each choice.
+    def _dropless(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """(n, width) tokens, (n * slots) choices -> what comes of each choice.
 
         Where experts are spread the host has to know how many rows it sends and gets: it waits for that once, and
         backward does not.
         """
+        often = counts(chosen.unsqueeze(0), self.count)[0]
         order = chosen.argsort(stable=True)
         back = _inverse(order)
         rows = move(x, order, back, self.slots)

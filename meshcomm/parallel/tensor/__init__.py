@@ -12,7 +12,6 @@ from meshcomm.parallel.tensor.layers import (
     ColumnParallel,
     RowParallel,
     VocabParallelEmbedding,
-    columns,
     cross_entropy,
 )
 from meshcomm.parallel.tensor.parameters import (
@@ -31,7 +30,6 @@ __all__ = [
     "TensorSplit",
     "VocabParallelEmbedding",
     "assign",
-    "columns",
     "cross_entropy",
     "load_unsplit_state",
     "local",

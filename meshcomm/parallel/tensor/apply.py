@@ -13,7 +13,7 @@ from meshcomm.errors import MeshMismatchError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.example import Seen, compare
 from meshcomm.parallel.tensor.layers import ColumnParallel, RowParallel, VocabParallelEmbedding, entered
-from meshcomm.parallel.tensor.modules import Around, Attention, SharedEntry
+from meshcomm.parallel.tensor.modules import Around, SharedEntry
 from meshcomm.parallel.tensor.parameters import FUSED, kept
 from meshcomm.parallel.tensor.plan import Entry, Rule, checked_rules
 from meshcomm.parallel.tensor.split import TensorSplit
@@ -43,7 +43,6 @@ def tensor_parallel(
                      "column:whole": the outputs are gathered.
         "row"        nn.Linear, inputs split: behind columns. Its result is whole.
         "vocab"      nn.Embedding, rows split.
-        "attention"  nn.MultiheadAttention, heads split.
         "enter"      a module around columns: its first argument ("args": [0], or names) enters here and not at each
                      column. For one that asks its input how long the sequence is, with sequence_parallel;
                      everything in it must go through columns.
@@ -132,14 +131,6 @@ class _Splitting:
         elif rule.style == "vocab":
             self._place(part, "weight", 0, None)
             self._become(part, VocabParallelEmbedding)
-        elif rule.style == "attention":
-            for key in ("in_proj_weight", "in_proj_bias"):
-                self._place(part, key, 0, (part.embed_dim,) * 3)
-            # Without it nn.TransformerEncoderLayer would bypass this forward.
-            part._qkv_same_embed_dim = False
-            self._row(part.out_proj)
-            self._become(part, Attention)
-            part.meshcomm_entry = self._entry(name + ".in_proj")
         elif rule.style == "enter":
             self._become(part, Around).meshcomm_enter = rule.args
         elif rule.style in ("sequence", "heads"):
@@ -212,7 +203,7 @@ class _Splitting:
             return
         for key in own:
             self._place(part, key, None, None)
-        if not isinstance(part, (ColumnParallel, RowParallel, VocabParallelEmbedding, Attention)):
+        if not isinstance(part, (ColumnParallel, RowParallel, VocabParallelEmbedding)):
             self._become(part, Around)
 
 

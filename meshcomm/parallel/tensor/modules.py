@@ -6,16 +6,13 @@ from the module's own (as fully_shard does it).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshcomm.errors import ShapeError, UnsupportedOp
-from meshcomm.parallel.tensor.layers import held
+from meshcomm.errors import ShapeError
 from meshcomm.parallel.tensor.parameters import local
 from meshcomm.parallel.tensor.split import TensorSplit
 
@@ -99,99 +96,3 @@ class Around:
         if isinstance(value, DTensor) and self.__dict__.get("meshcomm_computes"):
             return local(value)
         return value
-
-
-class Attention:
-    """nn.MultiheadAttention of which each rank computes num_heads / ranks heads.
-
-    query, key, value and the result are whole, or split along the sequence, as around any column and
-    row. Of the weights only their mean over all heads is known; without need_weights=False they are
-    computed, as in torch. With sequence_parallel no gradient flows through them.
-    """
-
-    meshcomm_split: TensorSplit
-    meshcomm_entry: Callable[[Tensor], Tensor]
-    out_proj: nn.Module
-    num_heads: int
-    head_dim: int
-    dropout: float
-    batch_first: bool
-    training: bool
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As nn.MultiheadAttention, for (batch, sequence, width) or batch_first=False's order."""
-        self._check(query, attn_mask is None and is_causal, need_weights and not average_attn_weights)
-        split = self.meshcomm_split
-        weight, bias = held(self, "in_proj_weight").chunk(3), held(self, "in_proj_bias")
-        biases = [None] * 3 if bias is None else bias.chunk(3)
-        q, k, v = (
-            F.linear(self.meshcomm_entry(x), w, b)
-            for x, w, b in zip((query, key, value), weight, biases, strict=True)
-        )
-        if not self.batch_first:
-            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        heads = self.num_heads // split.size, self.head_dim
-        q, k, v = (x.unflatten(-1, heads).transpose(1, 2) for x in (q, k, v))
-        mask = self._mask(q, attn_mask, key_padding_mask)
-        dropout = self.dropout if self.training else 0.0
-        averaged = None
-        if need_weights:
-            scores = q @ k.mT / self.head_dim**0.5
-            weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
-            averaged, y = weights.sum(1) / self.num_heads, weights @ v
-            if split.sequence_parallel:
-                # The modules around work on slices: which of its gradients would be summed is unknown.
-                averaged = averaged.detach()
-            averaged = split.mesh.functional.all_reduce(split.dim, averaged, grad="identity")
-        else:
-            # torch's is_causal is a hint about the mask, and needs the mask to be given.
-            causal = is_causal and key_padding_mask is None
-            y = F.scaled_dot_product_attention(q, k, v, None if causal else mask, dropout, causal)
-        y = y.transpose(1, 2).flatten(2)
-        out: Tensor = self.out_proj(y if self.batch_first else y.transpose(0, 1))
-        return out, averaged
-
-    def _check(self, query: Tensor, causal_alone: bool, weights_of_heads: bool) -> None:
-        where = self.meshcomm_split.mesh.label
-        if weights_of_heads:
-            raise UnsupportedOp(
-                "attention with split heads does not give the weights of each head",
-                given="need_weights=True, average_attn_weights=False",
-                expected="average_attn_weights=True, or no weights",
-                hint="need_weights=False",
-            )
-        if query.ndim != 3:
-            what, given = "with split heads cannot take this query", f"a query of shape {tuple(query.shape)}"
-            expected, hint = "3 axes: batch, sequence and width", "query.unsqueeze(0) and batch_first=True"
-        elif causal_alone:
-            what, given = "was told is_causal without the mask", "is_causal=True, attn_mask=None"
-            expected = "the mask as well: in torch is_causal only says what the mask is"
-            hint = "attn_mask=nn.Transformer.generate_square_subsequent_mask(length)"
-        else:
-            return
-        raise ShapeError(f"attention {what} on {where}", given=given, expected=expected, hint=hint)
-
-    def _mask(self, q: Tensor, attn: Tensor | None, padding: Tensor | None) -> Tensor | None:
-        """Both masks as one that is added to the scores of this rank's heads."""
-        split = self.meshcomm_split
-        if attn is not None and attn.ndim == 3:
-            # (batch * all heads, ...): this rank's heads of each sample.
-            attn = attn.unflatten(0, (-1, self.num_heads)).chunk(split.size, 1)[split.coord]
-        found = None
-        for mask in (attn, None if padding is None else padding[:, None, None]):
-            if mask is None:
-                continue
-            if mask.dtype == torch.bool:
-                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
-            found = mask.to(q.dtype) if found is None else found + mask.to(q.dtype)
-        return found

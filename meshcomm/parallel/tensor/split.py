@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from meshcomm.errors import ShapeError, UnsupportedOp
+from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.parameters import local, parameter_of
 
@@ -37,8 +37,6 @@ class TensorSplit:
             reduce_scatter and all_gather are the two halves of the all_reduce. Parameters that work on slices
             have partial gradients: see `partial`.
         axis: of activations (batch, sequence, width) that is the sequence, counted from the front.
-        overlap: `columns` gathers the sequence while it computes. Raises UnsupportedOp without
-            sequence_parallel, where nothing is gathered.
 
     size, coord: of the dim. sequence_parallel: False where nothing is split.
     """
@@ -50,21 +48,12 @@ class TensorSplit:
         dtype: torch.dtype = torch.float32,
         sequence_parallel: bool = False,
         axis: int = 1,
-        *,
-        overlap: bool = False,
     ) -> None:
-        if overlap and not sequence_parallel:
-            raise UnsupportedOp(
-                "overlap without sequence_parallel would have no effect",
-                given="overlap=True, sequence_parallel=False",
-                expected="sequence_parallel=True, where the sequence is gathered before split layers",
-                hint="leave overlap out",
-            )
         self.mesh, self.device, self.dtype = mesh, mesh.device, dtype
         self.dim = dim or ""
         self.size, self.coord = (mesh.size(dim), mesh.coord(dim)) if dim else (1, 0)
         self.sequence_parallel = sequence_parallel and self.size > 1
-        self.axis, self.overlap = axis, overlap
+        self.axis = axis
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSplit:
         """Itself: a copy of a module is on the same mesh."""
