@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -129,10 +130,6 @@ class Dropout(nn.Module):
         bits = _number(tokens[..., None], words).view(torch.int32)
         return bits[..., first_feature % 2 :][..., : shape[2]] >= self._threshold
 
-    def extra_repr(self) -> str:
-        """Part of the module's repr."""
-        return f"p={self.p}, site={self.site!r}"
-
 
 def _hash(text: str) -> int:
     return _signed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
@@ -174,8 +171,6 @@ class Draws:
         self._key: tuple[int | str, ...] = ()
         self._often = 0
         self._blocks: Counter[int] = Counter()
-        # False where a block is computed again: nobody else is there to compare with.
-        self.comparing = True
 
     @contextmanager
     def step(self, name: str, first: int) -> Iterator[None]:
@@ -192,19 +187,11 @@ class Draws:
     def seeded(self, number: int, block: Callable[..., Any]) -> Callable[..., Any]:
         """The number-th block of the model, for one forward pass: called again, it draws the same again."""
         self._blocks[number] += 1
-        key = (*self._key[:3], f"block {number}", self._blocks[number])
-        again = False
+        return partial(self._run, (*self._key[:3], f"block {number}", self._blocks[number]), block)
 
-        def run(*args: Any, **named: Any) -> Any:
-            nonlocal again
-            self.seed(key)
-            self.comparing, again = not again, True
-            try:
-                return block(*args, **named)
-            finally:
-                self.comparing = True
-
-        return run
+    def _run(self, key: tuple[int | str, ...], block: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        self.seed(key)
+        return block(*args, **named)
 
     def seed(self, key: tuple[int | str, ...]) -> None:
         """Set the generators by `key` and this rank's coords."""
@@ -221,9 +208,7 @@ class Draws:
 
     def _forked(self) -> AbstractContextManager[None]:
         device = self._mesh.device
-        if device.type == "cpu":
-            return torch.random.fork_rng([])
-        return torch.random.fork_rng([device], device_type=device.type)
+        return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
     def _set(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
@@ -254,33 +239,24 @@ class _DropApart:
 
     def __init__(self, part: Any, split: TensorSplit, draws: Draws) -> None:
         self._part, self._split, self._draws = part, split, draws
-        # A module may be split for one trainer after the other.
-        self.plain: Any = part.forward.plain if isinstance(part.forward, _DropApart) else part.forward
         # By the shape of an activation: whether ranks have parts of it.
         self._parts: dict[torch.Size, bool] = {}
 
     @outside_graphs
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, x: Tensor) -> Any:
         """As without a mesh. The first activation of each shape is compared: this waits for the device."""
-        if not self._part.training or not self._is_part(*args, *named.values()):
-            return self.plain(*args, **named)
+        plain = type(self._part).forward
+        if not self._part.training or not self._is_part(x.detach()):
+            return plain(self._part, x)
         with self._draws.on_this_rank(self._split.dim):
-            return self.plain(*args, **named)
+            return plain(self._part, x)
 
-    def _is_part(self, x: Tensor, *_: Any) -> bool:
-        known = self._parts.get(x.shape)
-        if known is None and self._draws.comparing:
-            known = _differs(self._split, x.detach())
-            if known is not None:
-                self._parts[x.shape] = known
-        return bool(known)
-
-
-def _differs(split: TensorSplit, x: Tensor) -> bool | None:
-    """Whether ranks have different activations; None where they have nothing but zeros, of which none can be dropped."""
-    ends = split.mesh.all_reduce(split.dim, torch.stack([x, -x]).double(), op="max")
-    most, fewest = ends[0], -ends[1]
-    largest = ends.max()
-    if not largest:
-        return None
-    return bool((most - fewest).max() > _ROUNDING * largest)
+    def _is_part(self, x: Tensor) -> bool:
+        """Whether ranks have different activations; not known of zeros, of which none can be dropped."""
+        if x.shape not in self._parts:
+            ends = self._split.mesh.all_reduce(self._split.dim, torch.stack([x, -x]).double(), op="max")
+            most, fewest, largest = ends[0], -ends[1], ends.max()
+            if not largest:
+                return False
+            self._parts[x.shape] = bool((most - fewest).max() > _ROUNDING * largest)
+        return self._parts[x.shape]

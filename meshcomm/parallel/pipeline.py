@@ -118,9 +118,6 @@ class Pipelined:
             So no trial step is needed to find them.
         dtype: of tensors sent between stages, gradients included, and of the last output. A module that returns
             another one is refused by torch, or read wrongly: cast at its end.
-        on_stage_done: called with the position in `modules` of a stage when its gradients of this
-            step are complete, which is while other stages of the rank still run. As an order of
-            calls it is the same on every rank with this coord along `dim`.
         draws: sets the default generators before each forward pass of a stage, if given.
 
     Raises LayoutError where the sizes do not fit the schedule, UnsupportedOp where a module that
@@ -138,7 +135,6 @@ class Pipelined:
         schedule: PipelineSchedule,
         shapes: tuple[Shape, Shape, Shape],
         dtype: torch.dtype,
-        on_stage_done: Callable[[int], None] | None = None,
         draws: Draws | None = None,
     ) -> None:
         mine = [modules] if isinstance(modules, nn.Module) else list(modules)
@@ -163,8 +159,7 @@ class Pipelined:
                 output_args=boundary(last if index == count - 1 else between),
                 group=mesh.group(dim),
             )
-            stage.position, stage.on_done, stage.mesh = position, on_stage_done, mesh
-            stage.draws = draws
+            stage.mesh, stage.draws = mesh, draws
             stages.append(stage)
         self._mesh, self._dim, self._loss, self._microbatches = mesh, dim, loss, microbatches
         self._stages, self._between = stages, (between, dtype)
@@ -218,12 +213,10 @@ class Pipelined:
 
 
 class _PipelineStage(PipelineStage):
-    """A stage that reports when its gradients are complete, and records when each of its passes runs."""
+    """A stage that sets the generators before its forward passes, and records when each of its passes runs."""
 
     mesh: Mesh
-    position: int = 0
     draws: Draws | None = None
-    on_done: Callable[[int], None] | None = None
 
     def seed(self, microbatch: int) -> None:
         """Set the default generators for a forward pass."""
@@ -245,12 +238,6 @@ class _PipelineStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
         with self._span("weights", bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **more)
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        # Every schedule calls this right after the stage's last backward pass of a step.
-        super().perform_reduce_grad(grad_scale_factor)
-        if self.on_done is not None:
-            self.on_done(self.position)
 
 
 def _schedule(schedule: PipelineSchedule, stages: list[_PipelineStage], microbatches: int, loss: Loss) -> Any:

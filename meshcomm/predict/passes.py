@@ -36,8 +36,7 @@ class ScheduleProperties(NamedTuple):
         of the graph that both need may run twice, as may what is recomputed; modules from
         torch.compile are refused by torch.
     hooks_fire: register_post_accumulate_grad_hook is called once for each microbatch and parameter.
-        Where not, only stage 0 does so, and `Pipelined(on_stage_done=...)` says when a stage's
-        gradients are complete; it does for every schedule.
+        Where not, only stage 0 does so.
     """
 
     several_stages: bool
