@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import ShapeError, TrainingError
-from meshcomm.layout.names import did_you_mean
+from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.parallel.tensor import assign, local, whole_shape
 from meshcomm.parallel.tensor.parameters import fused_sizes, kept, parts_of, units
 from meshcomm.parallel.torch_private import offsets
@@ -35,7 +35,6 @@ _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 # A file is mapped; what has been read of it counts as this process's memory until it is closed.
 _MAPPED_BYTES: Final = 32 << 20
 _LARGEST: Final = 8  # bytes of an element
-_SHOWN: Final = 6
 
 
 @torch.no_grad()
@@ -128,7 +127,7 @@ class Folder:
             raise TrainingError(
                 f"the weights in {self._path} are not those of the model",
                 given="\n".join(
-                    f"{len(some)} {what}: {', '.join(some[:_SHOWN])}{', ...' if len(some) > _SHOWN else ''}"
+                    f"{len(some)} {what}: {listed(some)}"
                     for what, some in (("missing", missing), ("that it does not have", extra))
                     if some
                 ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Final, final
+from typing import Any, final
 from weakref import finalize, ref
 
 import torch
@@ -17,13 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 from meshcomm.errors import TrainingError
 from meshcomm.layout import Dims
+from meshcomm.layout.names import listed
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.expert import ExpertWeights
 from meshcomm.parallel.expert.routing import Router
 from meshcomm.parallel.tensor import local
 from meshcomm.transport.torch_private import storage_id
-
-OPS: Final = ("avg", "sum")
 
 
 @final
@@ -39,15 +38,12 @@ class GradientSync:
                 loss_of(model(x), y).backward()
             optimizer.step()
 
-    Parameters fill buckets of at most `bucket_mb` (a larger parameter fills a bucket alone)
-    in reverse order of registration, which is about the order in which backward reaches them.
-    Each `.grad` is a view of its bucket's flat buffer, so backward accumulates in place and
-    nothing is packed or unpacked. When every gradient of a bucket has received `microbatches`
-    contributions, and all buckets before it have been sent, one asynchronous all_reduce of the
-    buffer starts. Every rank along `dims` sends the same buckets in the same order.
+    Parameters fill buckets of at most `bucket_mb` in reverse order of registration, which is about the order in which
+    backward reaches them; a larger parameter fills a bucket alone. Each `.grad` is a view of its bucket's flat buffer,
+    so nothing is packed or unpacked. When every gradient of a bucket has received `microbatches` contributions, and all
+    buckets before it have been sent, one asynchronous all_reduce of the buffer starts: in the same order on all ranks.
 
-    Buffers follow DDP: after each step, those of coord 0 become those of all ranks, so that buffers that follow from
-    a rank's own samples, such as running statistics, stay equal. Without `broadcast` nothing is sent.
+    Buffers follow DDP: after each step, those of coord 0 become those of all ranks.
 
     Called by: every rank along `dims`. Raises TrainingError where a parameter gets no gradient in a step, where
     backward runs outside of one, where a `.grad` is replaced, and where `with` begins before the gradients of the last
@@ -61,9 +57,9 @@ class GradientSync:
         microbatches: backward passes per step. Their gradients add up, whatever `op` is.
         bucket_mb: size of a bucket in 10^6 bytes.
         broadcast: whether the values of coord 0 become those of all ranks, as with DDP: parameters now, a module's
-            buffers now and after each step. Without it the caller sees to it that they are equal.
-        hooks: whether backward calls the hooks of accumulated gradients. Where it does
-            not, as under a pipeline that splits backward, all buckets are sent by `finish`.
+            buffers now and after each step.
+        hooks: whether backward calls the hooks of accumulated gradients. If not, as under a pipeline that splits
+            backward, `finish` sends all buckets.
     """
 
     def __init__(
@@ -78,11 +74,11 @@ class GradientSync:
         broadcast: bool = True,
         hooks: bool = True,
     ) -> None:
-        if op not in OPS:
+        if op not in ("avg", "sum"):
             raise TrainingError(
                 "GradientSync cannot reduce gradients by this operation",
                 given=f"op={op!r}",
-                expected=" or ".join(OPS),
+                expected="avg or sum",
                 hint='"avg" where each rank\'s loss is a mean over its own samples, "sum" where it is a share of the sum',
             )
         self._op, self._hooks, self._mesh = op, hooks, mesh
@@ -179,10 +175,8 @@ class GradientSync:
             self._active = False
 
     def start(self) -> None:
-        """Begin a step: every gradient is zero. Call before the first backward of the step.
-
-        Where the module was moved or cast, or parameters were frozen, unfrozen, added or removed since the last step,
-        buckets are made anew: every rank must have changed its own in the same way.
+        """Begin a step: every gradient is zero. Buckets are made anew where the module has changed since the last step:
+        every rank must have changed its own in the same way.
         """
         if not self._fits():
             self._plan()
@@ -216,7 +210,7 @@ class GradientSync:
         if replaced:
             raise TrainingError(
                 f"the .grad of {replaced[0]} was replaced during the step",
-                given=", ".join(replaced[:8]),
+                given=listed(replaced),
                 expected="gradients accumulated in place, into the views that start() attached",
                 hint="do not call zero_grad, set .grad or move the module between start() and finish()",
             )
@@ -342,7 +336,7 @@ def check_complete(missing: Sequence[str], total: int) -> None:
     if missing:
         raise TrainingError(
             f"{len(missing)} of {total} parameters got no gradient",
-            given=", ".join(missing[:8]) + (", ..." if len(missing) > 8 else ""),
+            given=listed(missing),
             expected="every parameter of the model to take part in the loss",
             hint="remove them, use them in forward, or set requires_grad = False",
         )
@@ -354,9 +348,8 @@ class Sharded:
 
     Each of a module's `layers`, a ModuleDict or ModuleList, is gathered before it is used and let go after; its
     gradients are summed and scattered as soon as backward is through it. With copies of the shards along a second
-    dim (hybrid sharding) gradients are summed over them too. Ranks that have other tokens of the same samples need
-    the same weights and the sum of the same gradients: so their dim is a part of a merged one. Experts that are
-    spread are sharded along the dims of their own view: they are gathered by themselves, inside of their layer (as in
+    dim (hybrid sharding) gradients are summed over them too. The dim of ranks that have other tokens of the same samples
+    is a part of a merged one. Experts that are spread are gathered by themselves, inside of their layer (as in
     torchtitan's apply_fsdp, models/llama4/infra/parallelize.py).
 
     Args:
@@ -368,8 +361,7 @@ class Sharded:
         experts: the dims along which gradients of experts' weights are summed; None: experts are as all weights.
             The last one of size above 1 shards, an earlier one replicates; where there is none, experts stay whole.
         reshard: layers are let go after each pass. False: they stay gathered from a step's first forward pass to its
-            last backward pass. Needed where a backward pass runs in halves (zero_bubble): the second half looks for
-            the very parameters that the forward pass used.
+            last backward pass, as zero_bubble needs: its second half looks for the parameters of the forward pass.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import ConfigError
-from meshcomm.layout.names import did_you_mean
+from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.parallel.tensor.parameters import units
 from meshcomm.parallel.tensor.split import TensorSplit
 
@@ -205,9 +205,8 @@ def _problems(
         if any(p is not None for p in part._parameters.values()) and not _owner(name, rules)
     ]
     if split.sequence_parallel and bare:
-        listed = ", ".join(bare[:6]) + (", ..." if len(bare) > 6 else "")
         yield (
-            f"with sequence_parallel every part with parameters needs a style; these have none: {listed}. "
+            f"with sequence_parallel every part with parameters needs a style; these have none: {listed(bare)}. "
             '"sequence": it works on each token by itself (norms); "replicate": it needs all of the sequence'
         )
 
