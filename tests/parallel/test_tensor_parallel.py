@@ -43,7 +43,6 @@ from meshcomm.parallel.tensor import (
     VocabParallelEmbedding,
     assign,
     cross_entropy,
-    load_unsplit_state,
     tensor_parallel,
     unsplit_state,
     whole,
@@ -450,15 +449,9 @@ def states(mesh: Mesh) -> None:
     state = unsplit_state(module)
     assert list(state) == list(before)
     assert all(torch.equal(state[name], value) for name, value in before.items())
-    doubled = {name: value * 2 for name, value in before.items()}
-    load_unsplit_state(module, doubled)
-    assert all(torch.equal(value, before[name] * 2) for name, value in unsplit_state(module).items())
-    with pytest.raises(ShapeError, match=r"norm\.bais is unknown; did you mean") as caught:
-        load_unsplit_state(module, {**before, "norm.bais": before["norm.bias"], "norm.weight": torch.ones(3)})
-    assert "norm.weight has shape (3,)" in str(caught.value)
 
 
-def test_the_state_of_the_whole_module_comes_out_and_goes_in() -> None:
+def test_the_state_of_the_whole_module_comes_out() -> None:
     meshcomm.simulate(states, dims={"tp": 4})
 
 

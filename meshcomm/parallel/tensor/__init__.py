@@ -16,7 +16,6 @@ from meshcomm.parallel.tensor.layers import (
 )
 from meshcomm.parallel.tensor.parameters import (
     assign,
-    load_unsplit_state,
     local,
     unsplit_state,
     whole,
@@ -31,7 +30,6 @@ __all__ = [
     "VocabParallelEmbedding",
     "assign",
     "cross_entropy",
-    "load_unsplit_state",
     "local",
     "tensor_parallel",
     "unsplit_state",
