@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +27,6 @@ from tests.parallel.test_context import SEQUENCE, draw, farthest, one_process, s
 
 FLASH = "aten._scaled_dot_product_flash_attention.default"
 FLASH_BACK = "aten._scaled_dot_product_flash_attention_backward.default"
-EFFICIENT = "aten._scaled_dot_product_efficient_attention.default"
-EFFICIENT_BACK = "aten._scaled_dot_product_efficient_attention_backward.default"
-Kernel = Literal["flash", "efficient"]
 HALVES = (torch.float16, torch.bfloat16)
 needs_cuda_build = pytest.mark.skipif(
     not torch.backends.cuda.is_built(),
@@ -37,7 +34,7 @@ needs_cuda_build = pytest.mark.skipif(
 )
 
 
-# -- stand-ins: sizes, strides and padding as in torch's flash_api.cpp and mem_eff_attention/kernel_*.h ----------
+# -- stand-ins: sizes, strides and padding as in torch's flash_api.cpp ----------------------------------
 
 
 class StandIns(DispatchMode):  # type: ignore[misc]
@@ -48,7 +45,7 @@ class StandIns(DispatchMode):  # type: ignore[misc]
         self.seen: set[str] = set()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = {FLASH: forward, EFFICIENT: forward, FLASH_BACK: backward, EFFICIENT_BACK: backward}
+        call = {FLASH: forward, FLASH_BACK: backward}
         if str(op) not in call:
             return op(*args, **(kwargs or {}))
         self.seen.add(str(op))
@@ -80,56 +77,33 @@ def checked(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, **rest: Any) -> tuple[Any, ...]:
-    """Either kernel."""
-    efficient = "compute_log_sumexp" in rest
-    assert rest["dropout_p"] == 0.0
-    assert rest["attn_bias"] is None and rest["compute_log_sumexp"] if efficient else query.dtype in HALVES
+    assert rest["dropout_p"] == 0.0 and query.dtype in HALVES
     checked(query, key, value, rest["is_causal"])
-    assert query.shape[1] == key.shape[1] or not efficient
     out, lse = plain_attention(*wide(query, key, value), rest["is_causal"], rest["scale"])
-    lse = lse.float()
-    if efficient:
-        lse = torch.nn.functional.pad(lse, (0, -query.shape[2] % 32), value=torch.inf)
-    out, none = tokens_first(out.to(query.dtype)), torch.empty(0)
-    return (out, lse, none, none) if efficient else (out, lse, none, none, 0, 0, none, none, none)
+    none = torch.empty(0)
+    return tokens_first(out.to(query.dtype)), lse.float(), none, none, 0, 0, none, none, none
 
 
 def backward(query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, **rest: Any) -> Any:
-    """Either kernel."""
-    efficient = "attn_bias" in rest
-    dout = rest["grad_out_"] if efficient else rest["grad_out"]
+    dout = rest["grad_out"]
     checked(query, key, value, rest["is_causal"])
     assert dout.dtype == out.dtype == query.dtype and logsumexp.dtype == torch.float32
     assert rest["dropout_p"] == 0.0
-    batch, heads, s, head = query.shape
-    if efficient:
-        assert rest["attn_bias"] is None and rest["grad_input_mask"] == [True, True, True, False]
-        assert heads == key.shape[1]
-        assert logsumexp.shape == (batch, heads, -(-s // 32) * 32) and logsumexp.stride(1) % 8 == 0
-        assert (logsumexp[..., s:] == torch.inf).all()
-        logsumexp = logsumexp.as_strided((batch, heads, s), (*logsumexp.stride()[:2], 1))
-        # The kernel knows the strides of a batch and a head, and takes that of a token for granted.
-        out = out.as_strided(out.shape, (out.stride(0), out.stride(1), heads * head, 1))
-    else:
-        assert (rest["cum_seq_q"], rest["cum_seq_k"]) == (None, None)
-        assert (rest["max_q"], rest["max_k"]) == (s, key.shape[2])
-        assert rest["philox_seed"].shape == (2,) and rest["philox_seed"].dtype == torch.uint64
-        # The kernel is handed a pointer: rows of each head, one after the other.
-        logsumexp = logsumexp.as_strided((batch, heads, s), (heads * s, s, 1))
+    batch, heads, s, _ = query.shape
+    assert (rest["cum_seq_q"], rest["cum_seq_k"]) == (None, None)
+    assert (rest["max_q"], rest["max_k"]) == (s, key.shape[2])
+    assert rest["philox_seed"].shape == (2,) and rest["philox_seed"].dtype == torch.uint64
+    # The kernel is handed a pointer: rows of each head, one after the other.
+    logsumexp = logsumexp.as_strided((batch, heads, s), (heads * s, s, 1))
     queries = Queries(*wide(query, out, logsumexp, dout))
     found = plain_gradients(queries, *wide(key, value), rest["is_causal"], rest["scale"])
-    found = tuple(tokens_first(x.to(query.dtype)) for x in found)
-    return (*found, None) if efficient else found
+    return tuple(tokens_first(x.to(query.dtype)) for x in found)
 
 
 @pytest.fixture
 def stood_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of a dtype as on a CUDA device; ranks switch the stand-ins on themselves."""
-
-    def kernel(q: Tensor, *_: Any) -> Kernel:
-        return "flash" if q.dtype in HALVES else "efficient"
-
-    monkeypatch.setattr(block, "attention_kernel", kernel)
+    """The kernel as on a CUDA device; ranks switch the stand-ins on themselves."""
+    monkeypatch.setattr(block, "attention_kernel", lambda *_: "flash")
     monkeypatch.setattr(block, "kernel_alignment", lambda device: 8)
 
 
@@ -150,26 +124,24 @@ def by_kernels(mesh: Mesh, dtype: torch.dtype) -> tuple[list[tuple[Any, float, f
 
 
 @pytest.mark.usefixtures("stood_in")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("n", [2, 3])
 def test_the_ring_by_kernels_is_attention_of_the_whole(dtype: torch.dtype, n: int) -> None:
-    names = {FLASH, FLASH_BACK} if dtype in HALVES else {EFFICIENT, EFFICIENT_BACK}
     for errors, seen in meshcomm.simulate(by_kernels, dims={"cp": n}, args=(dtype,)):
-        assert seen == names
+        assert seen == {FLASH, FLASH_BACK}
         assert len(errors) == len(CASES)
         # Each block's result and gradients are rounded before they are added up: n roundings in the place of one.
         assert [case for case, error, alone in errors if not error < 3 * alone] == []
 
 
 @pytest.mark.usefixtures("stood_in")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("s", "t", "head"), [(33, 33, 8), (64, 32, 16), (5, 7, 6), (31, 31, 1)])
-def test_padding_strides_and_offsets(dtype: torch.dtype, s: int, t: int, head: int) -> None:
+def test_padding_strides_and_offsets(s: int, t: int, head: int) -> None:
     """Rows beyond the log-sum-exp's, heads that are no multiple of 8, parts of tensors, heads that lie apart."""
     torch.manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64).to(dtype)
+        return torch.randn(shape, dtype=torch.float64).to(torch.bfloat16)
 
     # Aligned but for where they begin.
     flat = (random(3 + 2 * s * 6 * head)[3:] for _ in range(3))
@@ -184,7 +156,7 @@ def test_padding_strides_and_offsets(dtype: torch.dtype, s: int, t: int, head: i
         exact += plain_gradients(Queries(*wide(q, out, lse, dout)), *wide(k, v), causal, 0.3)
         for mine, wanted in zip(found, exact, strict=True):
             # For rows of few keys the weights may be far above 1, as lse is drawn and not computed.
-            room = 8 * torch.finfo(dtype).eps * max(1.0, wanted.abs().max().item())
+            room = 8 * torch.finfo(torch.bfloat16).eps * max(1.0, wanted.abs().max().item())
             assert mine.shape == wanted.shape and farthest([mine], [wanted]) < room
 
 
@@ -220,15 +192,10 @@ class Alone(ring._Ring):
         return Arrived()
 
 
-def allowed(kinds: tuple[torch.dtype, ...], each: bool) -> Any:
-    """What torch answers on a GPU of compute capability 8 or newer; efficient wants as many heads of k as of q."""
-
-    def answer(params: Any) -> bool:
-        same = params.query.shape[1] == params.key.shape[1]
-        assert params.query.requires_grad, "a kernel that cannot be trained with would be taken"
-        return params.query.dtype in kinds and params.query.shape[-1] % 8 == 0 and (same or not each)
-
-    return answer
+def flash(params: Any) -> bool:
+    """What torch answers on a GPU of compute capability 8 or newer."""
+    assert params.query.requires_grad, "a kernel that cannot be trained with would be taken"
+    return params.query.dtype in HALVES and params.query.shape[-1] % 8 == 0
 
 
 @needs_cuda_build
@@ -237,7 +204,7 @@ def allowed(kinds: tuple[torch.dtype, ...], each: bool) -> Any:
     [
         (torch.bfloat16, (FLASH, FLASH_BACK)),
         (torch.float16, (FLASH, FLASH_BACK)),
-        (torch.float32, (EFFICIENT, EFFICIENT_BACK)),
+        (torch.float32, ()),
         (torch.float64, ()),
     ],
 )
@@ -253,8 +220,7 @@ def allowed(kinds: tuple[torch.dtype, ...], each: bool) -> Any:
 def test_on_cuda_no_tensor_has_the_size_of_the_scores(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, names: tuple[str, ...], order: Any, head: int
 ) -> None:
-    monkeypatch.setattr(torch_private, "can_use_flash_attention", allowed(HALVES, False))
-    monkeypatch.setattr(torch_private, "can_use_efficient_attention", allowed((*HALVES, torch.float32), True))
+    monkeypatch.setattr(torch_private, "can_use_flash_attention", flash)
     monkeypatch.setattr(block, "_SCORES", 1 << 21)
     batch, heads, kv, n, s = 2, 8, 2, 4, 2048
     with FakeTensorMode(), Recorded() as mode:

@@ -14,7 +14,6 @@ from meshcomm.comm.checks import check_tensor
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.context.torch_private import (
-    AttentionKernel,
     attention_kernel,
     kernel_alignment,
     kernel_attention,
@@ -157,12 +156,13 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) ->
 
     Shape:  q (batch, heads, s, head), k and v (batch, kv heads, t, head), t = s where causal ->
             (batch, heads, s, head), (batch, heads, s), in q's dtype and `wide` of it, or both wide.
-    Memory: torch's kernel where it has one, see `attention_kernel`; elsewhere the scores of some queries at a time.
+    Memory: torch's kernel where it has one; elsewhere the scores of some queries at a time.
     """
-    kernel, inputs = _kernel_inputs(q, k, v, causal)
+    inputs = _fitted(q), _fitted(k), _fitted(v)
+    kernel = attention_kernel(*inputs, causal)
     if kernel is None:
         return plain_attention(q, k, v, causal, scale)
-    out, lse = kernel_attention(kernel, *inputs, causal, scale)
+    out, lse = kernel_attention(kernel, inputs, causal, scale)
     return out[..., : q.shape[-1]], lse
 
 
@@ -173,26 +173,14 @@ def block_gradients(
 
     The weights of this block within the softmax over all keys are exp(scores - lse) (Dao et al. 2022).
     """
-    kernel, inputs = _kernel_inputs(queries.q, k, v, causal)
+    inputs = _fitted(queries.q), _fitted(k), _fitted(v)
+    kernel = attention_kernel(*inputs, causal)
     if kernel is None:
         return plain_gradients(queries, k, v, causal, scale)
-    given = (_fitted(queries.dout), *inputs, _fitted(queries.out), queries.lse)
-    dq, dk, dv = kernel_attention_backward(kernel, *given, causal, scale)
-    if kernel == "efficient":
-        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+    known = _fitted(queries.out), queries.lse, _fitted(queries.dout)
+    dq, dk, dv = kernel_attention_backward(kernel, inputs, known, causal, scale)
     head = queries.q.shape[-1]
     return dq[..., :head], dk[..., :head], dv[..., :head]
-
-
-def _kernel_inputs(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool
-) -> tuple[AttentionKernel | None, tuple[Tensor, Tensor, Tensor]]:
-    """torch's kernel for these, and what it is called with."""
-    fq, fk, fv = _fitted(q), _fitted(k), _fitted(v)
-    kernel = attention_kernel(fq, fk, fv, causal)
-    if kernel == "efficient":
-        fk, fv = _repeated(fk, q), _repeated(fv, q)
-    return kernel, (fq, fk, fv)
 
 
 def _fitted(x: Tensor) -> Tensor:

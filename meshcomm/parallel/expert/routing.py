@@ -18,12 +18,11 @@ from meshcomm.parallel.tensor import TensorSplit, local
 
 
 class Choice(NamedTuple):
-    """Where tokens go. `slots` is the number of experts that each token chooses.
+    """Where tokens go; `slots` is the number of experts that each token chooses.
 
-    Fields:
-        weights: (samples, tokens, slots), what each expert's output is multiplied by.
-        chosen: (samples, tokens, slots) int64, expert numbers, the most probable first.
-        probabilities: (samples, tokens, experts), of the softmax over all experts.
+    weights:       (samples, tokens, slots), what each expert's output is multiplied by.
+    chosen:        (samples, tokens, slots) int64, expert numbers, the most probable first.
+    probabilities: (samples, tokens, experts), of the softmax over all experts.
     """
 
     weights: Tensor
