@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from meshcomm.errors import TrainingError
 from meshcomm.layout import Dims
@@ -86,13 +85,18 @@ class GradientSync:
         self._microbatches, self._bucket_mb = microbatches, bucket_mb
         self._broadcast = broadcast and self._dims is not None
         self._module = model if isinstance(model, nn.Module) else None
-        self._given = [] if isinstance(model, nn.Module) else list(model)
-        self._known: set[nn.Parameter] = set()
-        self._handles: list[RemovableHandle] = []
-        self._buckets: list[_Bucket] = []
-        self._slots: list[_Slot] = []
-        self._plan()
+        self._named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
+        if self._broadcast:
+            self._send_values([parameter for _, parameter in self._named])
         self._send_buffers()
+        needed = {parameter: name for name, parameter in reversed(self._named) if parameter.requires_grad}
+        self._buckets = [
+            _Bucket(place, [(needed[each], each) for each in run])
+            for place, run in enumerate(_cut(needed, bucket_mb))
+        ]
+        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        for place, slot in enumerate(self._slots if hooks else ()):
+            slot.parameter.register_post_accumulate_grad_hook(_hook(ref(self), place))
         self._sent = 0
         self._active = False
         # The gradients of a step that nobody has used yet; see `__enter__`.
@@ -101,35 +105,25 @@ class GradientSync:
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(used(), optimizer))
         finalize(self, hook.remove)
 
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return self._given if self._module is None else list(self._module.named_parameters())
-
-    def _plan(self) -> None:
-        """Divide the parameters that need gradients among buckets. Those that were not there before are broadcast."""
-        named = self._named()
-        if self._broadcast:
-            self._send_values([parameter for _, parameter in named if parameter not in self._known])
-        self._known = {parameter for _, parameter in named}
-        for handle in self._handles:
-            handle.remove()
-        for slot in self._slots:
-            if slot.parameter.grad is slot.grad:
-                slot.parameter.grad = None
-        needed = {parameter: name for name, parameter in reversed(named) if parameter.requires_grad}
-        runs = _cut(needed, self._bucket_mb)
-        self._buckets = [
-            _Bucket(place, [(needed[each], each) for each in run]) for place, run in enumerate(runs)
+    def _check_unchanged(self) -> None:
+        """Raises TrainingError where the buckets are not those of the parameters as they are."""
+        named = self._named if self._module is None else self._module.named_parameters()
+        known = {slot.parameter: slot for slot in self._slots}
+        now = {parameter: name for name, parameter in named}
+        changed = [
+            name
+            for parameter, name in now.items()
+            if parameter.requires_grad != (parameter in known)
+            or (parameter in known and not known[parameter].fits())
         ]
-        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        self._handles = [
-            slot.parameter.register_post_accumulate_grad_hook(_hook(ref(self), place))
-            for place, slot in enumerate(self._slots if self._hooks else ())
-        ]
-
-    def _fits(self) -> bool:
-        """Whether the buckets are those of the parameters as they are: of their dtypes and devices, each with its gradient."""
-        needed = {parameter for _, parameter in self._named() if parameter.requires_grad}
-        return {slot.parameter for slot in self._slots} == needed and all(slot.fits() for slot in self._slots)
+        changed += [slot.name for parameter, slot in known.items() if parameter not in now]
+        if changed:
+            raise TrainingError(
+                "the module has changed since its GradientSync was made",
+                given=listed(changed),
+                expected="the same parameters, frozen or not, of the same dtype and on the same device",
+                hint="a new GradientSync behind the change, on every rank",
+            )
 
     def _send_buffers(self) -> None:
         if self._broadcast and self._module is not None:
@@ -175,11 +169,8 @@ class GradientSync:
             self._active = False
 
     def start(self) -> None:
-        """Begin a step: every gradient is zero. Buckets are made anew where the module has changed since the last step:
-        every rank must have changed its own in the same way.
-        """
-        if not self._fits():
-            self._plan()
+        """Begin a step: every gradient is zero. Raises TrainingError where the module was moved or cast, or has other parameters."""
+        self._check_unchanged()
         self._unused = False
         self._sent = 0
         self._active = True
@@ -267,7 +258,7 @@ def _hook(sync: ref[GradientSync], place: int) -> Callable[[Tensor], None]:
 def _stepped(sync: GradientSync | None, optimizer: torch.optim.Optimizer) -> None:
     """After a step of any optimizer, also of one that changes parameters where autograd does not see it."""
     if sync is not None and sync._unused:
-        mine = {id(parameter) for parameter in sync._known}
+        mine = {id(parameter) for _, parameter in sync._named}
         stepped = (id(each) for group in optimizer.param_groups for each in group["params"])
         sync._unused = mine.isdisjoint(stepped)
 

@@ -131,6 +131,10 @@ def test_mistakes_in_a_norm_are_named() -> None:
             GradientNorm(mesh, [("norm", a)]).clip_(0.0)
         with pytest.raises(LayoutError, match="1 of 1 in skip are not among"):
             GradientNorm(mesh, [("norm", a)], skip=[b])
+        cold = GradientNorm(mesh, [("cold", b.requires_grad_(False))])
+        b.requires_grad_(True)
+        with pytest.raises(TrainingError, match="cold needs a gradient since GradientNorm was made"):
+            cold.norm()
         for parameter in along.values():
             with pytest.raises(LayoutError, match="wq cannot be split along pp twice"):
                 GradientNorm(mesh, [("wq", parameter)], pipeline="pp")
