@@ -17,10 +17,9 @@ from meshcomm.errors import UnsupportedOp
 from meshcomm.models.spec import Here, ModelSpec, blocks_of, check_names, cut, default_values
 from meshcomm.models.weights import Folder, Names, write
 from meshcomm.parallel.batch_norm import batch_norms, synchronise
-from meshcomm.parallel.build import along
+from meshcomm.parallel.build import Model, Splits, along, cast, on_meta
 from meshcomm.parallel.dropout import Dropout, Drops, drop_apart
 from meshcomm.parallel.expert.experts import EXPERT_NAMES, Experts
-from meshcomm.parallel.model import Model, Splits, cast, on_meta
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.recompute import run
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy, tensor_parallel

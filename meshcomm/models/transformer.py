@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.models.spec import normal
+from meshcomm.parallel.build import Model, Splits, on_meta
 from meshcomm.parallel.dropout import Dropout, Drops
 from meshcomm.parallel.expert import Experts
-from meshcomm.parallel.model import Model, Splits, on_meta
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.recompute import Recompute, run
 from meshcomm.parallel.tensor import (

@@ -14,9 +14,8 @@ from meshcomm.config import Config
 from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank
-from meshcomm.parallel.build import LocalModel, sections
+from meshcomm.parallel.build import LocalModel, Model, sections
 from meshcomm.parallel.data import Sharded
-from meshcomm.parallel.model import Model
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.optimizer import MakeOptimizer, Update, check_patterns
 from meshcomm.parallel.results import Done, Results, check_inputs

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, final
-from weakref import finalize, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from meshcomm.errors import TrainingError
 from meshcomm.layout import Dims
@@ -101,9 +100,6 @@ class GradientSync:
         self._active = False
         # The gradients of a step that nobody has used yet; see `__enter__`.
         self._unused = False
-        used = ref(self)
-        hook = register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(used(), optimizer))
-        finalize(self, hook.remove)
 
     def _check_unchanged(self) -> None:
         """Raises TrainingError where the buckets are not those of the parameters as they are."""
@@ -150,7 +146,7 @@ class GradientSync:
         return self
 
     def _still_there(self) -> bool:
-        """Whether gradients are neither gone, as after zero_grad, nor such that a loss scaler leaves out the step."""
+        """Whether gradients are neither gone, as after zero_grad, nor used, nor such that a loss scaler leaves out the step."""
         flats = [bucket.flat for bucket in self._buckets]
         return (
             all(slot.parameter.grad is slot.grad for slot in self._slots)
@@ -253,14 +249,6 @@ def _hook(sync: ref[GradientSync], place: int) -> Callable[[Tensor], None]:
             owner._accumulated(owner._slots[place])
 
     return accumulated
-
-
-def _stepped(sync: GradientSync | None, optimizer: torch.optim.Optimizer) -> None:
-    """After a step of any optimizer, also of one that changes parameters where autograd does not see it."""
-    if sync is not None and sync._unused:
-        mine = {id(parameter) for _, parameter in sync._named}
-        stepped = (id(each) for group in optimizer.param_groups for each in group["params"])
-        sync._unused = mine.isdisjoint(stepped)
 
 
 def broadcast_values(

@@ -20,7 +20,7 @@ from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks, ranks
 from meshcomm.models import model_of
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.weights import INDEX, SINGLE
-from meshcomm.parallel.model import on_meta
+from meshcomm.parallel.build import on_meta
 from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tensor.parameters import fused_sizes, joined
 from meshcomm.parallel.tensor.plan import sizes_of_parts
