@@ -137,9 +137,8 @@ class Folder:
             )
 
     def read(self, names: Names, shape: tuple[int, ...], transposed: bool = False) -> Stored:
-        """What reads slices of a parameter of this shape, when they are asked for.
+        """What reads slices of a parameter of this shape. transposed: its two axes lie the other way round in the file.
 
-        transposed: its two axes lie the other way round in the file.
         Raises: TrainingError for a name that is not there, or no floating-point numbers; ShapeError.
         """
         if isinstance(names, str):
@@ -156,10 +155,6 @@ class Folder:
         first, *more = [name for name in names if self._called(name) in self._places] or names[:1]
         stored = self.read(first, shape, transposed)
         return _Twice(stored, self.read(more[0], shape, transposed), names, self._path) if more else stored
-
-    def names(self) -> list[str]:
-        """Of all tensors in it."""
-        return list(self._places)
 
     def piece(self, name: str) -> Any:
         """A tensor of which slices can be read, as the package gives it."""

@@ -66,18 +66,13 @@ class Drops(NamedTuple):
 
 @final
 class Dropout(nn.Module):
-    """Sets elements to zero with probability `p` and divides the others by 1 - p.
+    """Sets elements to zero with probability `p` and divides the others by 1 - p; in eval(), or with p = 0, x is returned.
 
     Whether an element is dropped follows from (seed, step, site, sample, position, feature) alone,
     so any mesh drops exactly what one process drops, with no generator, state or communication.
-    p is kept to 2^-32. In eval(), or with p = 0, x is returned as it is.
 
-    Args:
-        p: 0 <= p < 1.
-        site: the place in the model, such as "3.attn", counted through all stages. Two places with one
-            name drop alike.
-
-    Raises TrainingError for another p.
+    p:    0 <= p < 1, kept to 2^-32. Raises TrainingError for another.
+    site: the place in the model, such as "3.attn", counted through all stages. Two places with one name drop alike.
     """
 
     def __init__(self, p: float, site: str) -> None:

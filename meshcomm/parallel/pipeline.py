@@ -105,17 +105,13 @@ class Pipelined:
 
     Args:
         mesh, dim: ranks of the pipeline lie along `dim`, 2 or more.
-        modules: this rank's stages, one tensor in, one tensor out; a module alone is its only one.
-            Stage s lies on coord s % ranks, so the i-th is stage i * ranks + coord (see
-            `stages_of_rank`). As many on every rank.
+        modules: this rank's stages, one tensor in, one tensor out; a module alone is its only one. As many on every
+            rank: the i-th is stage i * ranks + coord (see `stages_of_rank`).
         loss: (last stage's output, targets of a microbatch) -> (), already scaled: gradients of
             the microbatches are summed. Its result is detached once the backward pass has run.
-        microbatches: per step; see `meshcomm.config.parallel.runs` for the numbers that a
-            schedule runs.
-        schedule: the order of passes; `meshcomm plan CONFIG --schedule` draws it. Its rules
-            for gradients and their hooks: `schedule_properties`.
+        microbatches: per step; see `meshcomm.config.parallel.runs` for the numbers that a schedule runs.
+        schedule: the order of passes; its rules for gradients and their hooks: `schedule_properties`.
         shapes: of one microbatch at each boundary: into stage 0, between stages, out of the last.
-            So no trial step is needed to find them.
         dtype: of tensors sent between stages, gradients included, and of the last output. A module that returns
             another one is refused by torch, or read wrongly: cast at its end.
         draws: sets the default generators before each forward pass of a stage, if given.
@@ -295,12 +291,9 @@ def _check(schedule: PipelineSchedule, microbatches: int, ranks: int, each: int,
 class TiedWeight:
     """The embedding on coord 0 along a pipeline and the head on its last coord are one weight.
 
-    The two holders exchange their gradients and add them up; ranks between them do nothing, where an all_reduce
-    would send zeros of the whole table through all of them. Both compute own + other, so the sums are equal to
-    the last bit, and equal optimisers keep the copies equal.
-
-    Where the weight is split along other dims (vocabulary, data) each rank exchanges its part, so
-    both holders must split it in the same way; it is the same parameter twice, not a transposed one.
+    The two holders exchange their gradients and add them up; ranks between them do nothing. Both compute own + other, so
+    the sums are equal to the last bit, and equal optimisers keep the copies equal. A weight that is split along other
+    dims (vocabulary, data) must be split in the same way by both; it is the same parameter twice, not a transposed one.
 
     Args:
         mesh, dim: the pipeline's.
