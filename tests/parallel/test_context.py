@@ -34,7 +34,6 @@ from meshcomm.parallel.context.block import (
     plain_gradients,
     wide,
 )
-from meshcomm.testing import Pool
 
 Attend = Callable[..., Tensor]
 KINDS: dict[str, Attend] = {"ring": ring_attention, "ulysses": ulysses_attention}
@@ -129,20 +128,6 @@ def test_windows_are_those_of_one_process(monkeypatch: pytest.MonkeyPatch, n: in
         monkeypatch.setattr("meshcomm.parallel.context.block._ROWS", 3)  # computed in parts
     for found in meshcomm.simulate(every_window, dims={"cp": n}):
         assert [case for case, error in found if not error < 1e-12] == []
-
-
-def on_processes() -> tuple[float, float]:
-    with meshcomm.init(dims={"dp": 2, "cp": 2}, device="cpu", timeout_s=30) as mesh:
-        whole = [x + mesh.coord("dp") for x in draw(4, 2)]
-        wanted = one_process(*whole, True, None)
-        return (
-            farthest(split_up(mesh, "cp", ring_attention, "zigzag", whole), wanted),
-            farthest(split_up(mesh, "cp", ulysses_attention, "contiguous", whole), wanted),
-        )
-
-
-def test_on_processes(pool: Pool) -> None:
-    assert all(error < 1e-12 for errors in pool.run(on_processes, ranks=4) for error in errors)
 
 
 # -- precision ---------------------------------------------------------------------------------

@@ -16,15 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import meshcomm
-from meshcomm.config import MeshConfig
 from meshcomm.errors import LayoutError, ShapeError, TrainingError, UnknownDim
 from meshcomm.mesh import Mesh
-from meshcomm.parallel import TensorSplit, assign, whole
-from meshcomm.parallel.expert import Experts, expert_gradient_dims, separate
+from meshcomm.parallel import TensorSplit
+from meshcomm.parallel.expert import Experts, expert_gradient_dims
 from meshcomm.parallel.expert.routing import capacity
 from meshcomm.parallel.tensor import local
 from meshcomm.testing import Pool
@@ -424,52 +422,6 @@ def test_ranks_that_route_equal_tokens_differently_are_told() -> None:
 # -- real processes -------------------------------------------------------------------------------
 
 
-def on_processes(given: Numbers, expected: Result) -> None:
-    """As DTensors of the whole shape: written, trained and gathered without knowing the mesh."""
-    views = {"expert": {"edp": 1, "ep": 2, "tp": 2}}
-    config = MeshConfig(dims={"dp": 2, "tp": 2}, views=views, device="cpu", timeout_s=30.0)
-    with meshcomm.init(config) as mesh:
-        layer = Experts(
-            mesh,
-            "ep",
-            TensorSplit(mesh, "tp", torch.float64),
-            width=WIDTH,
-            ff=FF,
-            experts=8,
-            capacity_factor=1.0,
-            balance_weight=WEIGHT / 2,
-        )
-        model = nn.ModuleDict({"ff": layer, "norm": nn.Linear(WIDTH, 1, dtype=torch.float64)})
-        dense, expert = separate(model)
-        assert list(dense) == ["ff.router.weight", "norm.weight", "norm.bias"]
-        assert list(expert) == ["ff.experts.w1", "ff.experts.w3", "ff.experts.w2"]
-        for name in ("w1", "w3", "w2"):
-            parameter = getattr(layer.experts, name)
-            assign(parameter, getattr(given, name))
-            assert isinstance(parameter, DTensor)
-            assert parameter.shape == getattr(given, name).shape
-            assert parameter.placements == (Shard(0), Shard(2 if name == "w2" else 1))
-            assert torch.equal(whole(parameter), getattr(given, name))
-        assign(layer.router.weight, given.router)
-        assert isinstance(layer.router.weight, DTensor)
-        assert layer.router.weight.placements == (Replicate(),)
-
-        x = part(mesh, "dp", given.x, 0).requires_grad_()
-        y = layer(x)
-        (y * part(mesh, "dp", given.upstream, 0)).sum().backward()
-        mesh.all_reduce("dp", layer.router.weight.grad.to_local())  # type: ignore[union-attr]
-        close(y, part(mesh, "dp", expected.y, 0))
-        close(x.grad, part(mesh, "dp", expected.dx, 0))
-        close(whole(layer.router.weight.grad), expected.router)  # type: ignore[arg-type]
-        for name in ("w1", "w3", "w2"):
-            close(whole(getattr(layer.experts, name).grad), getattr(expected, name), name)
-
-        # DTensors on different meshes need groups of their own; fused is one call for each group.
-        groups = [{"params": [layer.router.weight]}, {"params": list(expert.values())}]
-        torch.optim.AdamW(groups, lr=0.1, fused=True).step()
-        assert not torch.equal(whole(layer.experts.w1), given.w1)
-
-
 def syncs_of(mesh: Mesh, dim: str | None, factor: float | None, forbidden: bool) -> int:
     """How often the host waits for values in a forward and a backward of a layer that has run twice."""
     tensor = TensorSplit(mesh, "tp", torch.float32)
@@ -505,9 +457,3 @@ def host_waits() -> list[int]:
 def test_how_often_the_host_waits_for_the_device(pool: Pool) -> None:
     """Once for the sizes of a dropless exchange, whose backward knows them; else not at all."""
     assert pool.run(host_waits, ranks=4) == [[0, 0, 0, 1]] * 4
-
-
-def test_on_processes(pool: Pool) -> None:
-    case = Case(factor=1.0)
-    given = numbers(case)
-    pool.run(on_processes, given, by_loops(case), ranks=4)

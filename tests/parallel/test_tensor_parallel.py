@@ -11,7 +11,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,12 +18,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import meshcomm
-from meshcomm.config import MeshConfig
 from meshcomm.errors import (
     ConfigError,
     MeshMismatchError,
@@ -35,7 +32,6 @@ from meshcomm.errors import (
 )
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.stats import Stats
-from meshcomm.parallel import GradientSync
 from meshcomm.parallel.tensor import (
     ColumnParallel,
     RowParallel,
@@ -49,9 +45,6 @@ from meshcomm.parallel.tensor import (
     whole_shape,
 )
 from meshcomm.parallel.tensor.parameters import kept
-from meshcomm.testing import Pool
-from meshcomm.train.checkpoint import read, write
-from meshcomm.train.lock import lock_of
 from tests.parallel.same import close, part, randn
 
 VOCAB, WIDTH, TOKENS = 16, 16, 8
@@ -626,65 +619,3 @@ def losses(mesh: Mesh) -> None:
 
 def test_the_loss_is_that_of_one_process_and_leaves_out_what_does_not_count() -> None:
     meshcomm.simulate(losses, dims={"tp": 4})
-
-
-# -- processes: DTensors, with data parallelism, and checkpoints -----------------------------------
-
-
-def on_processes(folder: str) -> None:
-    with meshcomm.init(MeshConfig(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30.0)) as mesh:
-        parity(mesh, "fused", True)
-        for wrap in (summed, sharded):
-            module = module_of("gqa")
-            split = tensor_parallel(module, mesh, "tp", plan_of("gqa"), sequence_parallel=True)
-            assert all(isinstance(p, DTensor) for p in module.parameters())
-            qkv = cast(Any, module.layers[0]).attn.qkv
-            assert isinstance(qkv, nn.Linear)
-            assert cast(DTensor, qkv.weight).placements == (Shard(0),)
-            assert cast(DTensor, module.norm.weight).placements == (Replicate(),)
-            wrap(mesh, module, split)
-            optimiser = torch.optim.AdamW(module.parameters(), lr=0.1, eps=1e-3)
-            optimiser.step()
-            state = unsplit_state(module)
-            for name, weight in step(module_of("gqa"), None)[2].items():
-                close(state[name], weight, name)
-        lock = lock_of(mesh, meshcomm.load({"mesh": {"dims": {"dp": 2, "tp": 2}}}), b"")
-        write(mesh, module.state_dict(), Path(folder) / "saved", lock)
-    with meshcomm.init(MeshConfig(dims={"tp": 4}, device="cpu", timeout_s=30.0)) as mesh:
-        other = module_of("gqa")
-        tensor_parallel(other, mesh, "tp", plan_of("gqa"))
-        read(mesh, other.state_dict(), Path(folder) / "saved")
-        assert all(torch.equal(value, state[name]) for name, value in unsplit_state(other).items())
-
-
-def backward(mesh: Mesh, module: nn.Module, split: TensorSplit) -> None:
-    """This rank's sample of the batch, its loss divided by the number of tokens of all."""
-    dp = mesh.coord("dp")
-    loss = cross_entropy(split, module(IDS[dp : dp + 1]), TARGETS[dp : dp + 1], reduction="sum")
-    (loss / int((TARGETS >= 0).sum())).backward()
-
-
-def summed(mesh: Mesh, module: nn.Module, split: TensorSplit) -> None:
-    sync = GradientSync(mesh, "dp", module, op="sum")
-    sync.start()
-    backward(mesh, module, split)
-    sync.finish()
-    split.finish_gradients(module)
-
-
-def sharded(mesh: Mesh, module: nn.Module, split: TensorSplit) -> None:
-    for layer in cast(Any, module).layers:
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(module, mesh=mesh["dp"])
-    backward(mesh, module, split)
-    split.finish_gradients(module)
-    for parameter in module.parameters():
-        # fully_shard takes the mean over dp, the loss is a share of the sum.
-        cast(Tensor, parameter.grad).mul_(2)
-
-
-@pytest.mark.parity
-def test_on_processes_with_data_parallelism_and_a_checkpoint_for_another_mesh(
-    pool: Pool, tmp_path: Path
-) -> None:
-    pool.run(on_processes, str(tmp_path), ranks=4)
