@@ -238,9 +238,9 @@ class _DropApart:
         self._parts: dict[torch.Size, bool] = {}
 
     @outside_graphs
-    def __call__(self, x: Tensor) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         """As without a mesh. The first activation of each shape is compared: this waits for the device."""
-        plain = type(self._part).forward
+        (x,), plain = (*args, *named.values()), type(self._part).forward
         if not self._part.training or not self._is_part(x.detach()):
             return plain(self._part, x)
         with self._draws.on_this_rank(self._split.dim):
