@@ -222,10 +222,9 @@ def drop_apart(module: nn.Module, split: TensorSplit, draws: Draws) -> None:
     A module that knows nothing of meshes does not say which is which: the first activations that a dropout gets are
     compared along the dim. `torch.nn.functional.dropout` is not seen: it drops the same on all ranks.
     """
-    parts: list[Any] = list(module.modules()) if split.size > 1 else []
-    for part in parts:
-        if isinstance(part, DROPOUTS) and part.p > 0:
-            part.forward = _DropApart(part, split, draws)
+    dropouts: list[Any] = [part for part in module.modules() if isinstance(part, DROPOUTS) and part.p > 0]
+    for part in dropouts if split.size > 1 else ():
+        part.forward = _DropApart(part, split, draws)
 
 
 @final

@@ -136,7 +136,8 @@ def _forward(ring: _Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
         coming = ring.pass_on(kv) if turn < ring.n - 1 else None
         if block := ring.block(turn, q.shape[2], k.shape[2]):
             mine, theirs, causal = block
-            out, lse = attend_block(q[:, :, mine], *kv[:, :, :, theirs], causal, ring.scale)
+            keys, values = kv[:, :, :, theirs]
+            out, lse = attend_block(q[:, :, mine], keys, values, causal, ring.scale)
             if turn == 0:
                 sum_out, sum_lse = out.to(wide(q.dtype)), lse.contiguous()
             else:
@@ -159,8 +160,9 @@ def _backward(ring: _Ring, queries: Queries, k: Tensor, v: Tensor) -> tuple[Tens
         theirs = slice(0)
         if block := ring.block(turn, q.shape[2], k.shape[2]):
             mine, theirs, causal = block
+            keys, values = kv[:, :, :, theirs]
             some = Queries(*(x[:, :, mine] for x in queries))
-            dq, *gradients = block_gradients(some, *kv[:, :, :, theirs], causal, ring.scale)
+            dq, *gradients = block_gradients(some, keys, values, causal, ring.scale)
             sum_dq[:, :, mine] += dq
         if coming_dkv is not None:
             (sum_dkv,) = coming_dkv.wait()

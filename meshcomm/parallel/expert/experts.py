@@ -197,7 +197,9 @@ class Experts(nn.Module):
             keep = within_capacity(mesh, context, choice.chosen, positions, self.count, self.capacity_factor)
         y = self._through(samples, choice.weights, choice.chosen, keep)
         y = self.tensor.leave(y.unflatten(0, samples.shape[:2]))
-        return (attach(y, uneven, self.balance_weight) if self.balance_weight else y).view(x.shape)
+        if self.balance_weight:
+            y = attach(y, uneven, self.balance_weight)
+        return y.view(x.shape)
 
     def _through(self, x: Tensor, weights: Tensor, chosen: Tensor, keep: Tensor | None) -> Tensor:
         """(samples, tokens, width) -> (samples * tokens, width), along the tensor's dim a part of the sum.
