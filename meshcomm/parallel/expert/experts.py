@@ -218,7 +218,8 @@ class Experts(nn.Module):
         rows = rows.flatten(0, 1)
         spread = self._dropless(rows, chosen.flatten()) if keep is None else self._limited(rows, chosen, keep)
         spread = spread.unflatten(0, (-1, self.slots))
-        return (spread * weights.flatten(0, 1).unsqueeze(-1)).sum(1).to(x.dtype)
+        y: Tensor = (spread * weights.flatten(0, 1).unsqueeze(-1)).sum(1).to(x.dtype)
+        return y
 
     def _dropless(self, x: Tensor, chosen: Tensor) -> Tensor:
         """(n, width) tokens, (n * slots) choices -> what comes of each choice.
