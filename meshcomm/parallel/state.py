@@ -1,4 +1,4 @@
-"""The state that steps change: weights, buffers, and the state of optimizer and modules; read and put back.
+"""The state that steps change: weights, buffers, and the state of optimizer, modules and scheduler; read and put back.
 
 Tensors keep their names: `model.NAME`, `optimizer.NAME.KEY`. Everything else is plain data, which `encode` turns into
 uint8 tensors: `plain.parameter.NAME` for data of a parameter, `plain.module.NAME` for a module's extra state,
@@ -7,6 +7,9 @@ uint8 tensors: `plain.parameter.NAME` for data of a parameter, `plain.module.NAM
 
 from __future__ import annotations
 
+import hashlib
+import io
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -36,6 +39,14 @@ _CODE: Final = (
     *(type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial),
     *(Enum, torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+# Attributes of an optimizer that torch makes.
+_TORCHS_OWN: Final = frozenset(
+    {
+        *("defaults", "param_groups", "state", "step", "found_inf", "grad_scale", "_opt_called"),
+        *("_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
+    }
+)
+_NUMBERS: Final = (int, float, bool, complex, str, bytes, type(None))
 _HOST: Final = torch.device("cpu")
 
 
@@ -43,7 +54,8 @@ _HOST: Final = torch.device("cpu")
 class State:
     """All that a step changes on one rank.
 
-    modules, optimizer: as they are before the first step: an entry of a parameter group is state where it differs from now.
+    modules, optimizer: as they are before the first step: an entry of a parameter group, or an attribute of the
+        optimizer, is state where it differs from now.
     named: gives this rank's parameters by their global names.
     tied: the one of them that embedding and head share.
     """
@@ -62,13 +74,14 @@ class State:
         self._note()
 
     def follow(self, scheduler: LRScheduler) -> None:
-        """The scheduler, before its first step. Its state follows from the number of steps."""
+        """The scheduler, before its first step, whose state is saved from now on."""
         self.scheduler = scheduler
         self._note()
 
     def _note(self) -> None:
         self._groups = [_texts(_entries(group)) for group in self._optimizer.param_groups]
-        self._schedule = {} if self.scheduler is None else _texts(self.scheduler.state_dict())
+        self._attributes = {name: _fingerprint(value) for name, value in self._own_attributes()}
+        self._schedule = {} if self.scheduler is None else _texts(_leaves(self.scheduler.state_dict()))
 
     # -- to save ----------------------------------------------------------------------------------
 
@@ -142,30 +155,52 @@ class State:
                     yield name, part
 
     def _changed_groups(self) -> dict[int, dict[str, Any]]:
-        """By the id of each parameter: the entries of its group that have changed since the start."""
+        """By the id of each parameter: the entries of its group that have changed since the start, now and then."""
         found: dict[int, dict[str, Any]] = {}
         for number, group in enumerate(self._optimizer.param_groups):
             made = self._groups[number] if number < len(self._groups) else {}
             changed = _changed(_entries(group), made, f"param_groups[{number}]")
             if self.given_lr:
                 changed.pop("lr", None)
-            found |= {id(each): changed for each in group["params"]}
+            if changed:
+                before = _values({key: made.get(key) for key in changed})
+                found |= {id(each): {"now": changed, "made": before} for each in group["params"]}
         return found
 
     def _of_training(self) -> dict[str, Any]:
         optimizer, kind = self._optimizer, type(self._optimizer).__name__
         if more := sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"})):
             raise _refused(f'state_dict()["{more[0]}"] of {kind}', "more than state and param_groups")
-        for name, value in vars(optimizer).items():
-            if isinstance(value, torch.optim.Optimizer) and value is not optimizer:
-                raise _refused(f"the attribute {name} of {kind}", _type(value))
+        changed: dict[str, Any] = {}
+        for name, value in self._own_attributes():
+            inner = isinstance(value, torch.optim.Optimizer | torch.Generator)
+            if inner or _fingerprint(value) != self._attributes.get(name, ""):
+                if not _is_plain(value):
+                    raise _refused(f"the attribute {name} of {kind}", _type(value))
+                changed[name] = value
         known = {id(parameter) for _, parameter in self._named()}
-        others = {
-            key: value
-            for key, value in optimizer.state.items()
-            if not (isinstance(key, Tensor) and id(key) in known)
+        found: dict[str, Any] = {
+            "state": {
+                key: value
+                for key, value in optimizer.state.items()
+                if not (isinstance(key, Tensor) and id(key) in known)
+            },
+            "attributes": changed,
         }
-        return {"optimizer": kind, **({"state": others} if others else {})}
+        if self.scheduler is not None:
+            found["scheduler"] = self._of_scheduler(self.scheduler)
+        return {"optimizer": kind, **{key: value for key, value in found.items() if value}}
+
+    def _own_attributes(self) -> Iterator[tuple[str, Any]]:
+        """The attributes of the optimizer that torch has not made."""
+        for name, value in vars(self._optimizer).items():
+            if name not in _TORCHS_OWN and value is not self._optimizer:
+                yield name, value
+
+    def _of_scheduler(self, scheduler: LRScheduler) -> dict[str, Any]:
+        kind = type(scheduler).__name__
+        now = _changed(_leaves(scheduler.state_dict()), self._schedule, f"{kind}.state_dict()")
+        return {"kind": kind, "made": _summary(_values(self._schedule)), "now": list(now.items())}
 
     # -- to put back ------------------------------------------------------------------------------
 
@@ -211,7 +246,9 @@ class State:
             if state := {**own.get(name, {}), **facts[name].get("state", {})}:
                 optimizer.state[parameter] = state
         optimizer.state.update(training.get("state", {}))
-        self._put_groups(named, facts, steps)
+        vars(optimizer).update(_values(self._attributes))
+        vars(optimizer).update(training.get("attributes", {}))
+        self._put_groups(named, facts, training.get("scheduler"), steps)
 
     def _room_for_optimizer(
         self, named: list[tuple[str, nn.Parameter]], kinds: Kinds
@@ -235,24 +272,45 @@ class State:
         return own
 
     def _put_groups(
-        self, named: list[tuple[str, nn.Parameter]], facts: Mapping[str, Mapping[str, Any]], steps: int
+        self,
+        named: list[tuple[str, nn.Parameter]],
+        facts: Mapping[str, Mapping[str, Any]],
+        schedule: Mapping[str, Any] | None,
+        steps: int,
     ) -> None:
-        """Put back the entries of the groups. A scheduler is stepped as often as there were steps; its entries are kept."""
+        """Put back the entries of the groups, and the scheduler's state.
+
+        A scheduler is stepped as often as there were steps. The result is then replaced by the saved state, unless
+        its settings, or those of a group, have changed: then the new ones count from the first step.
+        """
         scheduler, groups = self.scheduler, self._optimizer.param_groups
         for group, made in zip(groups, self._groups, strict=True):
             group.update(_values(made))
+        scheduled: list[set[str]] = [set() for _ in groups]
+        unchanged = False
         if scheduler is not None:
-            scheduler.load_state_dict({**scheduler.state_dict(), **_values(self._schedule)})
+            settings = _values(self._schedule)
+            scheduler.load_state_dict(_overlaid(scheduler.state_dict(), settings))
             with warnings.catch_warnings():
                 # torch asks for a step of the optimizer before each of these.
                 warnings.simplefilter("ignore", UserWarning)
                 for _ in range(steps):
                     scheduler.step()
+            pairs = zip(groups, self._groups, strict=True)
+            scheduled = [set(_changed(_entries(group), made)) for group, made in pairs]
+            if schedule is not None:
+                known = [type(scheduler).__name__, _summary(settings)]
+                unchanged = [schedule["kind"], schedule["made"]] == known
         names = {id(parameter): name for name, parameter in named}
-        for group, made in zip(groups, self._groups, strict=True):
-            scheduled = _changed(_entries(group), made) | ({} if scheduler is None else {"lr": None})
-            saved = self._saved_entries(group, names, facts)
-            group.update({key: value for key, value in saved.items() if key not in scheduled})
+        saved = [self._saved_entries(group, names, facts) for group in groups]
+        for made, entries in zip(self._groups, saved, strict=True):
+            unchanged &= not _changed(entries.get("made", {}), made)
+        for group, entries, moved in zip(groups, saved, scheduled, strict=True):
+            now = entries.get("now", {})
+            group.update({key: value for key, value in now.items() if unchanged or key not in moved})
+        if unchanged and scheduler is not None and schedule is not None:
+            state = _overlaid(scheduler.state_dict(), {tuple(path): value for path, value in schedule["now"]})
+            scheduler.load_state_dict({**state, "_last_lr": [group["lr"] for group in groups]})
 
     def _saved_entries(
         self, group: Mapping[str, Any], names: Mapping[int, str], facts: Mapping[str, Mapping[str, Any]]
@@ -266,7 +324,7 @@ class State:
             if _text(entries) != _text(found):
                 raise _unfit(
                     f"the parameter group of {first} and {name}",
-                    f"{found} for {first}, {entries} for {name}",
+                    f"{found.get('now', {})} for {first}, {entries.get('now', {})} for {name}",
                     "one value of each entry: the two are in one group on this mesh",
                 )
         return found
@@ -291,17 +349,18 @@ def _texts(values: Mapping[Any, Any], where: str = "") -> dict[Any, bytes | None
             found[key] = _text(value)
         except ObjectError as error:
             if where:
-                raise _refused(f"{where}, {key}", _type(value)) from error
+                name = ".".join(map(str, key)) if isinstance(key, tuple) else key
+                raise _refused(f"{where}, {name}", _type(value)) from error
             found[key] = None
     return found
 
 
-def _values(texts: Mapping[Any, bytes | None]) -> dict[Any, Any]:
+def _values(texts: Mapping[Any, bytes | str | None]) -> dict[Any, Any]:
     """The values that were encoded."""
     return {
         key: decode(torch.frombuffer(bytearray(text), dtype=torch.uint8), _HOST)
         for key, text in texts.items()
-        if text is not None
+        if isinstance(text, bytes)
     }
 
 
@@ -311,6 +370,39 @@ def _changed(
     """The values that are not equal to those before, or cannot be encoded."""
     now = _texts(values, where)
     return {key: values[key] for key, text in now.items() if text is None or text != before.get(key)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Numbers and text, and containers of them: no tensors, which an optimizer keeps in its state."""
+    if type(value) is dict:
+        return all(map(_is_plain, (*value, *value.values())))
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_is_plain, value))
+    return type(value) in _NUMBERS
+
+
+@final
+class _Outline(pickle.Pickler):
+    """Pickles an object: tensors by their values, without code and objects that are saved elsewhere."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        """The text in place of a tensor, say."""
+        if type(value) is Tensor:
+            return hashlib.sha256(_text(value.detach())).hexdigest()
+        elsewhere = (Tensor, nn.Module, torch.optim.Optimizer, LRScheduler, *_CODE)
+        return str(type(value)) if isinstance(value, elsewhere) else None
+
+
+def _fingerprint(value: Any) -> bytes | str:
+    """Plain data encoded, else a digest of an object's values; "" for one that cannot be pickled, such as a mesh."""
+    if _is_plain(value):
+        return _text(value)
+    text = io.BytesIO()
+    try:
+        _Outline(text).dump(value)
+    except Exception:  # pickling may raise anything
+        return ""
+    return hashlib.sha256(text.getvalue()).hexdigest()
 
 
 def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
@@ -384,3 +476,44 @@ def _unfit(what: str, given: str, expected: str) -> TrainingError:
         expected=expected,
         hint="resume with the model and the optimizer of the checkpoint",
     )
+
+
+# -- schedulers: nested dicts and lists of plain data -----------------------------------------------
+
+
+def _leaves(state: Any, *path: Any) -> dict[tuple[Any, ...], Any]:
+    """The entries of nested dicts, and of lists of dicts, as of nested schedulers, by path; without the rates of the
+    groups, of which ranks may have different numbers.
+    """
+    found: dict[tuple[Any, ...], Any] = {}
+    for key, value in dict(enumerate(state)).items() if isinstance(state, list) else state.items():
+        if key != "_last_lr":
+            found |= _leaves(value, *path, key) if _is_nested(value) else {(*path, key): value}
+    return found
+
+
+def _overlaid(state: Any, leaves: Mapping[tuple[Any, ...], Any]) -> Any:
+    """`state` with these of its leaves."""
+    pairs = dict(enumerate(state)) if isinstance(state, list) else dict(state)
+    inner: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for (key, *rest), value in leaves.items():
+        if rest:
+            inner.setdefault(key, {})[tuple(rest)] = value
+        else:
+            pairs[key] = value
+    for key, more in inner.items():
+        pairs[key] = _overlaid(pairs.get(key, {}), more)
+    return list(pairs.values()) if isinstance(state, list) else pairs
+
+
+def _is_nested(value: Any) -> bool:
+    of_dicts = isinstance(value, list) and all(isinstance(each, dict) for each in value)
+    return bool(value) and (isinstance(value, dict) or of_dicts)
+
+
+def _summary(settings: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
+    """Settings in which a list counts as the set of its values: groups of parameters differ from rank to rank."""
+    return {
+        ".".join(map(str, path)): sorted(set(map(repr, value))) if isinstance(value, list | tuple) else value
+        for path, value in settings.items()
+    }

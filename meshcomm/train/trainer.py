@@ -83,7 +83,8 @@ class Trainer:
             all ranks. None: the model's own, or cross-entropy over all targets of the global batch that are not -100.
         scheduler: (optimizer) -> a torch LRScheduler in place of train's schedule; a function of the step is
             `lambda optimizer: LambdaLR(optimizer, factor)`. It is stepped after each step. A run that resumes steps it
-            as often as there were steps: no state of it is saved.
+            as often as there were steps, and then gives it the state that was saved; where its settings are others
+            now, these count, and the state follows from the number of steps alone.
         callbacks: called on every rank, in this order.
 
     Called by: every rank of the mesh, with equal arguments.

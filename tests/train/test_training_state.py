@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,15 @@ BASE: dict[str, Any] = {
 
 
 class Momentum(Optimizer):
-    """Counts its steps in an int, on which its rate depends."""
+    """Counts its steps in an int, and in an attribute; its rate depends on both."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, {"lr": 0.1})
+        self.rounds = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.rounds += 1
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -62,7 +65,7 @@ class Momentum(Optimizer):
                 state["step"] += 1
                 state["seen"]["steps"].append(state["step"])
                 state["average"].lerp_(p.grad, 1 / (1 + len(state["seen"]["steps"])))
-                p.sub_(state["average"], alpha=group["lr"] / state["step"])
+                p.sub_(state["average"], alpha=group["lr"] / (state["step"] + self.rounds))
 
 
 class Growing(Optimizer):
@@ -194,11 +197,24 @@ class Remembers:
         return 1 / self.calls
 
 
+class Drifting(LRScheduler):
+    """Its rates follow from what it has seen, not from the number of steps."""
+
+    def __init__(self, optimizer: Optimizer, seen: Callable[[], float]) -> None:
+        self.sum, self._see = 0.0, seen
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        self.sum += self._see()
+        return [base / (1 + self.sum) for base in self.base_lrs]
+
+
 def closure(optimizer: Optimizer) -> LRScheduler:
     rates = iter([0.9**n for n in range(99)])
     return LambdaLR(optimizer, lambda _: next(rates))
 
 
+SEEN = [1.0]
 SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "closure": closure,
     "object": lambda optimizer: LambdaLR(optimizer, Remembers()),
@@ -209,6 +225,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
         optimizer, [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, 4)], [2]
     ),
     "chain": lambda optimizer: ChainedScheduler([LinearLR(optimizer), StepLR(optimizer, 3)], optimizer),
+    "own": lambda optimizer: Drifting(optimizer, lambda: SEEN[0]),
 }
 
 
@@ -250,12 +267,14 @@ def undisturbed(config: Config, kind: str, names: list[str], folder: Path) -> di
     found = {}
     with meshcomm.init(config) as mesh:
         for name in names:
+            SEEN[0] = 1.0
             trainer = trainer_of(mesh, config, *parts(kind, name))
             trainer.save(folder / name / "begin")
             for step in range(1, STEPS + 1):
                 if step == CUT + 1:
                     trainer.save(folder / name / "cut")
                 trainer.step(*share(trainer, step))
+                SEEN[0] = 0.0 if step == CUT else SEEN[0]
             found[name] = weights(trainer)
     return found
 
@@ -264,10 +283,14 @@ def resumed(config: Config, kind: str, names: list[str], folder: Path, first: in
     found = {}
     with meshcomm.init(config) as mesh:
         for name in names:
+            SEEN[0] = 1.0
             trainer = trainer_of(mesh, config, *parts(kind, name))
+            SEEN[0] = 5.0
             trainer.load(folder / name / ("cut" if first else "begin"))
+            SEEN[0] = 0.0 if first else 1.0
             for step in range(first + 1, STEPS + 1):
                 trainer.step(*share(trainer, step))
+                SEEN[0] = 0.0 if step == CUT else SEEN[0]
             found[name] = weights(trainer)
     return found
 
@@ -365,10 +388,15 @@ class Keeps(torch.optim.SGD):
     def __init__(self, groups: Any, what: str) -> None:
         super().__init__(groups, lr=0.1)
         self.what = what
+        self.window, self.mean = deque([0], maxlen=2), torch.zeros(2)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         super().step()
+        if self.what == "deque":
+            self.window.append(1)
+        elif self.what == "own tensor":
+            self.mean += 1
         for group in self.param_groups:
             for p in group["params"]:
                 gradient: Any = p.grad
@@ -405,14 +433,23 @@ class Random(Net):
 
 def not_saved(config: Config, what: str, folder: Path) -> str:
     with meshcomm.init(config) as mesh:
+        scheduler = None
+        if what == "scheduler":
+            scheduler = lambda optimizer: Holds(optimizer, lambda _: 1.0)  # noqa: E731
         module = Random if what == "samples" else Net
-        trainer = trainer_of(mesh, config, module, lambda groups: Keeps(groups, what), None)
+        trainer = trainer_of(mesh, config, module, lambda groups: Keeps(groups, what), scheduler)
         trainer.step(*share(trainer, 1))
         try:
             trainer.save(folder / what)
         except MeshcommError as error:
             return str(error)
     return "saved"
+
+
+class Holds(LambdaLR):
+    def __init__(self, *args: Any) -> None:
+        self.handle = object()
+        super().__init__(*args)
 
 
 @pytest.mark.parametrize(
@@ -424,7 +461,10 @@ def not_saved(config: Config, what: str, folder: Path) -> str:
         ("part of a sum", "fsdp=2", "optimizer.up.weight.norm cannot be saved"),
         ("number of a part", "fsdp=2", "ranks that hold the same state differ in plain.parameter."),
         ("inner", "dp=2", "the attribute inner of Keeps cannot be saved"),
+        ("deque", "dp=2", "the attribute window of Keeps cannot be saved"),
+        ("own tensor", "dp=2", "the attribute mean of Keeps cannot be saved"),
         ("samples", "dp=2", "ranks that hold the same state differ in plain.module."),
+        ("scheduler", "dp=2", "Holds.state_dict(), handle cannot be saved"),
     ],
 )
 def test_what_cannot_be_saved_is_named(pool: Pool, tmp_path: Path, what: str, case: str, words: str) -> None:
