@@ -131,7 +131,6 @@ dims = { pp = 2, dp = 2, tp = 2 }
 data = "dp"
 tensor = "tp"
 sequence_parallel = true
-overlap = true
 pipeline = "pp"
 schedule = "interleaved_1f1b"
 stages_per_rank = 2

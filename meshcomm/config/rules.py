@@ -425,20 +425,6 @@ def _split_along_tensor(resolved: Resolved) -> Iterator[Problem]:
             yield Problem(f"model.{name}", what, f"a multiple of mesh.dims.{dim}", ways, given)
 
 
-def _overlap(resolved: Resolved) -> Iterator[Problem]:
-    if not resolved.parallel.overlap:
-        return
-    if not resolved.model.is_built_in:
-        what = "layers that a plan splits gather the sequence at once: overlap has no effect on them"
-        ways, given = ["parallel.overlap = false"], resolved.written("parallel.overlap")
-        yield Problem("parallel.overlap", what, "the built-in model", ways, given)
-    if resolved.train.compile:
-        what = "overlap has no effect in compiled blocks, which gather the sequence at once"
-        ways = ["parallel.overlap = false", "train.compile = false"]
-        given = resolved.written("train.compile parallel.overlap")
-        yield Problem("parallel.overlap", what, "one of the two", ways, given)
-
-
 def _stages(resolved: Resolved) -> Iterator[Problem]:
     layers, ranks, each = resolved.model.layers, resolved.size("pipeline"), resolved.parallel.stages_per_rank
     if layers is not None and ranks > 1 and layers < ranks * each:
@@ -522,6 +508,6 @@ RULES: Final[tuple[Rule, ...]] = (
     _sections, _device_to_bind, _network_of_nccl, _tokenizer, _evaluation,
     _parts, _expert_dim, _expert_view,
     _global_batch, _microbatches, _tokens,
-    _split_along_tensor, _overlap, _stages, _ulysses, _experts,
+    _split_along_tensor, _stages, _ulysses, _experts,
     _compiled_halves, _profiled_ranks,
 )  # fmt: skip

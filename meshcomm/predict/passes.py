@@ -35,7 +35,7 @@ class ScheduleProperties(NamedTuple):
     splits_backward: inputs and weights have passes of their own, on all stages but stage 0: a node
         of the graph that both need may run twice, as may what is recomputed; torch refuses modules from torch.compile.
     hooks_fire: register_post_accumulate_grad_hook is called once for each microbatch and parameter.
-        Where not, only stage 0 does so, and `Pipelined(on_stage_done=...)` says when a stage's gradients are complete.
+        Where not, only stage 0 does so.
     """
 
     several_stages: bool

@@ -32,7 +32,7 @@ from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.models import model_of
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.weights import INDEX, SINGLE
-from meshcomm.parallel.model import on_meta
+from meshcomm.parallel.build import on_meta
 from meshcomm.parallel.state import OF_MODULE, OF_PARAMETER
 from meshcomm.parallel.tensor.parameters import joined
 from meshcomm.parallel.tensor.plan import sizes_of_parts

@@ -24,9 +24,8 @@ from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.models import ModelSpec, model_of
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.wrapped import WrappedModule
-from meshcomm.parallel.build import Sections, sections
+from meshcomm.parallel.build import Model, Sections, sections
 from meshcomm.parallel.compose import Engine, LossOf
-from meshcomm.parallel.model import Model
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
 from meshcomm.train import checkpoint

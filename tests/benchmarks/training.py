@@ -28,9 +28,8 @@ from meshcomm.layout.sizes import coords_text
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.models import model_of
-from meshcomm.parallel.build import sections
+from meshcomm.parallel.build import Splits, materialise, sections
 from meshcomm.parallel.compose import Engine
-from meshcomm.parallel.model import Splits, materialise
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor import TensorSplit
 from meshcomm.show.page import Cells, Line, Part, as_text, page_view
