@@ -159,7 +159,7 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: floa
     Equal to the flat result up to rounding: the order of the sums is another.
     """
     inner = comms[-1]
-    given = {} if factor is None else {"factor": factor}
+    given: dict[str, Any] = {} if factor is None else {"factor": factor}
     where = partial(inner.where, "all_reduce")
     check_tensor(x, inner.kinds, where)
     if len(comms) == 1 or x.numel() == 0:
