@@ -80,14 +80,14 @@ class Messages(Caller):
         ends = [end._replace(x=header_of(end.x, self.where("send"))), end] if handshake else [end]
         return self._start(Batch("send", ends, async_op, nbytes=end.x.nbytes))
 
-    def recv(self, out: Tensor | None, src: int | None, tag: int = 0, async_op: bool = False) -> Any:
+    def recv(self, out: Any, src: int | None, tag: int = 0, async_op: bool = False) -> Any:
         """Receive from coord `src`; with `async_op`, a handle, and None is any source.
 
         Without `out`, a message that was sent with its handshake. See `Mesh.recv` and `Mesh.irecv`.
         """
         if self._is_fast("recv", out, src, tag):
-            written([out])  # type: ignore[list-item]
-            ends = [P2P("recv", out, src, tag)]  # type: ignore[arg-type]
+            written([out])
+            ends = [P2P("recv", out, src, tag)]
             return self._start(Batch("recv", ends, async_op, result=out, source=src, carried=True))
         if out is None and not async_op:
             header = self._checked("recv", "recv", blank_header(self._device), src, tag)

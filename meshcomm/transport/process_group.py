@@ -15,7 +15,7 @@ from meshcomm.collectives import Call, Collective
 from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.base import P2P, Prepared, Transport, Work
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
-from meshcomm.transport.torch_private import bindings, give_back, source_rank, timeout_of
+from meshcomm.transport.torch_private import give_back, options_type, source_rank, timeout_of
 
 # Seconds beyond a group's timeout after which the watchdog of NCCL aborts.
 MARGIN_S: Final = 60.0
@@ -145,7 +145,7 @@ class ProcessGroupTransport(Transport):
 @cache
 def _options(kind: str, blocking: bool, op: str | None, root: int, device: torch.device | None) -> Any:
     """An option object, made once and never changed."""
-    options = getattr(bindings, kind)()
+    options = options_type(kind)()
     options.asyncOp = not blocking
     if op is not None:
         options.reduceOp = getattr(dist.ReduceOp, WIRE_OPS[op].reduce_op)

@@ -59,6 +59,11 @@ def storage_id(x: Any) -> int:
     return found
 
 
+def options_type(name: str) -> Any:
+    """The class of a collective's options, as in `AllreduceOptions`."""
+    return getattr(bindings, name)
+
+
 # What no other hook of a group is called.
 _HOOK: Any = 0x6D657368
 # The names of the calls that hooks are told of, by number: to ask a member of the enumeration for its name takes 2 us.
