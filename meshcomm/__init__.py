@@ -39,21 +39,7 @@ _PUBLIC = {
     "simulate": "meshcomm.simulator",
 }
 
-__all__ = [
-    "Config",
-    "GroupOptions",
-    "Handle",
-    "Layout",
-    "Mesh",
-    "MeshConfig",
-    "MeshcommError",
-    "Plan",
-    "explain_pattern",
-    "init",
-    "load_config",
-    "plan",
-    "simulate",
-]
+__all__ = [*_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

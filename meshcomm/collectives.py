@@ -41,14 +41,12 @@ def _ring(n: int) -> Fraction:
 class Collective:
     """One collective.
 
-    methods:   of torch's ProcessGroup, the newest name first. options: the type of its options.
-    hooks:     what torch's group hooks call it, and its other forms.
+    methods:   of torch's ProcessGroup, the newest name first; options: their type; hooks: its names in group hooks.
     arguments: what the method takes before the options, from x, out, size and lengths.
     root:      what the coord is called that has ("src") or gets ("dst") the whole.
     in_place:  x becomes the result.
     splits, joins: whether an axis of x is cut into a part for each coord, and whether the parts of all are joined.
-    whole:     nccl-tests count the data of all ranks, not that of one.
-    bus:       bytes over the busiest link for each byte of the size, for n ranks: nccl-tests' factor.
+    whole:     nccl-tests count the data of all ranks; bus: their factor for n ranks, bytes over the busiest link.
     functional: of `mesh.functional`, what has a gradient instead, where that has another name; "" for nothing.
     """
 

@@ -134,7 +134,6 @@ pipeline = "pp"
 
 [parallel.options]
 sequence_parallel = true
-overlap = true
 schedule = "interleaved_1f1b"
 stages_per_rank = 2
 bucket_mb = 10.0
@@ -216,19 +215,7 @@ tokens = ["web.bin", "code.npy"]
 token_type = "uint16"
 weights = [0.7, 0.3]
 seq_len = 128
-order = "epochs"
 validation = 0.01
-""",
-        """\
-[data]
-dataset = "wiki"
-split = "train"
-column = "text"
-seq_len = 128
-validation_split = "test"
-
-[train]
-eval_every = 100
 """,
         """\
 [data]

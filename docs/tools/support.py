@@ -10,16 +10,36 @@ from typing import Final
 
 from meshcomm.collectives import ROWS
 from meshcomm.reductions import REDUCTIONS
-from meshcomm.transport.support import (
-    CARRIES,
-    WIDENED,
-    carries,
-    name_of,
-    support_table,
-)
+from meshcomm.transport.support import REDUCED, WIDENED, name_of, reduce_refusal
 
 PAGE: Final = Path(__file__).parents[1] / "reference" / "support.md"
 _VERSIONS: Final = ("<!-- torch versions -->\n", "<!-- end of torch versions -->\n")
+
+
+# Which device's tensors a backend carries, and what it lacks there. Of gloo, mpi, nccl and xccl as torch's documentation
+# has it (torch.distributed, "Backends"), where "?" is what depends on how MPI was built; of ucc, which that table leaves
+# out, as its ProcessGroupUCC implements them. A collective that is not named is there.
+_MESSAGES: Final = frozenset(("send", "recv"))
+CARRIES: Final[dict[tuple[str, str], dict[str, frozenset[str]]]] = {
+    ("gloo", "cpu"): {},
+    ("gloo", "cuda"): {"no": _MESSAGES | {"barrier"}},
+    ("mpi", "cpu"): {"no": frozenset(("reduce_scatter",))},
+    ("mpi", "cuda"): {"no": frozenset(("reduce_scatter",)), "?": frozenset(("*",))},
+    ("nccl", "cuda"): {},
+    ("ucc", "cpu"): {"list": frozenset(("reduce_scatter",))},
+    ("ucc", "cuda"): {"list": frozenset(("reduce_scatter",))},
+    ("xccl", "xpu"): {},
+}
+
+
+def carries(backend: str, device: str, operation: str) -> str:
+    """ "yes", "no", "?" (MPI, built for CUDA or not) or "list" (only torch's call on a list of tensors, which meshcomm
+    does not make): whether `backend` carries out `operation`, a collective's name, "send" or "recv", on `device`.
+    """
+    known = CARRIES.get((backend, device))
+    if known is None:
+        return "no"
+    return next((say for say, names in known.items() if operation in names or "*" in names), "yes")
 
 
 def page() -> str:
@@ -48,14 +68,12 @@ def page() -> str:
         "compares them. Data is only moved, never reduced, by broadcast, gathers, scatter, all_to_all and messages: these take every dtype.",
         "",
     ]
-    rows = support_table()
-    for backend in dict.fromkeys(row["backend"] for row in rows):
+    for backend, dtypes in REDUCED.items():
         lines += [f"### {backend}", "", "| dtype | " + " | ".join(REDUCTIONS) + " |"]
         lines += ["|---" * (len(REDUCTIONS) + 1) + "|"]
-        for row in rows:
-            if row["backend"] == backend:
-                cells = ["yes" if op in row["ops"].split() else "-" for op in REDUCTIONS]
-                lines.append(f"| {row['dtype']} | {' | '.join(cells)} |")
+        for dtype in sorted(dtypes, key=name_of):
+            cells = ["yes" if reduce_refusal(backend, op, dtype) is None else "-" for op in REDUCTIONS]
+            lines.append(f"| {name_of(dtype)} | {' | '.join(cells)} |")
         lacking = ", ".join(sorted(op for op, row in REDUCTIONS.items() if backend in row.wire.lacking))
         lines += ["", *([f"{backend} itself lacks {lacking}.", ""] if lacking else [])]
     widened = ", ".join(f"{name_of(a)} as {name_of(b)}" for a, b in WIDENED.items())

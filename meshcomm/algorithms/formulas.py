@@ -11,10 +11,8 @@ from meshcomm.algorithms.schedule import check_counts, check_inner
 class Cost(NamedTuple):
     """Counts of one all-reduce; what `interpret` counts where the bytes divide evenly into the chunks.
 
-    steps:         messages in the longest chain of messages that wait for each other: the latency term.
-    path_bytes:    bytes along that chain.
-    busiest_bytes: bytes that the busiest rank sends: the bandwidth term.
-    total_bytes:   bytes that all ranks send.
+    steps: messages in the longest chain that wait for each other: the latency term; path_bytes: bytes along it.
+    busiest_bytes: that the busiest rank sends: the bandwidth term; total_bytes: that all ranks send.
     """
 
     steps: int
@@ -23,11 +21,9 @@ class Cost(NamedTuple):
     total_bytes: float
 
     def seconds(self, alpha_s: float, beta_s_per_byte: float) -> float:
-        """The alpha-beta time: alpha for each step, beta for each byte of the chain or the busiest rank.
+        """The alpha-beta time: alpha for each step, beta for each byte of the chain or of the busiest rank, if it is more.
 
-        Of the two the larger: a chain cannot be faster than its messages, nor a rank than its port.
-        For ring, two_level and the recursive ones over a power of two both are equal, and this is
-        the textbook time; for trees it is a lower bound.
+        For ring, two_level and the recursive ones over a power of two the textbook time; for trees a lower bound.
         Source: Hockney, "The communication challenge for MPP", 1994.
         """
         return self.steps * alpha_s + max(self.path_bytes, self.busiest_bytes) * beta_s_per_byte

@@ -48,15 +48,9 @@ IDLE = Step()
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """An all-reduce over `size` ranks of data in `chunks` pieces, in `steps` steps.
+    """An all-reduce over `size` ranks of data in `chunks` pieces, see `bounds`, in `steps` steps; there is no barrier.
 
-    A rank goes on to its next step when its own messages have come and gone; there is no barrier.
     A rank's program depends on the arguments alone, so that each rank makes its own: `of(coord)`.
-
-    name:    as `mesh.all_reduce(algorithm=)` has it.
-    chunks:  how many pieces the data is cut into, see `bounds`.
-    steps:   the length of every rank's program.
-    program: from a coord to its Steps.
     """
 
     name: str
@@ -114,11 +108,8 @@ def check_inner(size: int, inner: int) -> None:
 class Traffic(NamedTuple):
     """What a run of a schedule costs.
 
-    steps:      the longest chain of messages in which each waits for the one before, because its
-                sender or its receiver took part in that one in an earlier step.
-    path_bytes: the most bytes along such a chain.
-    sent:       bytes that each rank sends, by coord.
-    messages:   how many messages each rank sends, by coord; empty ones are never sent.
+    steps:      the longest chain of messages in which each waits for the one before; path_bytes: the most bytes of one.
+    sent:       bytes that each rank sends, by coord; messages: how many, empty ones left out.
     """
 
     steps: int

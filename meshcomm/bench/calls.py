@@ -34,13 +34,11 @@ def device_of(mesh: Mesh, dim: str) -> torch.device:
 
 
 def pair(mesh: Mesh, dim: str, operation: Operation, size_bytes: int) -> Pair:
-    """`operation` along `dim` by the mesh, and by torch.distributed on the same group.
+    """`operation` along `dim` by the mesh, and by torch.distributed on the same group; size_bytes: of `counted_bytes`.
 
-    float32 zeros, so that sums stay what they are however often they are made. Where a call of the mesh
-    returns new memory torch's gets a new tensor each time, and where it leaves `x` alone torch's works on a
-    copy; buffers that both can be given are made once. The root is coord 0; a message goes to the next coord.
-
-    size_bytes: as `counted_bytes` gives it.
+    float32 zeros, so that sums stay what they are. Where a call of the mesh returns new memory torch's gets a new tensor
+    each time, and where it leaves `x` alone torch's works on a copy; buffers that both can be given are made once. The
+    root is coord 0; a message goes to the next coord.
     """
     n, coord, group, device = mesh.size(dim), mesh.coord(dim), mesh.group(dim), device_of(mesh, dim)
     count = size_bytes // DTYPE_BYTES

@@ -1,18 +1,32 @@
-"""How long does a call take beside another? Both in turn, round by round, on real ranks: ratios that a noisy machine cannot fake."""
+"""From a live mesh to all that `meshcomm bench` shows: each call beside torch's, in turn, round by round, on real ranks."""
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
+import sys
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
 from math import ceil
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from meshcomm.bench.calls import Call, device_of, pair
-from meshcomm.errors import UnsupportedOp
+from meshcomm import __version__
+from meshcomm.bench.calls import device_of, pair
+from meshcomm.config import TopologyConfig
+from meshcomm.errors import ConfigError, UnsupportedOp
+from meshcomm.layout import Family, Plan
 from meshcomm.mesh import Mesh
-from meshcomm.predict.times import Operation
+from meshcomm.predict.links import span
+from meshcomm.predict.machine import Machine, machine
+from meshcomm.predict.times import COUNTED, Operation, counted_bytes
+from meshcomm.show.bench import row_facts
 
 # How long a round of one way should last, for the clock and the start of the calls not to matter.
 ROUND_S: Final = 0.02
@@ -76,45 +90,34 @@ class Measured(NamedTuple):
 
 
 def sweep(
-    mesh: Mesh,
-    items: Sequence[Item],
-    rounds: int,
-    *,
-    alone: bool = False,
-    round_s: float = ROUND_S,
-    advance: Callable[[Item], None] = lambda _: None,
+    mesh: Mesh, items: Sequence[Item], rounds: int, round_s: float = ROUND_S, progress: bool = False
 ) -> tuple[list[Measured], list[Skipped]]:
     """Measure every item; what a backend lacks is skipped, with the reason that it gives.
 
-    All groups along a dim run at the same time, as in a training step; alone: only the group of the
-    mesh's first rank, while the others wait. advance: told of each item before it begins.
-
+    All groups along a dim run at the same time, as in a training step. progress: a line on stderr before each item.
     Called by: every rank of the mesh.
     """
     found: list[Measured] = []
-    skipped: list[Skipped] = []
-    lacking: set[tuple[str, str]] = set()
-    for item in items:
-        advance(item)
-        if (item.dim, item.operation) in lacking:
+    skipped: dict[tuple[str, str], Skipped] = {}
+    for number, item in enumerate(items, 1):
+        if (item.dim, item.operation) in skipped:
             continue
+        if progress:
+            print(f"{number} of {len(items)}: {item.operation} along {item.dim}", file=sys.stderr)
         try:
-            found.append(_measure(mesh, item, rounds, alone, round_s))
+            found.append(_measure(mesh, item, rounds, round_s))
         except UnsupportedOp as error:
-            # Raised on all ranks alike, before a byte moves.
-            lacking.add((item.dim, item.operation))
-            skipped.append(Skipped(item.dim, item.operation, f"{error.what}: {error.expected}"))
-    return found, skipped
+            # Raised on all ranks, before a byte moves.
+            why = f"{error.what}: {error.expected}"
+            skipped[item.dim, item.operation] = Skipped(item.dim, item.operation, why)
+    return found, list(skipped.values())
 
 
-def _measure(mesh: Mesh, item: Item, rounds: int, alone: bool, round_s: float) -> Measured:
-    calls = pair(mesh, item.dim, item.operation, item.size_bytes)
-    # All groups connect, and all ranks hear alike of what the backend lacks.
-    calls.ours()
-    calls.torch()
-    first = int(mesh.layout.ranks.min())
-    running = not alone or first in mesh.ranks(item.dim)
-    ways: dict[str, Call] = calls._asdict() if running else dict.fromkeys(calls._fields, _nothing)
+def _measure(mesh: Mesh, item: Item, rounds: int, round_s: float) -> Measured:
+    ways = pair(mesh, item.dim, item.operation, item.size_bytes)._asdict()
+    # All groups connect, and all ranks learn what the backend lacks.
+    for call in ways.values():
+        call()
     device = device_of(mesh, item.dim)
 
     def together() -> None:
@@ -122,21 +125,17 @@ def _measure(mesh: Mesh, item: Item, rounds: int, alone: bool, round_s: float) -
         _finish(device)
 
     def times(rounds: int, calls: int) -> list[tuple[float, ...]]:
-        found = in_turn(ways, rounds, calls, align=together, finish=lambda: _finish(device))
+        found = in_turn(ways, rounds, calls, align=together, finish=partial(_finish, device))
         return slowest(mesh, list(found.values()))
 
     # One call says roughly how many fill a quarter of a round, and these how many fill one.
     count = 1
     for share in (0.25, 1.0):
-        least = min(map(min, times(1, count)))
-        count = min(max(1, ceil(share * round_s / max(least, 1e-9))), _MOST_CALLS)
+        shortest = min(map(min, times(1, count)))
+        count = min(max(1, ceil(share * round_s / max(shortest, 1e-9))), _MOST_CALLS)
         if count == 1:
             break
     return Measured(item, count, *times(rounds, count))
-
-
-def _nothing() -> None:
-    pass
 
 
 def _finish(device: torch.device) -> None:
@@ -151,3 +150,119 @@ def slowest(mesh: Mesh, seconds: Sequence[Sequence[float]]) -> list[tuple[float,
     for dim in mesh.dims:
         mesh.all_reduce(dim, worst, "max")
     return [tuple(row) for row in worst.tolist()]
+
+
+def chosen_dims(plan: Plan, asked: Sequence[str]) -> tuple[list[Family], list[Skipped]]:
+    """The families to measure, in plan order; those left out.
+
+    asked: names of dims, merged dims or views' dims; all with groups of their own where there is none.
+    Raises UnknownDim, and ConfigError where nothing is left to measure.
+    """
+    for name in asked:
+        plan.layout.digits(name)
+    found, skipped = [], []
+    for family in plan.families:
+        if asked and family.name not in asked:
+            continue
+        if family.size == 1:
+            skipped.append(Skipped(family.name, None, "one rank: nothing moves"))
+        elif family.shares is not None and not asked:
+            skipped.append(Skipped(family.name, None, f"its groups are those of {family.shares}"))
+        else:
+            found.append(family)
+    if not found:
+        sizes = ", ".join(f"{family.name} = {family.size}" for family in plan.families)
+        raise ConfigError(
+            "no dim to measure has two ranks or more",
+            given=sizes + "".join(f", --dim {name}" for name in asked),
+            expected="a dim along which something moves",
+            hint="--set mesh.dims.DIM=2" if not asked else "leave --dim out",
+        )
+    return found, skipped
+
+
+def items(families: Sequence[Family], operations: Sequence[Operation], sizes: Sequence[int]) -> list[Item]:
+    """Every operation and size along every dim, sizes ascending, each once. Raises ConfigError."""
+    found = [
+        Item(family.name, operation, counted_bytes(operation, size, family.name, family.size))
+        for family in families
+        for operation in operations
+        for size in sorted(sizes)
+    ]
+    return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to measure. dims: none for all. round_s: as `sweep` takes it."""
+
+    operations: Sequence[Operation]
+    sizes: Sequence[int]
+    dims: Sequence[str]
+    rounds: int
+    round_s: float = ROUND_S
+
+
+def measured_facts(mesh: Mesh, asked: Asked, topology: TopologyConfig, progress: bool) -> dict[str, Any]:
+    """Measure, and return it as data that JSON can hold: what `bench_view` takes.
+
+    topology: as `discovered` gives it. progress: whether this rank says on stderr how far it is, if that is a terminal.
+    Called by: every rank of the mesh. Raises UnknownDim and ConfigError, on all ranks.
+    """
+    families, skipped = chosen_dims(mesh.plan, asked.dims)
+    wanted = items(families, asked.operations, asked.sizes)
+    where = machine(topology)
+    described = machine_facts(mesh)
+    found, lacking = sweep(mesh, wanted, asked.rounds, asked.round_s, progress and sys.stderr.isatty())
+    return {
+        "machine": described,
+        "mesh": {"dims": dict(mesh.dims), "world_size": mesh.world_size},
+        "topology": topology.model_dump(mode="json", exclude_none=True),
+        "dtype": "float32",
+        "counted": {operation: COUNTED[operation] for operation in asked.operations},
+        "rounds": asked.rounds,
+        "dims": [_dim_facts(mesh, family, where) for family in families],
+        "rows": [
+            row_facts(dim, mesh.size(dim), operation, size_bytes, calls, ours_s, torch_s)
+            for (dim, operation, size_bytes), calls, ours_s, torch_s in found
+        ],
+        "skipped": [each._asdict() for each in (*skipped, *lacking)],
+        "fit": None,
+    }
+
+
+def _dim_facts(mesh: Mesh, family: Family, where: Machine | None) -> dict[str, Any]:
+    link = None if where is None else span(mesh.layout.groups(family.name), where).slowest
+    facts = {"dim": family.name, "size": family.size, "groups": family.count}
+    return facts | {"backend": family.options.backend, "link": link}
+
+
+def machine_facts(mesh: Mesh) -> dict[str, Any]:
+    """This rank's host and device, its load average over a minute, and the number of hosts of the mesh.
+
+    Called by: every rank of the mesh.
+    """
+    on_cuda = mesh.device.type == "cuda"
+    facts: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hosts": _hosts(mesh),
+        "cpus": os.cpu_count() or 1,
+        "load": os.getloadavg()[0],
+        "processor": platform.machine(),
+        "system": platform.system(),
+        "device": torch.cuda.get_device_name(mesh.device) if on_cuda else mesh.device.type,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "meshcomm": __version__,
+    }
+    if on_cuda:
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return facts
+
+
+def _hosts(mesh: Mesh) -> int:
+    """How many host names the ranks have."""
+    mine = torch.tensor([zlib.crc32(socket.gethostname().encode())], dtype=torch.int64, device=mesh.device)
+    for dim in mesh.dims:
+        mine = mesh.all_gather(dim, mine)
+    return len(set(mine.tolist()))

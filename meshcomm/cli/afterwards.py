@@ -97,9 +97,6 @@ def export(
     target: Annotated[
         Path, typer.Argument(metavar="FILE", help="The safetensors file, or the folder, to write.")
     ],
-    weights: Annotated[
-        bool, typer.Option("--weights", help="Only the model's tensors, by the names of its modules.")
-    ] = False,
     pretrained: Annotated[
         bool,
         typer.Option(
@@ -114,20 +111,7 @@ def export(
         float | None, typer.Option(min=0, help="With --pretrained: the largest file, in GB. Default: 5.")
     ] = None,
 ) -> None:
-    """Write a checkpoint's whole tensors into one safetensors file, or a folder of them, in one process."""
+    """Write a checkpoint's weights into one safetensors file, or a folder for transformers, in one process."""
     from meshcomm.jobs.afterwards import export as job
 
-    typer.echo(job(source, target, weights, pretrained, dtype, shard_gb))
-
-
-@app.command("import")
-def import_(
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="What `meshcomm export` wrote.")],
-    out: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The train.out of the run that goes on from it.")
-    ],
-) -> None:
-    """Make a checkpoint of an exported file, for `meshcomm train --set train.resume=true`."""
-    from meshcomm.jobs.afterwards import import_file as job
-
-    typer.echo(job(source, out))
+    typer.echo(job(source, target, pretrained, dtype, shard_gb))

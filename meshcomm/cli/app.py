@@ -33,7 +33,7 @@ GROUPS: Final = {
     "Look at a mesh": ("plan", "where", "lint", "view", "schema"),
     "Find out what went wrong": ("report", "doctor", "parity"),
     "Measure and predict": ("bench", "costs", "place", "dryrun"),
-    "Move checkpoints": ("export", "import"),
+    "Move checkpoints": ("export",),
 }
 
 

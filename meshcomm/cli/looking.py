@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, discovered_topology, show_facts
+from meshcomm.cli.app import AsJson, ConfigFile, Facts, Overrides, World, app, discovered_topology, show_facts
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from meshcomm.config import Config
-    from meshcomm.layout import Dims
     from meshcomm.show.page import Part
-
-Export = Annotated[
-    Path | None,
-    typer.Option("--export", metavar="FILE", help="Write it to a file instead: .svg, .md or .json."),
-]
 
 By = Annotated[
     str | None,
@@ -34,8 +25,7 @@ Other = Annotated[
     Path | None,
     typer.Option(
         metavar="OTHER",
-        help="Compare with this config instead: settings, groups and their options, and which ranks "
-        "change place. --set changes both.",
+        help="Compare with this config instead: settings, groups, and which ranks change place. --set changes both.",
     ),
 ]
 
@@ -54,86 +44,49 @@ def plan(
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Draw the pipeline's schedule: who runs which pass when.")
     ] = False,
-    tree: Annotated[
-        bool,
-        typer.Option(
-            "--tree",
-            help="Show the dims inside each other instead, down to the ranks of the innermost groups; "
-            "--json has all of them.",
-        ),
-    ] = False,
-    view: Annotated[
-        str | None,
-        typer.Option(help="With --tree: a view's dims in place of the base's."),
-    ] = None,
     diff: Other = None,
-    export: Export = None,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the grid as a picture instead: .svg.")
+    ] = None,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
     """Show dims, groups and one rank's place, without a process, a GPU or torch.
 
-    --export topo.svg is the grid as a picture; in .md and .json it stands after the tables.
-
     With --diff the exit code is 0 where the two are equal, and 1 where they are not.
     """
-    _one_picture(tree, view, diff, {"--rank": rank, "--grid": grid, "--by": by, "--schedule": schedule})
-    _one_way_out(export, json)
-    if schedule and export is not None and export.suffix.lower() != ".json":
-        raise typer.BadParameter("--schedule is drawn on a terminal only; --export FILE.json has its facts")
+    if diff is not None and (grid or schedule or rank is not None or by is not None or export is not None):
+        raise typer.BadParameter("--diff compares, and draws and marks nothing: leave the other options out")
+    if export is not None and (json or schedule):
+        raise typer.BadParameter("--export writes the grid alone: leave --json and --schedule out")
     from meshcomm.config import load_config
+    from meshcomm.config.write import check_ending
 
+    if export is not None:
+        check_ending(export, "--export", ".svg")
     settings = load_config(config, overrides or ()).resolved(world)
     if diff is not None:
-        picture = _difference(settings, load_config(diff, overrides or ()).resolved(world), world)
-        _write(picture, export, json)
-        raise typer.Exit(0 if picture.facts["equal"] else 1)
-    if tree:
-        whole = json or (export is not None and export.suffix.lower() == ".json")
-        picture = _tree(settings, world, view or "", whole)
-    else:
-        drawn = grid or by is not None or export is not None
-        picture = _tables(settings, world, rank, (_dims(by),) if drawn else (), schedule)
-    _write(picture, export, json)
+        _compare(settings, load_config(diff, overrides or ()).resolved(world), world, json)
+    facts, parts, drawings = _drawn(
+        settings, world, rank, by, schedule, grid or by is not None or export is not None
+    )
+    if export is not None:
+        drawings[0].save(export)
+        typer.echo(f"written: {export}", err=True)
+        return
+    from rich.console import Group
+
+    from meshcomm.show.page import page_view
+
+    show_facts(facts, json, lambda _: Group(page_view(parts), *drawings))
 
 
-class _Picture(NamedTuple):
-    """The output of a command in every form.
-
-    page: for Markdown. shown: for the screen; the page if empty. svg: if omitted, a picture of the screen with `title`.
-    """
-
-    facts: dict[str, Any]
-    page: Callable[[], Sequence[Part]]
-    title: str = ""
-    shown: Sequence[RenderableType] = ()
-    svg: Callable[[], str] | None = None
-
-
-def _tree(settings: Config, world: int | None, view: str, whole: bool) -> _Picture:
-    from meshcomm.show.page import Line, as_text
-    from meshcomm.show.tree import FOLDED, headline, tree_facts, tree_view
-
-    topology = discovered_topology(settings)
-    facts = tree_facts(settings.plan(world), view, topology, None if whole else FOLDED)
-    drawn = tree_view(facts)
-    return _Picture(facts, lambda: [Line(as_text(drawn), drawing=True)], headline(facts), [drawn])
-
-
-def _difference(a: Config, b: Config, world: int | None) -> _Picture:
-    from meshcomm.show.diff import diff_facts, diff_page
-
-    facts = diff_facts(a, b, a.plan(world), b.plan(world))
-    return _Picture(facts, lambda: diff_page(facts), " and ".join(facts["sources"]))
-
-
-def _tables(
-    settings: Config, world: int | None, rank: int | None, colours: tuple[Dims | None, ...], schedule: bool
-) -> _Picture:
-    """colours: whose groups the grid's are; empty where no grid is drawn."""
+def _drawn(
+    settings: Config, world: int | None, rank: int | None, by: str | None, schedule: bool, grid: bool
+) -> tuple[Facts, list[Part], list[Any]]:
+    """The facts, the tables, and the drawings below them: the grid first."""
     from meshcomm.predict.lint import footprint
     from meshcomm.show.grid import RankGrid, grid_facts
-    from meshcomm.show.page import page_view
     from meshcomm.show.plan import plan_facts, plan_page
     from meshcomm.show.schedule import ScheduleView, schedule_facts
 
@@ -142,21 +95,23 @@ def _tables(
     cost = footprint(settings, laid_out, laid_out.layout.world_size)
     if cost.nccl and not cost.undecided:
         facts["footprint"] = cost._asdict()
-    shown: list[RenderableType] = [page_view(plan_page(facts))]
-    if not colours:
-        grid = None
-    else:
-        facts["grid"] = grid_facts(laid_out, colours[0], topology, rank)
-        grid = RankGrid(facts["grid"])
-        shown.append(grid)
+    parts, drawings = plan_page(facts), list[Any]()
+    if grid:
+        facts["grid"] = grid_facts(laid_out, _dims(by), topology, rank)
+        drawings.append(RankGrid(facts["grid"]))
     if schedule:
         facts["schedule"] = schedule_facts(settings, world)
-        shown.append(ScheduleView(facts["schedule"]))
+        drawings.append(ScheduleView(facts["schedule"]))
+    return facts, parts, drawings
 
-    def page() -> list[Part]:
-        return [*plan_page(facts), *([] if grid is None else grid.page())]
 
-    return _Picture(facts, page, "", shown, None if grid is None else grid.svg)
+def _compare(a: Config, b: Config, world: int | None, json: bool) -> NoReturn:
+    from meshcomm.show.diff import diff_facts, diff_page
+    from meshcomm.show.page import page_view
+
+    facts = diff_facts(a, b, a.plan(world), b.plan(world))
+    show_facts(facts, json, lambda _: page_view(diff_page(facts)))
+    raise typer.Exit(0 if facts["equal"] else 1)
 
 
 @app.command()
@@ -167,19 +122,18 @@ def where(
         typer.Argument(metavar="RANK|COORDS", help="5, or pp=1,dp=0,tp=1; fewer coords list all such ranks."),
     ],
     world: World = None,
-    export: Export = None,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Say where a rank sits: coords, node, groups, neighbours, and whom it exchanges what with; or who sits where."""
+    """Say where a rank sits: coords, node, groups, neighbours; or who sits where."""
     from meshcomm.config import load_config
+    from meshcomm.show.page import page_view
     from meshcomm.show.where import read_place, where_facts, where_page
 
-    _one_way_out(export, json)
     asked = read_place(place)
     settings = load_config(config, overrides or ()).resolved(world)
-    facts = where_facts(settings, settings.plan(world), asked, discovered_topology(settings))
-    _write(_Picture(facts, lambda: where_page(facts), f"where {place}"), export, json)
+    facts = where_facts(settings.plan(world), asked, discovered_topology(settings))
+    show_facts(facts, json, lambda _: page_view(where_page(facts)))
 
 
 @app.command()
@@ -196,14 +150,14 @@ def lint(
     from meshcomm.config import load_config
     from meshcomm.predict.lint import lint as find
     from meshcomm.show.lint import lint_facts, lint_text
-    from meshcomm.show.page import Folded
+    from meshcomm.show.page import Line
 
     settings = load_config(config, overrides or ())
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     topology = discovered_topology(settings)
     findings = find(settings, world, topology, None if soft == resource.RLIM_INFINITY else soft)
     facts = lint_facts(settings, settings.plan(world), topology, findings)
-    show_facts(facts, json, lambda _: Folded(lint_text(settings.source, facts, findings)))
+    show_facts(facts, json, lambda _: Line(lint_text(settings.source, facts, findings)))
     raise typer.Exit(int(strict and bool(findings)))
 
 
@@ -218,7 +172,6 @@ def view(
     export: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the page, as of now, into one file; no server.")
     ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Open the page in the default browser.")] = False,
     overrides: Overrides = None,
 ) -> None:
     """Serve a page for a browser on this machine: the mesh, its traffic, and the run as it goes on. Ctrl-C ends it."""
@@ -235,73 +188,23 @@ def view(
     facts = page_facts(found.settings, world, discovered_topology(found.settings))
     if export is not None:
         typer.echo(export_page(export, facts, found.folder))
-        if open_:
-            typer.launch(export.resolve().as_uri())
         return
     with Server(facts, found.folder, port) as server:
         try:
             typer.echo(f"{server.url}  ({found.settings.source}; Ctrl-C ends it)")
-            if open_:
-                typer.launch(server.url)
             server.serve_forever()
         except KeyboardInterrupt:
             typer.echo()
 
 
 @app.command()
-def schema(
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it to this file.")] = None,
-) -> None:
+def schema() -> None:
     """Print the JSON schema of configs: what editors complete, explain and check them by."""
     from meshcomm.config.schema import schema_text
 
-    if out is None:
-        typer.echo(schema_text(), nl=False)
-        return
-    from meshcomm.config.write import write_whole
-
-    write_whole(out, schema_text())
-    typer.echo(f"written: {out}", err=True)
-
-
-def _one_picture(tree: bool, view: str | None, diff: Path | None, others: dict[str, object]) -> None:
-    """Refuse an option that would have no effect beside --tree or --diff."""
-    if view is not None and not tree:
-        raise typer.BadParameter("--view has no effect without --tree")
-    chosen = [name for name, given in (("--tree", tree), ("--diff", diff is not None)) if given]
-    beside = [name for name, value in others.items() if value is not None and value is not False]
-    if chosen and len(chosen) + len(beside) > 1:
-        raise typer.BadParameter(f"{' and '.join([*chosen, *beside])}: one of them at a time")
+    typer.echo(schema_text(), nl=False)
 
 
 def _dims(by: str | None) -> str | tuple[str, ...] | None:
     names = None if by is None else tuple(name.strip() for name in by.split(","))
     return names[0] if names is not None and len(names) == 1 else names
-
-
-def _one_way_out(export: Path | None, json: bool) -> None:
-    """Refuse what could only be half obeyed, before any work."""
-    if export is None:
-        return
-    if json:
-        raise typer.BadParameter("--json prints and --export writes: one of the two")
-    from meshcomm.config.write import check_ending
-    from meshcomm.show.page import KINDS
-
-    check_ending(export, "--export", *KINDS)
-
-
-def _write(picture: _Picture, export: Path | None, json: bool) -> None:
-    """The facts as a file, as JSON, or on the screen."""
-    from rich.console import Group
-
-    from meshcomm.show.page import export as write
-    from meshcomm.show.page import page_view, svg_of
-
-    if export is None:
-        show_facts(picture.facts, json, lambda _: Group(*picture.shown or [page_view(picture.page())]))
-        return
-    views = picture.shown or [page_view(picture.page())]
-    svg = picture.svg or (lambda: svg_of(views, picture.title))
-    write(export, picture.facts, picture.page, svg)
-    typer.echo(f"written: {export}", err=True)

@@ -45,9 +45,6 @@ def bench(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 9,
-    alone: Annotated[
-        bool, typer.Option("--alone", help="One group along a dim, while the others wait.")
-    ] = False,
     fit: Annotated[
         Path | None,
         typer.Option(help="Write the links' latency and bandwidth as a [topology] that fits the times."),
@@ -59,14 +56,14 @@ def bench(
 
     Outside a launcher, starts one process per rank here.
     """
-    from meshcomm.bench.facts import Asked
+    from meshcomm.bench.measure import Asked
     from meshcomm.jobs.bench import SIZES, Output
     from meshcomm.jobs.bench import bench as job
     from meshcomm.predict.times import named_operations
     from meshcomm.show.units import read_bytes
 
     sizes = [read_bytes(text) for text in size or SIZES]
-    asked = Asked(named_operations(operation or ()), sizes, dim or (), rounds, alone)
+    asked = Asked(named_operations(operation or ()), sizes, dim or (), rounds)
     raise typer.Exit(job(config, overrides or (), world, asked, Output(json, fit)))
 
 
@@ -107,10 +104,7 @@ def place(
         ),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many meshes to show.")] = 10,
-    write: Annotated[
-        Path | None, typer.Option(help="Write the first mesh, or that of --choose, as a config.")
-    ] = None,
-    choose: Annotated[int, typer.Option(min=1, help="With --write: which mesh of the table.")] = 1,
+    write: Annotated[Path | None, typer.Option(help="Write the first mesh of the table as a config.")] = None,
     exact: Annotated[
         bool,
         typer.Option(
@@ -123,12 +117,10 @@ def place(
 ) -> None:
     """Rank all sizes and orders of the dims that can train CONFIG by the step time that a model predicts."""
     from meshcomm.config import load_config
-    from meshcomm.predict.placed import place_config, write_placement
+    from meshcomm.predict.place import place_config, write_placement
     from meshcomm.show.place import place_facts, place_view
 
     settings = load_config(config, overrides or ())
-    if choose > 1 and (write is None or choose > top):
-        raise typer.BadParameter(f"--choose {choose} wants --write and --top {choose} or more")
     topology = discovered_topology(settings)
     ranking = place_config(settings, world, topology, keep or (), top)
     assert settings.parallel is not None
@@ -142,5 +134,5 @@ def place(
             placement["exact"] = each._asdict()
     show_facts(facts, json, place_view)
     if write is not None:
-        write_placement(settings, ranking, choose, write)
+        write_placement(settings, ranking, write)
         typer.echo(f"written: {write}", err=json)

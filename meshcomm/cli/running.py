@@ -154,12 +154,6 @@ def dryrun(
     steps: Annotated[
         int, typer.Option(min=1, help="Leave SCRIPT after so many of mesh.step(), or steps of a Trainer.")
     ] = 2,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the step as a timeline for Perfetto or chrome://tracing, as JSON."
-        ),
-    ] = None,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
@@ -169,7 +163,7 @@ def dryrun(
     every stage, every corner, and a sample. Exit code 1 where calls do not meet, or memory exceeds topology.memory_gbytes.
     """
     from meshcomm.dryrun.script import Script
-    from meshcomm.jobs.dryrun import Sample
+    from meshcomm.dryrun.world import Sample
     from meshcomm.jobs.dryrun import dryrun as job
     from meshcomm.show.dryrun import dry_view
 
@@ -185,7 +179,7 @@ def dryrun(
     if first.suffix == ".py" or second is not None:
         config, path, arguments = named("dryrun", first, second, context.args, overrides)
         script = Script(path, tuple(arguments), config, tuple(overrides or ()), steps)
-    facts = job(config, overrides or (), world, script, Sample(rank or (), sample, seed), trace)
+    facts = job(config, overrides or (), world, script, Sample(rank or (), sample, seed))
     show_facts(facts, json, dry_view)
     raise typer.Exit(1 if facts["findings"] or facts["memory"]["fits"] is False else 0)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from torch import Tensor
@@ -24,7 +22,6 @@ from meshcomm.comm.communicator import CommunicatorCache
 from meshcomm.comm.functional import mean_message, mean_of
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.p2p import Envelope
-from meshcomm.comm.request import Request
 from meshcomm.errors import UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, Layout
 from meshcomm.transport.torch_private import outside_graphs
@@ -40,8 +37,7 @@ Async: TypeAlias = Literal[True]
 X = TypeVar("X", Tensor, list[Tensor], Sequence[Tensor])
 
 
-# What a call may be given by name besides `async_op`. An option that is left out has the default of its field in
-# comm/request.py.
+# What a call may be given by name besides `async_op`: for the overloads.
 class Factor(TypedDict, total=False):
     factor: float | None
 
@@ -101,7 +97,7 @@ class AlongDims:
         *,
         async_op: bool = False,
         algorithm: Algorithm = "flat",
-        **more: Unpack[Factor],
+        factor: float | None = None,
     ) -> Any:
         """Reduce `x` over `dims`, in place, and return it.
 
@@ -123,20 +119,17 @@ class AlongDims:
         Gradient:   none; on a tensor that needs one: AutogradError. See `mesh.functional`.
         Raises:     UnknownDim, UnsupportedOp, AutogradError; CommunicationError.
         """
-        if algorithm == "flat":
-            # Written out where a call more would be felt: see CommunicatorCache.along.
-            try:
-                comm = self._at[dims]
-            except TypeError:
-                comm = self._at.along(dims)
-            if isinstance(x, Tensor):
-                if not more:  # apart, as an empty ** costs a call some 80 ns
-                    return comm.collective(ALL_REDUCE, x, async_op, op)
-                return comm.collective(ALL_REDUCE, x, async_op, op, **more)
-            return lists.collective(comm, ALL_REDUCE, x, async_op, op=op, **more)
-        if not async_op and isinstance(x, Tensor):
-            return self._by_algorithm(dims, x, op, algorithm, **more)
-        raise self._no_algorithm(dims, x, async_op, algorithm)
+        if algorithm != "flat":
+            if async_op or not isinstance(x, Tensor):
+                raise self._no_algorithm(dims, x, async_op, algorithm)
+            return self._by_algorithm(dims, x, op, algorithm, factor)
+        comm = self._at[dims] if type(dims) is str else self._at.along(dims)
+        if not isinstance(x, Tensor):
+            given = {} if factor is None else {"factor": factor}
+            return lists.collective(comm, ALL_REDUCE, x, async_op, op=op, **given)
+        if factor is not None:
+            return comm.collective(ALL_REDUCE, x, async_op, op, factor=factor)
+        return comm.collective(ALL_REDUCE, x, async_op, op)
 
     def mean(self, dims: Dims, values: Tensor, weights: Tensor | float) -> Tensor:
         """The sum of `values` over `dims`, divided by that of `weights`: a mean over ranks with unequally many tokens.
@@ -163,14 +156,7 @@ class AlongDims:
             self.all_reduce(each, sums)
         return mean_of(values, sums)
 
-    def _by_algorithm(
-        self,
-        dims: Dims,
-        x: Tensor,
-        op: str,
-        algorithm: Any,
-        **more: Unpack[Factor],
-    ) -> Tensor:
+    def _by_algorithm(self, dims: Dims, x: Tensor, op: str, algorithm: Any, factor: float | None) -> Tensor:
         self.layout.digits(dims)
         expanded = self.layout.expand(dims)
         levels = algorithm in ("hierarchical", "two_level")
@@ -178,11 +164,10 @@ class AlongDims:
             raise self._no_algorithm(dims, x, False, algorithm)
         self.layout.digits(expanded)
         if algorithm == "hierarchical":
-            return scheduled.hierarchical([self._at[name] for name in expanded], x, op, **more)
+            return scheduled.hierarchical([self._at[name] for name in expanded], x, op, factor)
         inner = self.layout.size(expanded[-1]) if levels else 1
-        return scheduled.all_reduce(
-            self._at.along(dims), x, op, scheduled.Algorithm(algorithm, inner), **more
-        )
+        chosen = scheduled.Algorithm(algorithm, inner)
+        return scheduled.all_reduce(self._at.along(dims), x, op, chosen, factor)
 
     def _no_algorithm(self, dims: Dims, x: object, async_op: bool, algorithm: str) -> UnsupportedOp:
         self.layout.digits(dims)
@@ -211,44 +196,55 @@ class AlongDims:
         op: str = "sum",
         *,
         async_op: bool = False,
-        **more: Unpack[Factor],
+        factor: float | None = None,
     ) -> Any:
         """The reduced x on coord `dst`, None on the others; `x` is unchanged everywhere.
 
         Shape, op, calling: as for `all_reduce`. Returns new memory.
         """
-        return self._at.along(dims).collective(REDUCE, x, async_op, op, dst, **more)
+        comm = self._at.along(dims)
+        if factor is not None:
+            return comm.collective(REDUCE, x, async_op, op, dst, factor=factor)
+        return comm.collective(REDUCE, x, async_op, op, dst)
 
     @overload
     def reduce_scatter(
-        self, dims: Dims, x: X, axis: int = 0, op: str = ..., *, async_op: Sync = ..., **more: Unpack[Reduced]
-    ) -> X: ...
+        self,
+        dims: Dims,
+        x: Tensor,
+        axis: int = 0,
+        op: str = ...,
+        *,
+        async_op: Sync = ...,
+        **more: Unpack[Reduced],
+    ) -> Tensor: ...
     @overload
     def reduce_scatter(
-        self, dims: Dims, x: X, axis: int = 0, op: str = ..., *, async_op: Async, **more: Unpack[Reduced]
-    ) -> Handle[X]: ...
+        self, dims: Dims, x: Tensor, axis: int = 0, op: str = ..., *, async_op: Async, **more: Unpack[Reduced]
+    ) -> Handle[Tensor]: ...
     def reduce_scatter(
         self,
         dims: Dims,
-        x: Tensor | Sequence[Tensor],
+        x: Tensor,
         axis: int = 0,
         op: str = "sum",
         *,
         async_op: bool = False,
-        **more: Unpack[Reduced],
+        out: Tensor | None = None,
+        factor: float | None = None,
     ) -> Any:
         """Reduce `x` over `dims` and keep this rank's slice of tensor axis `axis`.
 
-        Shape:      (b, n*s, d) -> (b, s, d) for axis=1, n the size of `dims`. Lists travel together.
+        Shape:      (b, n*s, d) -> (b, s, d) for axis=1, n the size of `dims`.
         Called by:  every rank along `dims`, in the same program order.
         Returns:    slice number `mesh.coord(dims)`, in new memory or `out`; `x` is unchanged.
         Gradient:   none; see `mesh.functional.reduce_scatter`.
         Raises:     UnknownDim; ShapeError where x.shape[axis] is not divisible by n.
         """
-        comm = self._at.along(dims)
-        if isinstance(x, Tensor):
-            return comm.collective(REDUCE_SCATTER, x, async_op, op, -1, axis, **more)
-        return lists.collective(comm, REDUCE_SCATTER, x, async_op, axis, op=op, **more)
+        comm = self._at[dims] if type(dims) is str else self._at.along(dims)
+        if factor is not None:
+            return comm.collective(REDUCE_SCATTER, x, async_op, op, -1, axis, 0, out, factor=factor)
+        return comm.collective(REDUCE_SCATTER, x, async_op, op, -1, axis, 0, out)
 
     # -- moving data ----------------------------------------------------------------------------
 
@@ -261,27 +257,28 @@ class AlongDims:
 
         Shape, calling, gradient: as for `all_reduce`; any dtype.
         """
-        comm = self._at.along(dims)
+        comm = self._at[dims] if type(dims) is str else self._at.along(dims)
         if isinstance(x, Tensor):
             return comm.collective(BROADCAST, x, async_op, None, src)
         return lists.collective(comm, BROADCAST, x, async_op, root=src)
 
     @overload
     def all_gather(
-        self, dims: Dims, x: X, axis: int = ..., *, async_op: Sync = ..., **more: Unpack[Joined]
-    ) -> X: ...
+        self, dims: Dims, x: Tensor, axis: int = ..., *, async_op: Sync = ..., **more: Unpack[Joined]
+    ) -> Tensor: ...
     @overload
     def all_gather(
-        self, dims: Dims, x: X, axis: int = ..., *, async_op: Async, **more: Unpack[Joined]
-    ) -> Handle[X]: ...
+        self, dims: Dims, x: Tensor, axis: int = ..., *, async_op: Async, **more: Unpack[Joined]
+    ) -> Handle[Tensor]: ...
     def all_gather(
         self,
         dims: Dims,
-        x: Tensor | Sequence[Tensor],
+        x: Tensor,
         axis: int = 0,
         *,
         async_op: bool = False,
-        **more: Unpack[Joined],
+        out: Tensor | None = None,
+        uneven: bool = False,
     ) -> Any:
         """The x of every rank along `dims`, joined along tensor axis `axis` in coord order.
 
@@ -289,14 +286,14 @@ class AlongDims:
                     A 0-dim x counts as shape (1,). uneven=True: the sizes of `axis` may differ from
                     rank to rank, 0 included; they are exchanged first.
         Called by:  every rank along `dims`, in the same program order.
-        Returns:    new memory or `out`, or a Handle whose wait() returns it; for a list, a list.
+        Returns:    new memory or `out`, or a Handle whose wait() returns it.
         Gradient:   none; see `mesh.functional.all_gather`.
         Raises:     UnknownDim, ShapeError, AutogradError; CommunicationError.
         """
-        comm = self._at.along(dims)
-        if isinstance(x, Tensor):
-            return comm.collective(ALL_GATHER, x, async_op, None, -1, axis, **more)
-        return lists.collective(comm, ALL_GATHER, x, async_op, axis, **more)
+        comm = self._at[dims] if type(dims) is str else self._at.along(dims)
+        if uneven:
+            return comm.collective(ALL_GATHER, x, async_op, None, -1, axis, 0, out, uneven=uneven)
+        return comm.collective(ALL_GATHER, x, async_op, None, -1, axis, 0, out)
 
     @overload
     def gather(
@@ -314,11 +311,14 @@ class AlongDims:
         axis: int = 0,
         *,
         async_op: bool = False,
-        **more: Unpack[Joined],
+        out: Tensor | None = None,
+        uneven: bool = False,
     ) -> Any:
         """What `all_gather` returns, on coord `dst`; None on the others. `out` is only used on `dst`."""
         comm = self._at.along(dims)
-        return comm.collective(GATHER, x, async_op, root=dst, axis=axis, **more)
+        if uneven:
+            return comm.collective(GATHER, x, async_op, None, dst, axis, 0, out, uneven=uneven)
+        return comm.collective(GATHER, x, async_op, None, dst, axis, 0, out)
 
     @overload
     def scatter(
@@ -343,7 +343,7 @@ class AlongDims:
         axis: int = 0,
         *,
         async_op: bool = False,
-        **more: Unpack[Out],
+        out: Tensor | None = None,
     ) -> Any:
         """Slice c of tensor axis `axis` of coord src's x, on coord c.
 
@@ -352,7 +352,7 @@ class AlongDims:
         out:        on every rank or on none. Without it the shape is told to the ranks first.
         Returns:    new memory or `out`.
         """
-        return self._at.along(dims).collective(SCATTER, x, async_op, root=src, axis=axis, **more)
+        return self._at.along(dims).collective(SCATTER, x, async_op, None, src, axis, 0, out)
 
     @overload
     def all_to_all(
@@ -384,7 +384,9 @@ class AlongDims:
         concat_axis: int = 0,
         *,
         async_op: bool = False,
-        **more: Unpack[Moved],
+        out: Tensor | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        output_split_sizes: Sequence[int] | None = None,
     ) -> Any:
         """Slice c of `split_axis` goes to coord c; what arrives is joined along `concat_axis`.
 
@@ -398,8 +400,12 @@ class AlongDims:
         Gradient:   none; see `mesh.functional.all_to_all`.
         Raises:     UnknownDim; ShapeError where x.shape[split_axis] is not divisible by n.
         """
-        comm = self._at.along(dims)
-        return comm.collective(ALL_TO_ALL, x, async_op, None, -1, split_axis, concat_axis, **more)
+        comm = self._at[dims] if type(dims) is str else self._at.along(dims)
+        if input_split_sizes is None and output_split_sizes is None:
+            return comm.collective(ALL_TO_ALL, x, async_op, None, -1, split_axis, concat_axis, out)
+        return comm.collective(
+            ALL_TO_ALL, x, async_op, None, -1, split_axis, concat_axis, out, input_split_sizes=input_split_sizes, output_split_sizes=output_split_sizes
+        )
 
     # -- messages -------------------------------------------------------------------------------
 
@@ -409,14 +415,17 @@ class AlongDims:
         handshake: send shape and dtype first, for a receiver that gives no buffer.
         tag:       only messages with equal tags meet (Gloo; NCCL matches by order).
         """
-        self._at.along(dims).messages.send(x, dst, tag, handshake)
+        comm = self._at[dims] if type(dims) is str else self._at.along(dims)
+        comm.messages.send(x, dst, tag, handshake)
 
     def recv(self, dims: Dims, out: Tensor | None = None, *, src: int, tag: int = 0) -> Tensor:
         """Receive from coord `src` along `dims` into `out`, and return it.
 
         out: of the sender's shape and dtype; None: the message has a handshake, the result is new.
         """
-        return self._at.along(dims).messages.recv(out, src, tag)
+        comm = self._at[dims] if type(dims) is str else self._at.along(dims)
+        found: Tensor = comm.messages.recv(out, src, tag)
+        return found
 
     def recv_any(self, dims: Dims, out: Tensor | None = None, *, tag: int = 0) -> tuple[Tensor, int]:
         """Receive from whichever coord sends first; returns the tensor and that coord. Gloo only."""
@@ -430,7 +439,8 @@ class AlongDims:
         NCCL runs messages one after the other. There, UnsupportedOp while a receive that was started by itself is not
         waited for: `exchange` starts both as one.
         """
-        found: Handle[None] = self._at.along(dims).messages.send(x, dst, tag, handshake, True)
+        comm = self._at[dims] if type(dims) is str else self._at.along(dims)
+        found: Handle[None] = comm.messages.send(x, dst, tag, handshake, True)
         return found
 
     def irecv(self, dims: Dims, out: Tensor, src: int | None, tag: int = 0) -> Handle[Tensor]:
@@ -439,7 +449,7 @@ class AlongDims:
         src: None receives from whichever coord sends first, on Gloo; `handle.source` tells which.
         On NCCL, UnsupportedOp while a send that was started by itself is not waited for; see `isend`.
         """
-        found: Handle[Tensor] = self._at.along(dims).messages.irecv(out, src, tag)
+        found: Handle[Tensor] = self._at.along(dims).messages.recv(out, src, tag, True)
         return found
 
     @overload
@@ -472,38 +482,15 @@ class AlongDims:
         return found
 
     @overload
-    def shift(
-        self, dims: Dims, x: Tensor, offset: int = ..., *, wrap: Literal[True] = ..., handshake: bool = ...
-    ) -> Tensor: ...
+    def shift(self, dims: Dims, x: Tensor, offset: int = ..., *, wrap: Literal[True] = ...) -> Tensor: ...
     @overload
-    def shift(
-        self, dims: Dims, x: Tensor, offset: int = ..., *, wrap: bool, handshake: bool = ...
-    ) -> Tensor | None: ...
-    def shift(
-        self, dims: Dims, x: Tensor, offset: int = 1, *, wrap: bool = True, handshake: bool = False
-    ) -> Tensor | None:
+    def shift(self, dims: Dims, x: Tensor, offset: int = ..., *, wrap: bool) -> Tensor | None: ...
+    def shift(self, dims: Dims, x: Tensor, offset: int = 1, *, wrap: bool = True) -> Tensor | None:
         """Send `x` to the coord `offset` further along `dims`, return what came from as far behind.
 
         wrap=True: a ring. wrap=False: an open line; the ranks at the edge get None. The semantics
         are those of MPI_Cart_shift followed by MPI_Sendrecv.
-        Shape:   equal on all ranks, or any with handshake=True; new memory.
+        Shape:   equal on all ranks; new memory.
         """
-        return self._at.along(dims).messages.shift(x, offset, wrap, handshake)
-
-
-def _with_options(call: Any) -> inspect.Signature:
-    """The signature with its options by name, as `help` and the page of the API show it."""
-    signature = inspect.signature(call)
-    *plain, more = signature.parameters.values()
-    kinds = globals()[more.annotation.removeprefix("Unpack[").removesuffix("]")].__annotations__
-    defaults = {each.name: each.default for each in fields(Request)}
-    named = [
-        inspect.Parameter(name, more.KEYWORD_ONLY, default=defaults[name], annotation=kind.__forward_arg__)
-        for name, kind in kinds.items()
-    ]
-    return signature.replace(parameters=[*plain, *named])
-
-
-for _name in ("all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "scatter", "all_to_all"):
-    _call = vars(AlongDims)[_name]
-    _call.__signature__ = _with_options(_call)
+        comm = self._at[dims] if type(dims) is str else self._at.along(dims)
+        return comm.messages.shift(x, offset, wrap)

@@ -56,9 +56,9 @@ def users_frame(depth: int = 1) -> FrameType:
 def stack_of(thread: int) -> list[tuple[str, int, str]]:
     """File, line and function of each frame of a thread, the innermost first; empty where there is no such thread.
 
-    Frames are taken in one call into C, so that the thread cannot run in between: where one process walked the frames
-    of a thread that ran, Python 3.11.7 died by SIGSEGV. No frame is kept: one that holds itself keeps its callers'
-    locals, the tensors and connections of a failed call among them, until Python looks for cycles.
+    In one call into C, so that the thread cannot run in between: Python 3.11.7 has died by SIGSEGV where the frames of a
+    running thread were walked. No frame is kept: one that holds itself keeps its callers' locals until Python looks
+    for cycles.
     """
     frames: list[FrameType] = []
     now = map(methodcaller("get", thread), iter(sys._current_frames, None))
@@ -73,7 +73,10 @@ def stack_of(thread: int) -> list[tuple[str, int, str]]:
             gc.enable()
     # Where the caller is, not where this is.
     own = thread == threading.get_ident()
-    return [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames[own:] if f is not None]
+    lines = [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames[own:] if f is not None]
+    # This function's own frame may be among them.
+    frames.clear()
+    return lines
 
 
 def thread_frames() -> dict[int, FrameType]:

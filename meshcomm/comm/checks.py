@@ -41,15 +41,11 @@ def usable(x: Any, device: torch.device) -> bool:
     Every fast path asks this, and only this, of each of its tensors: those of a call that was checked before may
     differ in nothing else.
     """
-    return _plain(x, device) and unobserved()
+    return unobserved() and is_plain(x, device)
 
 
-def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether each of a list is `usable`, and none is quantized: what is the same for all is asked once."""
-    return unobserved() and all(_plain(x, device) and not x.is_quantized for x in tensors)
-
-
-def _plain(x: Any, device: torch.device) -> bool:
+def is_plain(x: Any, device: torch.device) -> bool:
+    """What `usable` asks of each tensor of a call; `unobserved` is asked once."""
     return (
         type(x) is Tensor
         and x.device == device
@@ -59,6 +55,11 @@ def _plain(x: Any, device: torch.device) -> bool:
         and x.is_contiguous()
         and not x.is_neg()
     )
+
+
+def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether each of a list is `usable`, and none is quantized."""
+    return unobserved() and all(is_plain(x, device) and not x.is_quantized for x in tensors)
 
 
 def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:
@@ -281,9 +282,16 @@ def check_divisible(x: Tensor, axis: int, size: int, where: Callable[[], str], w
         )
 
 
-def check_coord(coord: int, size: int, what: str, where: Callable[[], str], hint: str | None = None) -> None:
+def is_int(number: object) -> TypeGuard[int]:
+    """Whether it is an int, and no bool."""
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
+def check_coord(
+    coord: object, size: int, what: str, where: Callable[[], str], hint: str | None = None
+) -> None:
     """A peer or root is a coord of the dim, never a global rank."""
-    if isinstance(coord, bool) or not isinstance(coord, int) or not 0 <= coord < size:
+    if not is_int(coord) or not 0 <= coord < size:
         raise LayoutError(
             f"{where()}: {what}={coord!r} is not a coord",
             given=f"{what}={coord!r}",
@@ -293,9 +301,20 @@ def check_coord(coord: int, size: int, what: str, where: Callable[[], str], hint
         )
 
 
+def check_other(coord: int, own: int, what: str, where: Callable[[], str]) -> None:
+    """The other end of a message is another rank."""
+    if coord == own:
+        raise UnsupportedOp(
+            f"{where()}: a rank has no messages to itself",
+            given=f"{what}={coord}, which is the own coord",
+            expected="the coord of another rank",
+            hint="mesh.exchange with both ends in one call, which copies a tensor; or mesh.shift",
+        )
+
+
 def check_tag(tag: object, where: Callable[[], str]) -> None:
     """Tags are small whole numbers; those above are the library's own."""
-    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < OWN_TAGS:
+    if not is_int(tag) or not 0 <= tag < OWN_TAGS:
         raise LayoutError(
             f"{where()}: tag={tag!r} is not a tag",
             given=f"tag={tag!r}",
@@ -306,7 +325,7 @@ def check_tag(tag: object, where: Callable[[], str]) -> None:
 
 def check_offset(offset: object, where: Callable[[], str]) -> None:
     """How many coords further: a whole number of either sign."""
-    if isinstance(offset, bool) or not isinstance(offset, int):
+    if not is_int(offset):
         raise LayoutError(
             f"{where()}: offset={offset!r} is not a number of coords",
             given=f"offset={offset!r}, a {type(offset).__name__}",

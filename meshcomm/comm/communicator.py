@@ -13,28 +13,34 @@ from torch import Tensor
 
 from meshcomm.collectives import BARRIER, REDUCE, Collective
 from meshcomm.comm.agree import agree
+from meshcomm.comm.callsite import users_frame
 from meshcomm.comm.check_call import check
-from meshcomm.comm.checks import apart, usable
+from meshcomm.comm.checks import apart, is_plain
 from meshcomm.comm.counters import CallCounter, counter_of
-from meshcomm.comm.finish import carry_out, finish, start
 from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle, failure
 from meshcomm.comm.p2p import Messages
 from meshcomm.comm.request import Request
 from meshcomm.comm.shapes import CARRIED
-from meshcomm.comm.wire import load
+from meshcomm.comm.torch_private import unobserved
+from meshcomm.comm.wire import carry_out, finish, load, start
 from meshcomm.layout import Dims
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import written
 
 
 class Ready(NamedTuple):
-    """One kind of call for one dtype: the backend's method, its options, where calls are counted, on which device."""
+    """One kind of call for one dtype.
+
+    start, options: the backend's method, and its options. counter: where calls are counted. device: of its tensors.
+    gets: whether this rank has a result.
+    """
 
     start: Callable[..., Any]
     options: Any
     counter: CallCounter
     device: torch.device
+    gets: bool
 
 
 @final
@@ -44,11 +50,7 @@ class Communicator(Caller):
     Every call goes one of two ways. The first of its kind is a Request, which is checked, compared with the other
     ranks', and prepared. Those after it, where each tensor is `usable` as it is, go straight to the backend.
 
-    Args:
-        name: the dim or dims, as errors show them.
-        transport: the group.
-        who: this rank with its coords, for errors, as in `rank 5 (pp=1 dp=0 tp=1)`.
-        recorder: watches the group, compares its first calls between its ranks, and knows whom to ask when one fails.
+    name, who: the dim or dims, and this rank with its coords, as errors show them.
     """
 
     def __init__(
@@ -60,8 +62,6 @@ class Communicator(Caller):
     ) -> None:
         recorder = recorder or FlightRecorder(name, [], lambda _, where, error: failure(where, error))
         super().__init__(name, transport, who, recorder)
-        # Whether calls run after they have returned, so that somebody has to look after them.
-        self._queues = self.recorder.ordered
         # The prepared calls. Nothing in it leads back here: this and its group have to go with their last reference.
         self._ready: dict[tuple[object, ...], Ready] = {}
         self.recorder.quick.append(self._ready)
@@ -83,15 +83,19 @@ class Communicator(Caller):
 
         The fast path knows no options: a call that is given any takes the stages.
         """
-        if (
-            not options
-            # True, 1.0 and NumPy's 1 would find what was prepared for 1; a negative axis is another one of each x.
-            and type(root) is int
-            and (row.in_place or (type(axis) is type(concat) is int and axis == concat == 0))
-            and (ready := self._find(row, op, root, async_op, x)) is not None
-            and (found := self._fast_path(row, ready, x, root, out, async_op)) is not NotImplemented
-        ):
-            return found
+        if not options:
+            try:
+                ready = self._ready.get((row, op, root, async_op, x.dtype))  # type: ignore[union-attr]
+            except (AttributeError, TypeError):  # no tensor, or an op that is no text: the check says so
+                ready = None
+            if (
+                ready is not None
+                # True, 1.0 and NumPy's 1 would find what was prepared for 1; a negative axis is another one of each x.
+                and type(root) is type(axis) is type(concat) is int
+                and not (axis or concat)
+                and (found := self._fast_path(row, ready, x, out, async_op)) is not NotImplemented
+            ):
+                return found
         request = Request(self, row, x, async_op, op, root, axis, concat, out, **options)
         check(request)
         counter = counter_of(self.recorder.counters, self.name, request.name)
@@ -145,25 +149,16 @@ class Communicator(Caller):
 
     # -- the fast path --------------------------------------------------------------------------
 
-    def _find(self, row: Collective, op: object, root: int, async_op: bool, x: Any) -> Ready | None:
-        """What was prepared for a call like this, where `x` is a tensor that it will do for."""
-        try:
-            ready = self._ready[row, op, root, async_op, x.dtype]
-            return ready if usable(x, ready.device) else None
-        except (KeyError, AttributeError, TypeError, RuntimeError):
-            # Not prepared, or no tensor, or one of another kind: whoever checks will say what it is.
-            return None
-
-    def _fast_path(
-        self, row: Collective, ready: Ready, x: Any, root: int, out: Tensor | None, async_op: bool
-    ) -> Any:
-        """Make a call that was checked before, of an x that is usable as it is; NotImplemented where more is to be asked."""
-        start, options, counter, device = ready
-        sent, came, result = x, None, x
-        gets = row.root != "dst" or root == self.coord
+    def _fast_path(self, row: Collective, ready: Ready, x: Any, out: Tensor | None, async_op: bool) -> Any:
+        """Make a call of a kind that was prepared; NotImplemented where its tensors do not travel as they are."""
+        start, options, counter, device, gets = ready
+        if not unobserved() or not is_plain(x, device):
+            return NotImplemented
+        sent = made = x
+        came = None
         if row.in_place:
             if row is REDUCE:
-                sent = result = x.clone()
+                sent = made = x.clone()
             written([sent])
         else:
             shape = x.shape
@@ -175,30 +170,37 @@ class Communicator(Caller):
             if not gets:
                 pass
             elif out is None:
-                came = result = x.new_empty(shape)
+                came = made = x.new_empty(shape)
             elif (
-                not usable(out, device)
-                or out.dtype is not x.dtype
-                or out.shape != shape
+                is_plain(out, device)
+                and out.dtype is x.dtype
+                and out.shape == shape
                 # What comes in must not overwrite what is still to leave.
-                or not apart(out, x, self.coord)
+                and apart(out, x, self.coord)
             ):
-                return NotImplemented
-            else:
                 written([out])
-                came = result = out
-        made = result if gets else None
+                came = made = out
+            else:
+                return NotImplemented
+        recorder = self.recorder
         nbytes = x.nbytes * self.size if row.whole else x.nbytes
-        with self.recorder.call(self, counter, nbytes, x):
+        recorder.begin(self, counter, nbytes, x, users_frame(3))
+        try:
             work = start(*row.arguments(sent, came, self.size, ()), options)
-            if self._queues:
-                self.recorder.queued(work)
+            if recorder.ordered:
+                recorder.queued(work)
+            result = made if gets else None
             if async_op:
                 works = () if work is None else (work,)
-                return Handle(works, self, row.name, result=made, pending=self.recorder.later(), held=sent)
+                return Handle(works, self, row.name, result=result, pending=recorder.later(), held=sent)
             if work is not None:
                 work.wait()
-        return made
+            return result
+        except RuntimeError as error:
+            work = works = None  # the error keeps this frame, which must not keep the group
+            raise self.failed(row.name, error) from error
+        finally:
+            recorder.end()
 
     def _keep(self, request: Request) -> None:
         """Prepare calls of this kind for the fast path, where they are no longer compared or traced."""
@@ -208,7 +210,8 @@ class Communicator(Caller):
             prepared = self.transport.prepare(row, op, root, not async_op)
             if prepared is not None:
                 counter = counter_of(recorder.counters, self.name, row.name)
-                self._ready[row, op, root, async_op, dtype] = Ready(*prepared, counter, request.x.device)
+                device, gets = request.x.device, request.gets
+                self._ready[row, op, root, async_op, dtype] = Ready(*prepared, counter, device, gets)
 
 
 @final

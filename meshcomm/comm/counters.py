@@ -14,11 +14,7 @@ _UNEVEN: Final = ("all_to_all", "objects.")
 
 
 class Sums:
-    """Running sums of calls.
-
-    seconds: that the program spent in them. span_s: from start to the end of the wait, whatever was done in
-    between; of asynchronous calls.
-    """
+    """Running sums of calls. seconds: spent in them. span_s: of asynchronous ones, from start to the end of the wait."""
 
     def __init__(self) -> None:
         self.calls = self.nbytes = 0
@@ -27,12 +23,11 @@ class Sums:
 
 @final
 class CallCounter(Sums):
-    """Running sums of one call on one dim of one group.
+    """Running sums of one call on one dim of one group: of blocking calls.
 
-    Its own are those of blocking calls, from start to return. async_op: of asynchronous ones, once they are waited
-    for. sign: stands for the name of the call, the same in every process. alike: whether its bytes are equal on all
-    ranks of a group. waiting: the asynchronous call that the program waits for now. past: made past the mesh, so
-    that nobody knows how long the program was in it.
+    async_op: of asynchronous ones, once they are waited for. sign: of the name, the same in every process. alike:
+    whether its bytes are equal on all ranks. waiting: the asynchronous call that the program waits for now. past: made
+    past the mesh, for an unknown time.
     """
 
     def __init__(self, name: str, call: str, past: bool = False) -> None:
@@ -63,10 +58,8 @@ def counter_of(counters: Counters, name: str, call: str, past: bool = False) -> 
 class PendingCall:
     """A call between its start and the end of its last wait. It counts from its first wait on.
 
-    total: where it counts, and whose `waiting` it is while it is waited for; None: nowhere. told: its span, where a
-    trace is taken.
-    place: code and instruction of the user's line, where that is known.
-    began, over: when it began and when the last wait for it ended; over 0.0: there was none yet.
+    total: where it counts, and whose `waiting` it is while it is waited for. told: its span, where a trace is taken.
+    place: code and instruction of the user's line. over: when the last wait for it ended; 0.0: there was none yet.
     """
 
     def __init__(

@@ -82,11 +82,7 @@ def first_line(error: BaseException) -> str:
 
 
 class BlockedCall(NamedTuple):
-    """A call that does not end on one rank.
-
-    number: of the collective on the group `label`, whose global ranks are `ranks`. messages: those that `rank` waits
-    for in place of a collective.
-    """
+    """A call that does not end on one rank: collective `number` of a group, or the `messages` that `rank` waits for."""
 
     rank: int
     label: str
@@ -98,8 +94,8 @@ class BlockedCall(NamedTuple):
 class Diagnosis(NamedTuple):
     """The ranks that keep a call from ending.
 
-    missing: ranks that have not arrived at the call. silent: some of them do not answer. mismatched: ranks whose
-    call with sequence number `number` differs from the majority's, see `majority`. lines: a line for each rank.
+    missing: have not arrived at the call. silent: some of them do not answer. mismatched: their call `number` differs
+    from the majority's. lines: a line for each rank.
     """
 
     missing: Sequence[int] = ()
@@ -369,14 +365,8 @@ def _group(status: Status | None, label: str | None) -> Any:
 class FailedCall:
     """The last collective on a group, or the messages that its rank waits for, and the error of the backend.
 
-    facts: as reports hold it.
-
-    Args:
-        rank: this one.
-        group: as `FlightRecorder.status` has it.
-        where: opens the error, as in `all_reduce along "dp" on rank 0 (dp=0)`.
-        error: the backend's.
-        made: the collective, where it is not the group's last one, as `FlightRecorder.call_data` has it.
+    group: as `FlightRecorder.status` has it. where: opens the error. made: the collective, where it is not the group's
+    last one, as `FlightRecorder.call_data` has it. facts: as reports hold it.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter as clock
 from traceback import clear_frames
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Final, final
 from weakref import ref
 
@@ -17,8 +17,7 @@ from torch.autograd.profiler import record_function
 from meshcomm.collectives import BARRIER, HOOKED, ROWS, Call, Collective
 from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, Entry, PendingCall, counter_of
-from meshcomm.comm.desync import StepHistory
-from meshcomm.comm.mismatch import CallCheck
+from meshcomm.comm.mismatch import CallCheck, StepHistory
 from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage
 from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import MeshcommError
@@ -41,12 +40,10 @@ Inquire = Callable[["FlightRecorder", str, BaseException], MeshcommError]
 class FlightRecorder:
     """Watches one group, whatever names it has: a ring of its last 256 collectives, their counters, its messages.
 
-    There are two ways in. The calls of a mesh are blocks of `with recorder.call(...)`. Calls that others make on the
-    same group, by hand or by DTensor, FSDP, DDP and pipelining, come from the group's own hooks, where torch has them
-    (2.14 and newer): see `watch`.
+    Calls of a mesh are between `begin` and `end`, or a block of `with recorder.call(...)`. Those that others make on
+    the same group (dist.*, DTensor, FSDP, DDP) come from the group's hooks: see `watch`.
 
-    started:   the sequence number of the last collective; ranks of a group call in the same order, so that equal
-               numbers are one call.
+    started:   the sequence number of the last collective; equal numbers on the ranks of a group are one call.
     under_way: what a call was given while it is under way; None while none is.
     ordered:   calls run after they have returned, in the order of the calls.
     work:      the Work of the last collective made past the mesh; where calls are ordered, of the last call of any kind,
@@ -139,25 +136,51 @@ class FlightRecorder:
 
         A RuntimeError of the block is the backend's, and becomes the error of `caller`; None: made past the mesh.
         """
-        frame = users_frame(2)
+        self.begin(caller, counter, nbytes, x, users_frame(2))
+        if self.span is not None:
+            self.span.op, self.span.root = op, root
+        return self
+
+    def begin(
+        self,
+        caller: Caller | None,
+        counter: CallCounter,
+        nbytes: int,
+        x: Tensor | None,
+        frame: FrameType,
+    ) -> None:
+        """A collective begins, of the user's `frame`; it ends with `end`. For the rest see `call`."""
         self.started = number = self.started + 1
         self._outer, self.under_way = self.under_way, True if x is None else x
         self._caller = caller
         self._counted = True
         # The instruction, not the line: finding the line takes longer than the rest together.
-        entry = (counter, nbytes, frame.f_code, frame.f_lasti, clock())
-        self.ring[number % KEPT] = entry
+        self.ring[number % KEPT] = counter, nbytes, frame.f_code, frame.f_lasti, clock()
         if self.spans is not None:
-            line = line_of(frame.f_code, frame.f_lasti)
-            span = Span(
-                self.label, counter.name, counter.call, line, entry[4], number, nbytes, op=op, root=root
-            )
+            began, line = self.began(number), line_of(frame.f_code, frame.f_lasti)
+            span = Span(self.label, counter.name, counter.call, line, began, number, nbytes)
             span.of(() if x is None else (x,))
             self.span = self.spans.keep(span)
-        if profiling() and caller is not None:
+        if caller is not None and profiling():
             self._profiled = record_function(f"meshcomm::{counter.call} {counter.name}{self.plan}")
             self._profiled.__enter__()
-        return self
+
+    def end(self) -> None:
+        """The collective under way is over, or started, or failed."""
+        place = self.started % KEPT
+        entry = self.ring[place]
+        self.left[place] = now = clock()
+        if entry is not None and self._counted:
+            total = entry[0]
+            total.calls += 1
+            total.nbytes += entry[1]
+            total.seconds += now - entry[4]
+            if self.span is not None:
+                self.span.left = now
+        if self._profiled is not None:
+            self._profiled.__exit__(None, None, None)
+            self._profiled = None
+        self.under_way, self._caller = self._outer, None
 
     def __enter__(self) -> FlightRecorder:
         return self
@@ -165,26 +188,14 @@ class FlightRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        place = self.started % KEPT
-        entry = self.ring[place]
-        self.left[place] = now = clock()
         try:
-            if entry is not None and self._counted:
-                total = entry[0]
-                total.calls += 1
-                total.nbytes += entry[1]
-                total.seconds += now - entry[4]
-            if self.span is not None and self._counted:
-                self.span.left = now
-            if self._profiled is not None:
-                self._profiled.__exit__(None, None, None)
-                self._profiled = None
+            entry = self.ring[self.started % KEPT]
             if isinstance(error, RuntimeError) and self._caller is not None and entry is not None:
                 # What the error keeps alive is not the backend's Work, and with it the group's sockets.
                 clear_frames(trace)
                 raise self._caller.failed(entry[0].call, error) from error
         finally:
-            self.under_way, self._caller = self._outer, None
+            self.end()
 
     def set_bytes(self, nbytes: int) -> None:
         """The call under way turns out to move so many bytes, by the counters' count."""
@@ -236,17 +247,12 @@ class FlightRecorder:
     # -- calls past the mesh -------------------------------------------------------------------------
 
     def watch(self, group: Any, name: str, who: str) -> None:
-        """See every call that others make on `group`, the dim `name`, where torch has hooks of groups.
-
-        who: this rank with its coords, for errors.
-        """
+        """See every call that others make on `group`, the dim `name`, where torch has hooks of groups."""
         # Weak, as the group must not keep what knows it: Python finds no cycle that goes through torch.
         self.hooks = hooked(group, ref(self), name, who)
 
     def before(self, name: str, who: str, given: Any) -> None:
-        """A call is about to be issued on the group. One of ours is known already."""
-        if self.under_way is not None or self.messages.waiting is not None:
-            return
+        """A call past the mesh is about to be issued on the group."""
         # A call that the backend refused has had no second hook.
         self._issued, self._past = False, None
         kind = HOOK_NAMES[int(given.name)]
@@ -276,12 +282,10 @@ class FlightRecorder:
         self._issued = True
 
     def after(self, given: Any) -> None:
-        """A call has been issued on the group."""
-        if self.under_way is not None or self.messages.waiting is not None:
-            return
+        """The call past the mesh has been issued."""
         if self._issued:
             self._issued = False
-            self.__exit__(None, None, None)
+            self.end()
             self.queued(given.work)
         elif self._past is not None:
             self.messages.posted(self._past, given.work)
@@ -292,10 +296,9 @@ class FlightRecorder:
     # -- what is known -------------------------------------------------------------------------------
 
     def note(self, step: int, number: int, excluded: bool, ended_at: tuple[CodeType, int]) -> None:
-        """A step of the program is over; see StepHistory.note.
+        """A step of the program is over; see StepHistory.note. The calls that the ring holds are compared.
 
-        Of a step with more calls than the ring holds, the last ones are compared, on every rank alike; of an excluded
-        one none, and nowhere calls that were refused.
+        Of an excluded step none are, and nowhere calls that were refused.
         """
         first, self._noted = self._noted + 1, self.started
         numbers = range(self.started + 1 if excluded else first, self.started + 1)
@@ -328,11 +331,7 @@ class FlightRecorder:
         self.work = self.check = self._succeeded = None
 
     def call_data(self, number: int) -> dict[str, Any] | None:
-        """The call `number` as plain data; None where it is not in the ring.
-
-        began, over: seconds on the monotonic clock; over None: under way. An asynchronous call is over
-        when it has been started.
-        """
+        """The call `number` as plain data; None where it is not in the ring. over: None while it is under way."""
         entry = self.ring[number % KEPT]
         if entry is None:
             return None
@@ -433,12 +432,15 @@ class Caller:
 def hooked(group: Any, recorder_of: Callable[[], FlightRecorder | None], name: str, who: str) -> GroupHooks:
     """Have every call that others make on `group`, the dim `name`, seen by a recorder, where there is one at that time."""
 
+    # The mesh's own calls are known already, and pay for every step here.
     def before(given: Any) -> None:
-        if (recorder := recorder_of()) is not None:
+        recorder = recorder_of()
+        if recorder is not None and recorder.under_way is None and recorder.messages.waiting is None:
             recorder.before(name, who, given)
 
     def after(given: Any) -> None:
-        if (recorder := recorder_of()) is not None:
+        recorder = recorder_of()
+        if recorder is not None and recorder.under_way is None and recorder.messages.waiting is None:
             recorder.after(given)
 
     return GroupHooks(group, before, after)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
-from threading import Lock, Thread
+from threading import Lock
 from time import perf_counter as clock
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, final
-
-from torch.futures import Future
 
 from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.checks import seconds_of
@@ -38,14 +35,11 @@ class Handle(Generic[T]):
     reported once, as an UnwaitedHandle warning with the line that made the call.
 
     Args:
-        works: the backend's Work objects, or other handles; none where the call is over.
-        by: the communicator that issued the call. call: the operation's name.
+        works: the backend's Work objects, or other handles. by: who issued the call.
         finish: makes the result when the works are over. result: the result, where there is nothing to make.
-        pending: told of the waits, for counters and traces.
+        pending: told of the waits. held: kept until the wait.
         source: of a receive, the coord that it is from, or what finds it after the wait.
-        confirm: waits until the other end of a first message means the same, and raises where it does not; returns the
-            seconds that are left of the timeout where it stayed silent.
-        held: kept until the wait.
+        confirm: see MessageLog.confirm.
     """
 
     def __init__(
@@ -71,7 +65,6 @@ class Handle(Generic[T]):
         self._confirm = confirm
         self._held = held
         self._error: Exception | None = None
-        self._futures: list[_OfHandle] | None = None
         self._lock = Lock()
         # Not the line: finding it takes longer, and mostly nobody asks.
         place = None if pending is None else pending.place
@@ -140,7 +133,6 @@ class Handle(Generic[T]):
             except Exception as error:
                 self._error = error
         self._held = None
-        self._complete()
         # Last: another thread that sees it goes on, and after an interrupt it can be waited for again.
         self._works = self._finish = self._confirm = None
 
@@ -186,32 +178,6 @@ class Handle(Generic[T]):
             )
         return self.wait()
 
-    def get_future(self) -> Future[T]:
-        """A torch future that completes by itself, with the result or the error of `wait`; `then` works on it.
-
-        In the simulator it completes when the call, or the future, is waited for.
-        """
-        future = _OfHandle(self)
-        if self._futures is None:
-            self._futures = []
-        self._futures.append(future)
-        if self._works is None:
-            self._complete()
-        elif not self._by.transport.one_thread:
-            # Not every backend has futures of its own, and no backend has one for messages.
-            Thread(target=future.ask, name=f"meshcomm-{self._call}", daemon=True).start()
-        return future
-
-    def _complete(self) -> None:
-        """Give the futures what `wait` gives: before a wait returns."""
-        while self._futures:
-            with suppress(IndexError):
-                future = self._futures.pop()
-                if self._error is None:
-                    future.set_result(self._result)
-                else:
-                    future.set_exception(self._error)
-
     @property
     def source(self) -> int:
         """For a receive, after its wait: the coord that the message came from."""
@@ -234,27 +200,6 @@ class Handle(Generic[T]):
                 stacklevel=2,
                 source=self,
             )
-
-
-@final
-class _OfHandle(Future[Any]):
-    """The future of a handle, whose call it waits for where nobody else does."""
-
-    def __init__(self, handle: Handle[Any]) -> None:
-        super().__init__()
-        self._handle = handle
-
-    def ask(self) -> None:
-        """Have the handle's call end, and with it this future."""
-        with suppress(Exception):
-            self._handle.wait()
-        self._handle._complete()
-
-    def wait(self) -> Any:
-        """See torch.futures.Future."""
-        if not self.done():
-            self.ask()
-        return super().wait()
 
 
 def failure(where: str, error: BaseException) -> CommunicationError:

@@ -1,33 +1,37 @@
-"""Do all ranks of a group make the same call? Compared before the data of the first calls moves."""
+"""Do all ranks of a group make the same calls? Compared before the data of the first ones moves, and step by step."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, final
+from types import CodeType
+from typing import Any, Final, NamedTuple, final
+from zlib import crc32
 
 import torch
 
 from meshcomm.collectives import ALL_GATHER, Call
-from meshcomm.comm.callsite import caller
+from meshcomm.comm.callsite import caller, line_of
+from meshcomm.comm.counters import Entry
 from meshcomm.errors import CallMismatchError
-from meshcomm.layout.sizes import ranks_text
+from meshcomm.layout.sizes import rank_text, ranks_text
 from meshcomm.transport import Transport
 
 _BYTES: Final = 512
 _FACTS: Final = 240
 _SITE: Final = 200
+# The runs of equal steps whose calls are remembered.
+RUNS: Final = 64
+# Callsites that an error shows of one rank's step.
+_SHOWN: Final = 6
 
 
 @final
 class CallCheck:
-    """Compares the first calls on one group between its ranks.
-
-    Ranks that call different operations on a group, or the same with another shape, dtype, reduce
-    operation or root, get wrong numbers or hang on most backends. Here the ranks first exchange the facts of their
-    calls, in one small all_gather.
+    """Compares the first calls on one group between its ranks, whose facts they exchange in one small all_gather.
 
     transport: of the group, asked for at each call. limit: how many calls are compared, equal on all ranks; None: all.
     """
@@ -134,3 +138,178 @@ def _call_text(call: Sequence[Any]) -> str:
 
 def _plain(value: Any) -> str:
     return f"({', '.join(map(str, value))})" if isinstance(value, list) else str(value)
+
+
+# -- step by step ------------------------------------------------------------------------------------
+
+
+class _Run(NamedTuple):
+    """Consecutive steps in which a rank made the same calls on the group, as plain data.
+
+    first: step, by this rank's count; number: what the program calls it. calls, nbytes: in each step. digest: of the
+    operations and their bytes; operations: with line and times. ended_at: the line of `mesh.step`.
+    """
+
+    first: int
+    number: int
+    calls: int
+    digest: int
+    nbytes: int
+    operations: Sequence[str]
+    ended_at: str
+
+
+@final
+class StepHistory:
+    """The calls of one rank on one group, step by step. Written by `mesh.step`, read by other threads too.
+
+    step: the last one noted. sums: by step, a checksum of all calls up to its end: two ranks with equal sums have called
+    the same before. The sum of a step divisible by 2**k is kept for 4 * 2**k steps, so that two ranks 2**k steps apart
+    have one in common.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.sums: dict[int, int] = {}
+        self._sum = 0
+        self._runs: deque[_Run] = deque(maxlen=RUNS)
+
+    def note(
+        self, step: int, number: int, calls: int, entries: Sequence[Entry], ended_at: tuple[CodeType, int]
+    ) -> None:
+        """Step `step` is over, which the program calls `number`; `calls` were made in it.
+
+        entries: those that are compared.
+        """
+        facts = [fact for entry in entries for fact in (entry[0].sign, entry[1] * entry[0].alike)]
+        digest, nbytes = crc32(array("q", facts).tobytes()) if facts else 0, sum(facts[1::2])
+        last = self._runs[-1] if self._runs else None
+        if last is None or last[2:4] != (calls, digest) or last.number - last.first != number - step:
+            counts = Counter((entry[0].call, line_of(entry[2], entry[3])) for entry in entries)
+            operations = [
+                f"{call}{f' {times} times' if times > 1 else ''} at {line}"
+                for (call, line), times in counts.items()
+            ]
+            self._runs.append(_Run(step, number, calls, digest, nbytes, operations, line_of(*ended_at)))
+        self.sums[step] = self._sum = crc32(b"%d %d %d" % (number, calls, digest), self._sum)
+        self.sums.pop(step - 4 * (step & -step), None)
+        # Last: readers in other threads begin with it.
+        self.step = step
+
+    def data(self) -> dict[str, Any] | None:
+        """All of it as plain data; None before the first step.
+
+        sums: (step, sum). runs: as _Run. cut: runs before the first one have been forgotten.
+        """
+        if not self.step:
+            return None
+        runs = [list(run) for run in tuple(self._runs)]
+        return {"sums": list(self.sums.items()), "cut": len(runs) == RUNS, "runs": runs}
+
+
+def last_common(*sums: Mapping[int, int]) -> int:
+    """The last step whose sum all have, 0 where there is none."""
+    return max(set.intersection(*map(set, sums)), default=0) if sums else 0
+
+
+def find_desync(
+    label: str, histories: Mapping[int, Any], coords: Mapping[int, Mapping[str, int]]
+) -> dict[str, Any] | None:
+    """The first step in which ranks of a group differ, as plain data for `error_of`; None where none is known.
+
+    histories: `StepHistory.data` by rank, in coord order; coords: of these ranks, by rank.
+    """
+    known = {rank: history for rank, history in histories.items() if history is not None}
+    sums = {rank: dict(history["sums"]) for rank, history in known.items()}
+    last = last_common(*sums.values())
+    if len({of_rank.get(last) for of_rank in sums.values()}) < 2:
+        return None
+    # From the oldest step on that all remember. What came before it may be the first difference.
+    oldest = max(history["runs"][0][0] for history in known.values())
+    cut = any(history["cut"] for history in known.values())
+    starts = {run[0] for history in known.values() for run in history["runs"]}
+    for start in sorted(start for start in starts if oldest <= start <= last):
+        steps = {rank: _run_at(history["runs"], start) for rank, history in known.items()}
+        # Ranks at steps of different numbers call the same until the last one: one has left a whole step out.
+        numbers = {rank: step.number for rank, step in steps.items()}
+        calls = {rank: (step.calls, step.digest) for rank, step in steps.items()}
+        signs: Mapping[int, Any] = numbers if len(set(numbers.values())) > 1 else calls
+        if len(set(signs.values())) > 1:
+            if cut and start == oldest:
+                break
+            return _difference(label, signs, steps, coords, forgotten=False)
+    steps = {rank: _run_at(history["runs"], oldest) for rank, history in known.items()}
+    signs = {rank: of_rank[last] for rank, of_rank in sums.items()}
+    return _difference(label, signs, steps, coords, forgotten=True)
+
+
+def error_of(difference: Mapping[str, Any]) -> CallMismatchError:
+    """The error for a result of `find_desync`."""
+    facts = {key: difference[key] for key in ("given", "expected", "hint", "step")}
+    return CallMismatchError(difference["what"], **facts, mismatched_ranks=tuple(difference["mismatched"]))
+
+
+def _run_at(runs: Sequence[Sequence[Any]], step: int) -> _Run:
+    """The step by itself."""
+    run = next(_Run(*run) for run in reversed(runs) if run[0] <= step)
+    return run._replace(first=step, number=run.number + step - run.first)
+
+
+def _difference(
+    label: str,
+    signs: Mapping[int, Any],
+    steps: Mapping[int, _Run],
+    coords: Mapping[int, Mapping[str, int]],
+    forgotten: bool,
+) -> dict[str, Any]:
+    """signs: equal where the calls are. forgotten: the difference is in that step or one before."""
+    usual, mismatched = majority(signs)
+    model, first = steps[usual[0]], steps[mismatched[0]]
+    apart = not forgotten and model.number != first.number
+    number = model.number if apart else max(step.number for step in steps.values())
+    which = f"step {number}{' or one before' if forgotten else ''}"
+    who = ", ".join(rank_text(rank, coords[rank]) for rank in mismatched[:4])
+    who += f" and {len(mismatched) - 4} more" if len(mismatched) > 4 else ""
+    if forgotten:
+        made = "other calls"
+        given = "the calls of that step are no longer remembered"
+        expected = f"the same calls in every step, as {ranks_text(usual)} made them"
+    elif apart:
+        made = f"step {first.number} instead"
+        given = f"step {first.number} of {who} ended at {first.ended_at}"
+        expected = f"as {ranks_text(usual)}: step {number}, which ended at {model.ended_at}"
+    else:
+        more = first.calls - model.calls if len(mismatched) == 1 else 0
+        made = f"{_collectives(abs(more))} {'more' if more > 0 else 'fewer'}" if more else "other calls"
+        by_sign: dict[Any, list[int]] = {}
+        for rank in mismatched:
+            by_sign.setdefault(signs[rank], []).append(rank)
+        lines = [
+            f"{ranks_text(ranks)} on {label}: {_calls(steps[ranks[0]], model)}" for ranks in by_sign.values()
+        ]
+        given = "\n".join([*lines, f"step {number} ended at {first.ended_at}"])
+        expected = f"as {ranks_text(usual)}: {_calls(model, first)}"
+    return {
+        "what": f'ranks differ in {which} along "{label.partition("[")[0]}": {who} made {made}',
+        "given": given,
+        "expected": expected,
+        "hint": f"look for a {'step that only some ranks make' if apart else 'branch that only some ranks take'}; results of "
+        f"{which} and later mix calls that do not belong together: resume from a checkpoint before it",
+        "mismatched": mismatched,
+        "step": number,
+    }
+
+
+def _calls(step: _Run, other: _Run) -> str:
+    """How many calls, and those that `other` does not have from the same line as often."""
+    text = _collectives(step.calls)
+    if step.nbytes != other.nbytes and step.calls == other.calls:
+        text += f" of {step.nbytes:,} bytes"
+    lines = [line for line in step.operations if line not in other.operations] or list(step.operations)
+    if len(lines) > _SHOWN + 1:
+        lines = [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more callsites"]
+    return f"{text}: {', '.join(lines)}" if lines else text
+
+
+def _collectives(count: int) -> str:
+    return f"{count} collective{'' if count == 1 else 's'}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, NoReturn, final
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER
-from meshcomm.comm.checks import OWN_TAGS, check_answered, check_coord, check_tag
+from meshcomm.comm.checks import OWN_TAGS, check_answered, check_coord, check_other, check_tag
 from meshcomm.comm.codec import HEADER_BYTES, decode, encode
 from meshcomm.comm.communicator import Communicator, CommunicatorCache
 from meshcomm.errors import LayoutError, ObjectError
@@ -28,10 +27,10 @@ _OFFER_BYTES: Final = 1024
 
 
 class _Offer(NamedTuple):
-    """What each rank says before any bytes of an object move. Travels as JSON of a fixed length.
+    """What each rank says before any bytes of an object move, as JSON of a fixed length.
 
-    call: with its root, where it has one. size: bytes of its (largest) object, for coord target of a scatter; 0:
-    it sends nothing. failed: why what it has cannot be sent, as what, expected, hint. cap: its max_bytes.
+    size: bytes of its (largest) object, for coord `target` of a scatter; 0: it sends nothing. failed: why what it has
+    cannot be sent, as what, expected, hint. cap: its max_bytes.
     """
 
     call: str
@@ -70,8 +69,6 @@ class Objects:
         self._at = directory
         self._device = device
         self._is_fake = is_fake
-        # What this rank has sent to itself, by dims and tag.
-        self._own: dict[tuple[str, int], deque[tuple[_Offer, Tensor]]] = {}
 
     def broadcast(
         self, dims: Dims, obj: Any, src: int, *, pickle: bool = False, max_bytes: int = MAX_BYTES
@@ -162,22 +159,18 @@ class Objects:
     ) -> None:
         """Send `obj` to coord `dst`, which calls `recv`; returns when it is being received.
 
-        To this rank itself, it is kept until `recv`. Two ranks that both send to each other first raise.
+        Two ranks that both send to each other first raise.
 
         tag:    only objects with equal tags meet (Gloo; NCCL matches by order). Tensors and objects
                 never meet on Gloo.
         Raises: ObjectError, on both ranks; LayoutError for a dst that is no coord.
         """
         call = self._call(dims, "send", dst, pickle, max_bytes, tag)
-        if self._is_fake and dst != call.comm.coord:
+        if self._is_fake:
             self._own_of(call, obj, group=False)
             return
         mine = call.encoded(lambda: [obj])
         coord, tag = call.comm.coord, OWN_TAGS + tag
-        if dst == coord:
-            call.compare([(coord, call.offer)])
-            self._own.setdefault((call.comm.name, tag), deque()).append((call.offer, mine[0]))
-            return
         with call.begun(group=False) as (comm, moves):
             # Where the other rank sends too, each offer is the other one's answer.
             if comm.messages.ordered:
@@ -195,65 +188,25 @@ class Objects:
     def recv(
         self, dims: Dims, src: int, tag: int = 0, *, pickle: bool = False, max_bytes: int = MAX_BYTES
     ) -> Any:
-        """The object that coord `src` sends; from this rank itself, the first that it has sent.
+        """The object that coord `src` sends.
 
         Raises: ObjectError, on both ranks; LayoutError for a src that is no coord.
         """
-        if src is None:
-            raise LayoutError(
-                f'objects.recv along "{dims}": src=None is not a coord',
-                given="src=None",
-                expected="a coord along the dim",
-                hint="obj, src = mesh.objects.recv_any(dims), for whoever sends first",
-            )
-        return self._receive(dims, src, tag, pickle, max_bytes)[0]
-
-    def recv_any(
-        self, dims: Dims, tag: int = 0, *, pickle: bool = False, max_bytes: int = MAX_BYTES
-    ) -> tuple[Any, int]:
-        """The object of whichever coord sends first, and that coord. Gloo only.
-
-        What this rank has sent to itself comes first.
-        Raises: ObjectError, on both ranks; UnsupportedOp where the backend cannot.
-        """
-        return self._receive(dims, None, tag, pickle, max_bytes)
-
-    def _receive(
-        self, dims: Dims, src: int | None, tag: int, pickle: bool, max_bytes: int
-    ) -> tuple[Any, int]:
-        root = -1 if src is None else src
-        call = self._call(dims, "recv", root, pickle, max_bytes, tag)
+        call = self._call(dims, "recv", src, pickle, max_bytes, tag)
         coord, tag = call.comm.coord, OWN_TAGS + tag
-        kept = self._own.get((call.comm.name, tag))
-        if kept and src in (None, coord):
-            offer, data = kept.popleft()
-            call.compare([(coord, offer), (coord, call.offer)], pair=True)
-            return call.decoded(data), coord
-        if src == coord:
-            raise ObjectError(
-                f"{call.where}: this rank has sent nothing to itself",
-                given=f"src={src}, own coord {coord}, tag={tag - OWN_TAGS}",
-                expected="an objects.send to the own coord before",
-                hint="send first, or receive from another coord",
-            )
         if self._is_fake:
             self._nobody(call)
         with call.begun(group=False) as (comm, moves):
-            if comm.messages.ordered and src is not None:
+            if comm.messages.ordered:
                 offer = call.swapped(comm, src, tag)[1]
             else:
-                told = call.blank(_OFFER_BYTES)
-                if src is None:
-                    told, src = comm.messages.recv_any(told, tag)
-                else:
-                    comm.messages.recv(told, src, tag)
-                offer = call.read(src, told)[1]
+                offer = call.read(src, comm.messages.recv(call.blank(_OFFER_BYTES), src, tag))[1]
                 if offer.failed is None:
                     comm.messages.send(call.packed(), src, tag)
             call.compare([(src, offer), (coord, call.offer)], pair=True)
             moves(offer.size)
             data = comm.messages.recv(call.blank(offer.size), src, tag)
-        return call.decoded(data), src
+        return call.decoded(data)
 
     def _call(self, dims: Dims, name: str, root: int, pickle: bool, max_bytes: int, tag: int = 0) -> _Call:
         comm = self._at.along(dims)
@@ -292,8 +245,10 @@ class _Call:
         self._device = device
         # In host memory where the backend can, so that no accelerator is touched.
         self._carrier = torch.device("cpu") if "cpu" in comm.transport.kinds else device
-        if call in _ROOTS and root != -1:
+        if call in _ROOTS:
             check_coord(root, comm.size, _ROOTS[call], lambda: self.where)
+        if call in ("send", "recv"):
+            check_other(root, comm.coord, _ROOTS[call], lambda: self.where)
         if type(offer.cap) is not int or not HEADER_BYTES <= offer.cap <= 1 << 62:
             raise LayoutError(
                 f"{self.where}: max_bytes={offer.cap!r}",

@@ -81,12 +81,11 @@ def _communicator(group: str) -> Communicator:
 class _Row:
     """One operator.
 
-    arguments: what it takes after x, group, size and traced, as torch's schemas write it.
-    run:     the call itself, on a tensor without autograd; the result is contiguous and of new memory.
-    shape:   of the result, from that of x, the size and the arguments; None: it is x itself, as a view.
-    adjoint: the gradient of x, from that of the result, the place and the arguments.
-    axes:    how many of its arguments, from the first on, are axes of x.
-    op:      which of its arguments says how values are reduced; only a sum and an average are linear.
+    arguments: what it takes after x, group, size and traced, in torch's schema language; the first `axes` are axes of x,
+               number `op` is the reduction.
+    run:       the call itself, without autograd; the result is contiguous and new.
+    shape:     of the result, from that of x, the size and the arguments; None: it is x itself, as a view.
+    adjoint:   the gradient of x, from that of the result, the place and the arguments.
     """
 
     name: str

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from typing import Any, Final, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -24,10 +20,11 @@ from meshcomm.comm.checks import (
     check_envelopes,
     check_in_place,
     check_offset,
+    check_other,
     check_tag,
     check_tensor,
     check_written,
-    usable,
+    is_plain,
 )
 from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle
@@ -41,16 +38,15 @@ from meshcomm.comm.shapes import (
     header_of,
     into,
     leaving,
-    materialised,
 )
-from meshcomm.errors import CommunicationError, ShapeError, UnsupportedOp
-from meshcomm.transport import P2P, Done, Transport, Work
+from meshcomm.comm.torch_private import unobserved
+from meshcomm.errors import ShapeError, UnsupportedOp
+from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.base import Direction
 from meshcomm.transport.torch_private import profiling, written
 
 Envelope: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
 
-_UNLABELLED: Final = nullcontext()
 # So many kinds of messages are made without asking again; with a new tag for each there would be no end.
 _MOST_FAST = 4096
 
@@ -69,7 +65,6 @@ class Messages(Caller):
         # Where what describes a message is: that of the mesh, if messages are carried there.
         self._device = transport.device if transport.device.type in kinds else torch.device(kinds[0])
         self._fast: dict[tuple[object, ...], torch.device] = {}
-        self._loopback = _Loopback(transport.coord)
         recorder.quick.append(self._fast)
 
     @property
@@ -82,43 +77,34 @@ class Messages(Caller):
         if not handshake and self._is_fast("send", x, dst, tag):
             return self._start(Batch("send", [P2P("send", x, dst, tag)], async_op, carried=True))
         end = self._checked("send", "send", x, dst, tag)
-        ends = [end]
-        if handshake and dst != self.coord:
-            ends.insert(0, end._replace(x=header_of(end.x, self.where("send"))))
-        return self._issue(Batch("send", ends, async_op, nbytes=end.x.nbytes))
+        ends = [end._replace(x=header_of(end.x, self.where("send"))), end] if handshake else [end]
+        return self._start(Batch("send", ends, async_op, nbytes=end.x.nbytes))
 
-    def recv(self, out: Tensor | None, src: int, tag: int = 0) -> Tensor:
-        """Receive from coord `src`; without `out`, a message that was sent with its handshake."""
-        if out is None:
-            header = self._checked("recv", "recv", blank_header(self._device), src, tag)
-            if src == self.coord:
-                out = torch.empty_like(self._loopback.oldest(tag, self.where("recv")))
-            else:
-                check_answered(
-                    self.transport.name, "the message's shape", self.where("recv"), "out=torch.empty(...)"
-                )
-                self._issue(Batch("recv", [header], calls=0))
-                out = described_by(header.x)
-        found: Tensor = self._receive("recv", out, src, tag, False)
-        return found
+    def recv(self, out: Any, src: int | None, tag: int = 0, async_op: bool = False) -> Any:
+        """Receive from coord `src`; with `async_op`, a handle, and None is any source.
 
-    def irecv(self, out: Tensor, src: int | None, tag: int = 0) -> Any:
-        """A handle of receiving into `out` from coord `src`; None: from any. See `Mesh.irecv`."""
-        return self._receive("irecv", out, src, tag, True)
-
-    def _receive(self, call: str, out: Tensor, src: int | None, tag: int, async_op: bool) -> Any:
+        Without `out`, a message that was sent with its handshake. See `Mesh.recv` and `Mesh.irecv`.
+        """
         if self._is_fast("recv", out, src, tag):
             written([out])
             ends = [P2P("recv", out, src, tag)]
             return self._start(Batch("recv", ends, async_op, result=out, source=src, carried=True))
-        end = self._checked("recv", call, out, src, tag)
-        return self._issue(Batch("recv", [end], async_op, lambda: into(out, end.x), source=src))
+        if out is None and not async_op:
+            header = self._checked("recv", "recv", blank_header(self._device), src, tag)
+            check_answered(
+                self.transport.name, "the message's shape", self.where("recv"), "out=torch.empty(...)"
+            )
+            self._start(Batch("recv", [header], calls=0))
+            out = described_by(header.x)
+        end = self._checked("recv", "irecv" if async_op else "recv", out, src, tag)
+        assert out is not None
+        return self._start(Batch("recv", [end], async_op, partial(into, out, end.x), source=src))
 
     def recv_any(self, out: Tensor | None, tag: int = 0) -> tuple[Tensor, int]:
         """Receive from whoever sends first, and say who it was. See `Mesh.recv_any`."""
         first = blank_header(self._device) if out is None else out
         end = self._checked("recv", "recv_any", first, None, tag)
-        handle = self._issue(Batch("recv_any", [end], True, calls=0 if out is None else 1))
+        handle = self._start(Batch("recv_any", [end], True, calls=0 if out is None else 1))
         handle.at_once()
         handle.wait()
         if out is not None:
@@ -144,42 +130,31 @@ class Messages(Caller):
         if call == "exchange":
             check_apart([x for x, *_ in recvs], [x for x, *_ in sends], lambda: self.where(call))
 
-        def finish() -> list[Tensor]:
-            return [into(each[0], end.x) for each, end in zip(recvs, coming, strict=True)]
+        finish = partial(_received, [each[0] for each in recvs], [end.x for end in coming])
+        self._copy_own(call, coming, going)
+        if ends := [end for end in (*coming, *going) if end.peer != self.coord]:
+            return self._start(Batch(call, ends, async_op, finish))
+        return Handle((), self, call, finish) if async_op else finish()
 
-        return self._issue(Batch(call, [*coming, *going], async_op, finish))
-
-    def shift(self, x: Tensor, offset: int = 1, wrap: bool = True, handshake: bool = False) -> Tensor | None:
+    def shift(self, x: Tensor, offset: int = 1, wrap: bool = True) -> Tensor | None:
         """Send `x` `offset` coords further, return what came from as far behind. See `Mesh.shift`."""
         check_offset(offset, lambda: self.where("shift"))
         target, source = self.coord + offset, self.coord - offset
         if wrap:
             target, source = target % self.size, source % self.size
-            known = not handshake and self._is_fast("send", x, target, 0)
-            if known and ("recv", source, int, 0, int, x.dtype) in self._fast:
+            known = self._is_fast("send", x, target, 0)
+            if known and ("recv", source, 0, x.dtype) in self._fast:
                 out = torch.empty_like(x)
                 ends = [P2P("recv", out, source, 0), P2P("send", x, target, 0)]
                 self._start(Batch("shift", ends, carried=True))
                 return out
         goes, comes = 0 <= target < self.size, 0 <= source < self.size
-        if not goes or handshake or not self._is_fast("send", x, target, 0):
+        if not goes or not self._is_fast("send", x, target, 0):
             check_tensor(x, self.kinds, lambda: self.where("shift"))
             check_in_place(x, lambda: self.where("shift"), "shift")
         if target == self.coord:
             return x.detach().clone()
         buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
-        if handshake:
-            if comes:
-                check_answered(
-                    self.transport.name, "the shape that comes", self.where("shift"), "handshake=False"
-                )
-            blank = blank_header(self._device)
-            first = [P2P("recv", blank, source, 0)] if comes else []
-            if goes:
-                header = header_of(materialised(x.detach()), self.where("shift"))
-                first.append(P2P("send", header, target, 0))
-            self._issue(Batch("shift", first, calls=0))
-            buffer = described_by(blank) if comes else buffer
         sends, recvs = [(x, target)] if goes else [], [(buffer, source)] if comes else []
         received = self.exchange(sends, recvs, call="shift")
         return received[0] if received else None
@@ -197,7 +172,9 @@ class Messages(Caller):
                     return None
                 for each in envelopes:
                     x, peer, tag = each if len(each) == 3 else (*each, 0)
-                    device = known[direction, peer, type(peer), tag, type(tag), x.dtype]
+                    if type(peer) is not int or type(tag) is not int:
+                        return None
+                    device = known[direction, peer, tag, x.dtype]
                     ends.append(P2P(direction, x, peer, tag))
                     tensors.append(x)
             if not ends or not all_usable(tensors, device):
@@ -220,12 +197,13 @@ class Messages(Caller):
     def _is_fast(self, direction: Direction, x: Any, peer: object, tag: object) -> bool:
         """Whether a message like this was checked before, and `x` travels as it is."""
         try:
-            device = self._fast.get((direction, peer, type(peer), tag, type(tag), x.dtype))
-            return device is not None and usable(x, device)
-        except (AttributeError, TypeError, RuntimeError):
+            device = self._fast.get((direction, peer, tag, x.dtype))
+        except (AttributeError, TypeError):
             return False
+        # True, 1.0 and NumPy's 1 would find what was checked for 1.
+        return device is not None and type(peer) is type(tag) is int and unobserved() and is_plain(x, device)
 
-    def _checked(self, direction: Direction, call: str, x: Tensor, peer: Any, tag: int = 0) -> P2P:
+    def _checked(self, direction: Direction, call: str, x: Any, peer: Any, tag: int = 0) -> P2P:
         """One end of a message, of what moves for `x`; None as a peer, any source, is for irecv and recv_any."""
         if self._is_fast(direction, x, peer, tag):
             return P2P(direction, x, peer, tag)
@@ -239,7 +217,10 @@ class Messages(Caller):
         else:
             any_source = peer is None and call == "recv"
             hint = "x, src = mesh.recv_any(dims, x), for whoever sends first" if any_source else None
-            check_coord(peer, self.size, "dst" if direction == "send" else "src", where, hint)
+            end = "dst" if direction == "send" else "src"
+            check_coord(peer, self.size, end, where, hint)
+            if call != "exchange":
+                check_other(peer, self.coord, end, where)
         # The library's own calls, on a line of its own, may use the tags above.
         if type(tag) is not int or tag < 0 or (tag >= OWN_TAGS and not self.recorder.inside):
             check_tag(tag, where)
@@ -256,7 +237,7 @@ class Messages(Caller):
             and len(self._fast) < _MOST_FAST
             and self.recorder.messages.settled(direction, peer)
         ):
-            self._fast[direction, peer, int, tag, int, x.dtype] = x.device
+            self._fast[direction, peer, tag, x.dtype] = x.device
         return P2P(direction, dense, peer, tag)
 
     def _check_any(self, call: str) -> None:
@@ -276,51 +257,53 @@ class Messages(Caller):
                 hint="name the source: mesh.recv(dims, out, src=...)",
             )
 
-    def _issue(self, batch: Batch) -> Any:
-        """Start messages, those of this rank to itself first; their result, or the handle whose `wait` gives it."""
-        ends, here = batch.ends, self.where("recv")
-        batch.own = [self._loopback.start(end, here) for end in ends if end.peer == self.coord]
-        for room in () if batch.async_op else batch.own:
-            room.wait()
-        batch.ends = [end for end in ends if end.peer != self.coord]
-        if batch.ends:
-            return self._start(batch)
-        if batch.async_op:
-            batch.ends = ends
-            return Handle(batch.own, self, batch.told, batch.finish, source=batch.source)
-        return batch.made()
+    def _copy_own(self, call: str, coming: Sequence[P2P], going: Sequence[P2P]) -> None:
+        """Copy the messages of this rank to itself, of which both ends are in one call."""
+        sent, asked = ([end for end in ends if end.peer == self.coord] for ends in (going, coming))
+        for ends in (sent, asked):
+            ends.sort(key=lambda end: end.tag)
+        facts, wanted = ([(end.tag, end.x.dtype, end.x.numel()) for end in ends] for ends in (sent, asked))
+        if facts != wanted:
+            raise ShapeError(
+                f"{self.where(call)}: a message to itself does not fit",
+                given=f"sent {facts}; received {wanted}, as (tag, dtype, elements)",
+                expected="both ends in one call, with the same dtype and number of elements",
+                hint="out=torch.empty_like(x)",
+            )
+        for end, room in zip(sent, asked, strict=True):
+            into(room.x, end.x.view(room.x.shape))
 
     def _start(self, batch: Batch) -> Any:
-        """Start messages to other ranks; their result, or the handle that waits for them and for `batch.own`."""
-        recorder, log = self.recorder, self.recorder.messages
+        """Start messages to other ranks; their result, or the handle that waits for them."""
+        recorder, log, transport = self.recorder, self.recorder.messages, self.transport
         message = handle = None
         works: Sequence[Work] = ()
-        alone = self.transport.ordered and len(batch.ends) == 1
+        alone = transport.ordered and len(batch.ends) == 1
         if alone:
             self._check_order(batch, log)
         try:
             # Messages of a collective that is done step by step are a part of it.
             message = log.begin(self.name, batch, recorder.under_way is None)
-            left_s = None if batch.async_op else log.confirm(message)
-            with (
-                record_function(f"meshcomm::{batch.call} {self.name}{recorder.plan}")
-                if profiling()
-                else _UNLABELLED
-            ):
-                works = self.transport.start_p2p(batch.ends if batch.carried else _carried(batch.ends))
+            left_s = log.confirm(message) if message.unanswered and not batch.async_op else None
+            ends = batch.ends if batch.carried else _carried(batch.ends)
+            if profiling():
+                with record_function(f"meshcomm::{batch.call} {self.name}{recorder.plan}"):
+                    works = transport.start_p2p(ends)
+            else:
+                works = transport.start_p2p(ends)
             if recorder.ordered:
                 recorder.queued(works[-1], message)
             if batch.async_op:
                 message.started()
+                handle = self._handle(batch, works, message)
                 if alone:
                     log.flies(message)
-                handle = self._handle(batch, works, message)
-            else:
-                for work in works:
-                    if left_s is None:
-                        work.wait()
-                    else:
-                        self.wait_within(work, left_s)
+                return handle
+            for work in works:
+                if left_s is None:
+                    work.wait()
+                else:
+                    self.wait_within(work, left_s)
         except RuntimeError as error:  # the backend's; or of the store, where messages are still compared
             works = ()  # an error that is kept keeps this frame, which must not keep the group
             raise self.failed(batch.told, error) from error
@@ -328,12 +311,12 @@ class Messages(Caller):
             log.waiting = None
             if message is not None and handle is None:
                 message.ended()
-        return handle if batch.async_op else batch.made()
+        return batch.result if batch.finish is None else batch.finish()
 
     def _handle(self, batch: Batch, works: Sequence[Work], message: PendingMessage) -> Handle[Any]:
         from_any = batch.ends[0].peer is None
         return Handle(
-            [*batch.own, *works] if batch.own else works,
+            works,
             self,
             batch.told,
             batch.finish,
@@ -370,76 +353,5 @@ def _carried(ends: Sequence[P2P]) -> list[P2P]:
     return [end if end.x.dtype in CARRIED else end._replace(x=as_bytes(end.x.view(-1))) for end in ends]
 
 
-@final
-class _Loopback:
-    """Messages of a rank to itself: they stay in memory, in order, by tag."""
-
-    # Nothing that leads back to the Messages: they and their group have to go with their last reference.
-    def __init__(self, coord: int) -> None:
-        self._coord = coord
-        self._sent: dict[int, deque[Tensor]] = defaultdict(deque)
-        self._asked: dict[int, deque[_Room]] = defaultdict(deque)
-
-    def start(self, end: P2P, where: str) -> Work:
-        """Keep a copy of what is sent, or put it where an earlier receive wants it; the reverse for a receive."""
-        sent, asked = self._sent[end.tag], self._asked[end.tag]
-        if end.direction == "send":
-            if asked:
-                asked.popleft().fill(end.x)
-            else:
-                sent.append(end.x.clone())
-            return Done()
-        room = _Room(end.x, asked, where, self._nothing(end.tag, where))
-        if sent:
-            room.fill(sent.popleft())
-        else:
-            asked.append(room)
-        return room
-
-    def oldest(self, tag: int, where: str) -> Tensor:
-        """The first message with this tag that has not been received."""
-        if not self._sent[tag]:
-            raise self._nothing(tag, where)
-        return self._sent[tag][0]
-
-    def _nothing(self, tag: int, where: str) -> CommunicationError:
-        return CommunicationError(
-            f"{where}: this rank has sent itself nothing, and would wait for ever",
-            given=f"src={self._coord}, own coord {self._coord}, tag {tag}",
-            expected="an earlier send to itself with this tag",
-            hint="send first, or irecv before the send",
-        )
-
-
-@final
-@dataclass(eq=False)
-class _Room:
-    """Where a message to itself goes; a Work. asked: the rooms that are to be filled, in order. nothing: no send came."""
-
-    out: Tensor
-    asked: deque[_Room]
-    where: str
-    nothing: CommunicationError
-
-    def fill(self, x: Tensor) -> None:
-        """Receive `x`."""
-        out = self.out
-        if out.dtype != x.dtype or out.numel() != x.numel():
-            raise ShapeError(
-                f"{self.where}: a message to itself does not fit",
-                given=f"sent {tuple(x.shape)}, {x.dtype}; out {tuple(out.shape)}, {out.dtype}",
-                expected="the same dtype and number of elements at both ends",
-                hint="out=torch.empty_like(x)",
-            )
-        into(out, x.view(out.shape))
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """True where the message was sent; it cannot be sent while this rank waits."""
-        if not self.is_completed():
-            self.asked.remove(self)
-            raise self.nothing
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether the message was sent."""
-        return self not in self.asked
+def _received(outs: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[Tensor]:
+    return [into(out, buffer) for out, buffer in zip(outs, buffers, strict=True)]

@@ -18,7 +18,7 @@ from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, PendingCall, counter_of
 from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import CallMismatchError
-from meshcomm.transport.base import P2P, Direction, Work
+from meshcomm.transport.base import P2P, Direction
 from meshcomm.transport.support import name_of
 from meshcomm.transport.torch_private import capturing, work_error
 
@@ -48,7 +48,6 @@ class Batch:
     finish:  makes the result; result: the result, where there is nothing to make.
     source:  of a receive, the coord that it is from.
     calls:   0 where it prepares another call that counts. nbytes: for the counters; None: of all `ends`.
-    own:     the Works of messages of this rank to itself.
     carried: every dtype is known to be one that backends carry.
     """
 
@@ -60,7 +59,6 @@ class Batch:
     source: int | None = None
     calls: int = 1
     nbytes: int | None = None
-    own: Sequence[Work] = ()
     carried: bool = False
 
     @property
@@ -72,10 +70,6 @@ class Batch:
         return (
             f"{self.call} {'to' if self.call == 'send' else 'from'} {'any coord' if peer is None else peer}"
         )
-
-    def made(self) -> Any:
-        """The result, when all messages are over."""
-        return self.result if self.finish is None else self.finish()
 
 
 @final
@@ -100,10 +94,9 @@ class PendingMessage(PendingCall):
         self.name = name
         self.call = call
         self.parts = parts
-        spans = log.spans
-        if spans is not None:
+        if log.spans is not None:
             span = Span(log.label, name, call, line_of(*self.place), began, nbytes=nbytes, parts=parts)
-            self.told = spans.keep(span)
+            self.told = log.spans.keep(span)
         log.recent.append(self)
 
     def counts(self, total: CallCounter, calls: int) -> None:
@@ -126,10 +119,15 @@ class PendingMessage(PendingCall):
 
     def ended(self) -> None:
         """A blocking call is over, whether or not it failed."""
-        self.at_once()
+        self.over = now = clock()
+        total = self._total
+        if total is not None:
+            total.calls += self._calls
+            total.nbytes += self.nbytes
+            total.seconds += now - self.began
         if self.told is not None:
-            self.told.left = self.began
-        self.waited(self.began)
+            self.told.at_once, self.told.left = True, self.began
+            self.told.waits.append((self.began, now))
         self._shown = None
 
 
@@ -139,14 +137,9 @@ class MessageLog:
 
     Messages are not numbered among the group's collectives: ranks may send different numbers.
 
-    begun:   the sequence number of the last message by channel.
-    waiting: the call that this rank is blocked in, None while it is in none.
-    flying:  those that are under way by themselves, see `flies`.
-    recent:  the last calls. spans takes all while a trace is taken.
-
-    Args:
-        counters: of the group, where calls are summed up.
-        check: compares the first messages between their ends; None compares nothing.
+    begun:   the sequence number of the last message by channel. waiting: the call that this rank is blocked in.
+    flying:  those that are under way by themselves, see `flies`. recent: the last calls.
+    spans:   takes all while a trace is taken. check: compares the first messages between their ends.
     """
 
     def __init__(self, counters: Counters, label: str, check: MessageCheck | None = None) -> None:
@@ -171,7 +164,7 @@ class MessageLog:
         Raises CallMismatchError where the other end of one is known to mean another tensor; that
         message is not counted.
         """
-        frame = users_frame(2)
+        frame = users_frame(4)  # behind those of p2p.py
         check = self._check
         parts: list[Part] = []
         unanswered: list[Unanswered] = []
@@ -323,15 +316,9 @@ class MessageCheck:
     about to do, and whoever comes second compares, answers, and raises where the two differ. Who came first
     reads the answer before it waits for the data, so that both ends raise at once.
 
-    pairs: how many messages there were in each direction with each peer, while they are compared.
-
-    Args:
-        store: a torch store of this mesh, used for nothing else.
-        label: the group, as in `tp[pp=0 dp=1]`.
-        ranks: its global ranks, in coord order.
-        rank: this one.
-        limit: how many messages are compared; None: all. At most 4 where a number is given.
-        timeout_s: the group's.
+    pairs: how many messages there were in each direction with each peer, while they are compared. store: of this
+    mesh, used for nothing else. ranks: of the group, in coord order; timeout_s: its own. limit: how many messages are
+    compared, at most 4; None: all.
     """
 
     def __init__(
@@ -361,9 +348,7 @@ class MessageCheck:
     ) -> list[Unanswered]:
         """Say what this end is about to do; compare where the other end, coord `peer`, has said so.
 
-        number: of the message on its channel. frame: of the user's call.
-        Returns what `confirm` takes, where the other end has not come yet. Raises CallMismatchError before the
-        data moves.
+        Returns what `confirm` takes if the other end has not arrived. Raises CallMismatchError before the data moves.
         """
         other = self._ranks[peer]
         src, dst = (self._rank, other) if direction == "send" else (other, self._rank)

@@ -33,17 +33,15 @@ class Request:
     | check  | check_call.py | source, axes counted from the front, plain splits, facts, problem |
     | agree  | agree.py      | whether the other ranks call the same; sizes, and the slice of a scatter |
     | load   | wire.py       | call, arrived |
-    | start  | finish.py     | the Works |
-    | finish | finish.py     | the result |
+    | start  | wire.py       | the Works |
+    | finish | wire.py       | the result |
 
     The fields up to `out` are known to the fast path of Communicator.collective. Those behind it are options: a call
     with any of them takes the stages.
 
     concat:   the axis that an all_to_all joins; `axis` is the one that it splits, and the only one of the others.
-    factor:   of this rank, for a reduction that takes one.
     uneven:   sizes of `axis` may differ from rank to rank. splits: what of `axis` goes to each coord; received: what is
               known to come from each.
-    algorithm: instead of the backend.
 
     source:   x with the axis that is cut or joined; None on ranks that bring nothing.
     facts:    what has to be equal on all ranks. problem: what is wrong for this rank alone; raised when the others have

@@ -73,17 +73,18 @@ class Algorithm(NamedTuple):
                 flat.div_(comm.size)
 
 
-def all_reduce(comm: Communicator, x: Tensor, op: str, algorithm: Algorithm, **more: Any) -> Tensor:
+def all_reduce(
+    comm: Communicator, x: Tensor, op: str, algorithm: Algorithm, factor: float | None = None
+) -> Tensor:
     """Reduce `x` in place over `comm`, as the schedule of `algorithm` says, and return it.
 
     All arguments are equal on every rank, as for `Communicator.collective`, whose checks, operations
     and errors these are. Every rank gets bit-equal values: each sum is made by one rank and copied,
     or by two from the same operands in the same order.
     """
-    if x.numel() > 0:
-        more["algorithm"] = algorithm
     # Where there is nothing to reduce, every rank still meets, so that a skipped call is noticed.
-    reduced: Tensor = comm.collective(ALL_REDUCE, x, False, op, **more)
+    chosen = algorithm if x.numel() > 0 else None
+    reduced: Tensor = comm.collective(ALL_REDUCE, x, False, op, factor=factor, algorithm=chosen)
     return reduced
 
 
@@ -149,7 +150,7 @@ def _run(
                 combine(left, right, out=mine)
 
 
-def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, **more: Any) -> Tensor:
+def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: float | None = None) -> Tensor:
     """Reduce `x` in place over the dims of `comms`, outermost first, and return it.
 
     Inside the innermost dim each rank gets the reduced slice number `coord`; the slices are reduced
@@ -158,12 +159,13 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, **more: Any)
     Equal to the flat result up to rounding: the order of the sums is another.
     """
     inner = comms[-1]
+    given: dict[str, Any] = {} if factor is None else {"factor": factor}
     where = partial(inner.where, "all_reduce")
     check_tensor(x, inner.kinds, where)
     if len(comms) == 1 or x.numel() == 0:
         # An empty tensor still makes every rank meet, so that a skipped call is noticed.
         for comm in comms:
-            comm.collective(ALL_REDUCE, x, False, op, **more)
+            comm.collective(ALL_REDUCE, x, False, op, **given)
         return x
     check_in_place(x, where, "all_reduce")
     check_written(x, where)
@@ -180,7 +182,7 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, **more: Any)
     gathering: list[Handle[Tensor]] = []
 
     def reduce(number: int) -> Any:
-        return inner.collective(REDUCE_SCATTER, pieces[number], True, op, **more)
+        return inner.collective(REDUCE_SCATTER, pieces[number], True, op, **given)
 
     def gather() -> None:
         across, mine, piece = crossing.popleft()

@@ -29,9 +29,8 @@ class Span:
     """One call, or one named stretch of the program. Times in seconds on the monotonic clock.
 
     group: label, "" for a stretch. lane: the dim, or what a stretch belongs to. number: sequence number of a
-    collective on its group. left: when the program went on, None while it has not. waits: (begin, end) of each
-    wait for an asynchronous call or a message; at_once: they follow its start. parts: of messages: (direction,
-    peer's coord, tag, number among those). op, root: of a collective that reduces, and that has a root: its coord, else -1.
+    collective. left: when the program went on. waits: (begin, end) of each wait; at_once: they follow the start.
+    parts: of messages: (direction, peer's coord, tag, number among those). root: a coord, -1 for none.
     """
 
     group: str
@@ -57,11 +56,7 @@ class Span:
 
 
 class Spans:
-    """What a trace keeps of one rank.
-
-    dropped: how many more calls there were than are kept. step_began: when the step of the program that is
-    under way began, or the trace, whichever was later.
-    """
+    """What a trace keeps of one rank. dropped: how many calls it did not keep. step_began: when this step, or the trace, began."""
 
     def __init__(self, most: int = MOST) -> None:
         self.found: list[Span] = []

@@ -1,7 +1,8 @@
-"""The third stage of a collective: what travels for its tensors, and the room for what arrives."""
+"""The last stages of a collective: what travels for its tensors, the start, and the result of what arrives."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -10,9 +11,20 @@ from torch import Tensor
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BARRIER, REDUCE, Call
 from meshcomm.comm.checks import OWN_TAGS, apart, number_of
 from meshcomm.comm.request import Request
-from meshcomm.comm.shapes import as_ordered, buffer_for, is_ordered, materialised, split, unwatched, wire
+from meshcomm.comm.shapes import (
+    as_ordered,
+    buffer_for,
+    from_ordered,
+    into,
+    is_ordered,
+    join,
+    materialised,
+    split,
+    unwatched,
+    wire,
+)
 from meshcomm.reductions import REDUCTIONS
-from meshcomm.transport import P2P
+from meshcomm.transport import P2P, Work
 from meshcomm.transport.support import WIDENED
 
 
@@ -33,9 +45,11 @@ def _load_even(request: Request) -> None:
         sent = dense = split(source, request.axis, comm.size) if row.splits else materialised(source)
         if row.reduces:
             sent, op = _prepared(request, dense)
-        # By the fast path x goes as it is.
+        # By the fast path x goes as it is, and nothing before it: the others hear of the size of a scatter's slices.
         unchanged = (
-            source is x and sent is dense and (not row.reduces or REDUCTIONS[request.op].prepare is None)
+            request.common is x
+            and sent is dense
+            and (not row.reduces or REDUCTIONS[request.op].prepare is None)
         )
         along_0 = request.axis == request.concat == 0
         request.repeatable = unchanged and along_0 and request.algorithm is None and materialised(x) is x
@@ -135,3 +149,58 @@ def _load_uneven(request: Request, sizes: list[int]) -> None:
     request.call = Call(
         ALL_TO_ALL, source, wire(request.arrived), lengths=lengths, blocking=not request.async_op
     )
+
+
+# -- the last stages: start what was loaded, and make the result of what has arrived -----------------
+
+
+def start(request: Request) -> Sequence[Work]:
+    """Start the call, or carry it out by its algorithm."""
+    call = request.call
+    if isinstance(call, list):
+        return request.comm.transport.start_p2p(call)
+    assert call is not None
+    if request.algorithm is None:
+        return request.comm.start(call)
+    assert call.x is not None and call.op is not None
+    request.algorithm.run(request.comm, call.x.detach(), call.op)
+    return ()
+
+
+def carry_out(request: Request) -> Tensor | None:
+    """Start the call, wait for it, and make its result. Apart, as an error that is kept must not keep the Works."""
+    for work in start(request):
+        work.wait()
+    return finish(request)
+
+
+def finish(request: Request) -> Tensor | None:
+    """The result, once the Works are over. Raises what is wrong for this rank alone."""
+    row, came, target, call = request.row, request.arrived, request.target, request.call
+    if request.problem is not None:
+        raise request.problem
+    if came is None or not request.gets:
+        return None
+    if request.sizes is not None:
+        joined = _joined_uneven(request, came, request.sizes)
+        return joined.contiguous() if target is None else into(target, joined)
+    if row.reduces:
+        assert isinstance(call, Call) and call.op is not None
+        came = from_ordered(came, request.x.dtype, call.op)
+    if target is None:
+        came = came.to(request.x.dtype)
+    if row.joins and not request.direct:
+        came = join(came, request.joined)
+    return came if target is None else into(target, came)
+
+
+def _joined_uneven(request: Request, came: Tensor, sizes: list[int]) -> Tensor:
+    source, axis, joined = request.source, request.axis, request.joined
+    assert source is not None
+    rest = [*source.shape[:axis], *source.shape[axis + 1 :]]
+    if came.ndim > 1:
+        # Padded parts are cut to what they are.
+        came = torch.cat([row[: size * prod(rest)] for row, size in zip(came, sizes, strict=True)])
+    if joined == axis:
+        return came.view(sum(sizes), *rest).movedim(0, axis)
+    return join(came.view(request.comm.size, sizes[0], *rest).movedim(1, axis + 1), joined)

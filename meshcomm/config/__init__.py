@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from meshcomm.config.model import ModelConfig as ModelConfig
     from meshcomm.config.parallel import ParallelConfig as ParallelConfig
     from meshcomm.config.problems import Problem as Problem
+    from meshcomm.config.process import Link as Link
+    from meshcomm.config.process import Links as Links
     from meshcomm.config.process import NetworkConfig as NetworkConfig
     from meshcomm.config.process import ProcessConfig as ProcessConfig
+    from meshcomm.config.process import TopologyConfig as TopologyConfig
     from meshcomm.config.read import load_config as load_config
     from meshcomm.config.read import plan as plan
     from meshcomm.config.root import Config as Config
     from meshcomm.config.rules import Resolved as Resolved
     from meshcomm.config.section import Section as Section
-    from meshcomm.config.topology import Link as Link
-    from meshcomm.config.topology import Links as Links
-    from meshcomm.config.topology import TopologyConfig as TopologyConfig
     from meshcomm.config.train import DataConfig as DataConfig
     from meshcomm.config.train import TrainConfig as TrainConfig
 
@@ -29,8 +29,8 @@ _PUBLIC = {
     "Config": "root",
     "DataConfig": "train",
     "DimOptions": "mesh",
-    "Link": "topology",
-    "Links": "topology",
+    "Link": "process",
+    "Links": "process",
     "MeshConfig": "mesh",
     "ModelConfig": "model",
     "NetworkConfig": "process",
@@ -39,7 +39,7 @@ _PUBLIC = {
     "ProcessConfig": "process",
     "Resolved": "rules",
     "Section": "section",
-    "TopologyConfig": "topology",
+    "TopologyConfig": "process",
     "TrainConfig": "train",
     "load_config": "read",
     "plan": "read",

@@ -29,18 +29,16 @@ class DimOptions(Section):
     comm_id: str = ""
     """Dims with the same ranks and options share groups unless their lanes differ. Default "": the common lane."""
     high_priority: bool = False
-    """NCCL only: whether the group's kernels run on a high-priority stream of their own. Blocking calls run on the
-    program's current stream, whatever its priority, so that only asynchronous ones are affected."""
+    """NCCL only: whether kernels of the group's asynchronous calls run on a high-priority stream of their own."""
     min_ctas: int | None = Field(default=None, ge=1)
     """NCCL only: how many thread blocks a kernel of the group has at least. None: NCCL's choice."""
     max_ctas: int | None = Field(default=None, ge=1)
-    """NCCL only: how many thread blocks, each on a multiprocessor of its own, a kernel of the group has at most: what
-    communication takes from compute that it overlaps. None: NCCL's choice."""
+    """NCCL only: how many thread blocks, each on a multiprocessor, a kernel has at most. None: NCCL's choice."""
     cga_cluster_size: int | None = Field(default=None, ge=0, le=8)
     """NCCL only: size of the clusters that thread blocks form on Hopper and newer. None: NCCL's choice."""
     split_share: bool = False
-    """NCCL only, where the world's communicator is split for the group (process.device_id = true): whether the group
-    uses the world's buffers and threads instead of its own. Calls on groups that share must not overlap."""
+    """NCCL only, with process.device_id = true: whether the group uses the world's buffers and threads instead of its own.
+    Calls on groups that share must not overlap."""
 
     def backend_options(self) -> tuple[tuple[str, int], ...]:
         """What is set of the backend's own options, by name."""
@@ -61,8 +59,7 @@ class MeshConfig(Section):
     place = "mesh"
     rules = RULES
     dims: FrozenTable[int] = Field(examples=[{"dp": 8}])
-    """Name -> size, outermost first. One size may be -1: what the others leave of the world. 1: a dim without a
-    group."""
+    """Name -> size, outermost first. One may be -1: what the others leave of the world. 1: a dim without a group."""
     merge: FrozenTable[FrozenList[str]] = Field(default_factory=Table)
     """Name -> dims that together get one coord, row-major. Default: none."""
     views: FrozenTable[FrozenTable[int]] = Field(default_factory=Table)
@@ -82,8 +79,7 @@ class MeshConfig(Section):
     warm_up: bool = False
     """Every group is used once, in plan order, before init returns: no later call pays for connecting."""
     reports: str = "meshcomm-reports"
-    """Folder into which ranks write what they were doing when a call failed, in a folder of the run's time and job,
-    relative to where the job runs. Default "meshcomm-reports"; "": none."""
+    """Folder for reports of ranks on a failed call, relative to where the job runs. Default "meshcomm-reports"; "": none."""
     options: FrozenTable[DimOptions] = Field(default_factory=Table)
     """Name of a dim, merged dim or view's dim -> its own options. Default: none."""
 
@@ -159,12 +155,8 @@ class MeshConfig(Section):
         """The same mesh with a merged dim of `dims`, where there are several and none is of just these in this order."""
         if len(dims) < 2 or dims in self.merge.values():
             return self
-        taken = {
-            *self.dims,
-            *self.merge,
-            *self.views,
-            *(dim for sizes in self.views.values() for dim in sizes),
-        }
+        views = [name for sizes in self.views.values() for name in sizes]
+        taken = {*self.dims, *self.merge, *self.views, *views}
         merge = Table({**self.merge, merged_name(dims, taken): dims})
         return self.model_copy(update={"merge": merge})
 

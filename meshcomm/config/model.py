@@ -10,9 +10,10 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from meshcomm.config.pretrained import dropouts_of, is_gated, misunderstood, sizes_of, windows_of
-from meshcomm.config.problems import Problem, divisors, multiples, nearest, remainder
+from meshcomm.config.problems import Problem, multiples, nearest, remainder
 from meshcomm.config.section import Arguments, Fraction, Function, NoEffect, Section, Table, Text
 from meshcomm.errors import ConfigError
+from meshcomm.layout.sizes import divisors
 
 
 def _fact(example: int) -> Any:
@@ -34,7 +35,7 @@ def _facts(model: ModelConfig) -> Iterator[Problem]:
 def _one_source(model: ModelConfig) -> Iterator[Problem]:
     if model.pretrained is not None and model.build is not None:
         ways, given = ["remove model.build", "remove model.pretrained"], model.written("pretrained build")
-        yield Problem("pretrained", "two models", "one of both", ways, given)
+        yield Problem("pretrained", "two models", "one of the two", ways, given)
 
 
 def _folder(model: ModelConfig) -> Iterator[Problem]:
@@ -47,20 +48,14 @@ def _folder(model: ModelConfig) -> Iterator[Problem]:
             return
         known = sizes_of(folder)
     except (ValueError, OSError) as error:
-        expected, ways = (
-            "a folder with a config.json that save_pretrained wrote",
-            ["model.save_pretrained(folder)"],
-        )
-        yield Problem(
-            "pretrained", f"no model of transformers: {error}", expected, ways, model.written("pretrained")
-        )
+        what, expected = f"no model of transformers: {error}", "a config.json that save_pretrained wrote"
+        ways = ["model.save_pretrained(folder)"]
+        yield Problem("pretrained", what, expected, ways, model.written("pretrained"))
         return
     for name, value in known.items():
         if getattr(model, name) != value:
-            what, expected = (
-                f"the folder's config.json has {name} {value}",
-                f"{value}, or nothing: it follows from the folder",
-            )
+            what = f"the folder's config.json has {name} {value}"
+            expected = f"{value}, or nothing: it follows from the folder"
             yield Problem(name, what, expected, [f"remove model.{name}"], model.written(name))
 
 
@@ -69,30 +64,21 @@ def _dropout(model: ModelConfig) -> Iterator[Problem]:
         return
     with contextlib.suppress(ValueError, OSError):
         if shares := dropouts_of(Path(model.pretrained)):
+            what = "the model drops out, by random numbers that would differ from mesh to mesh"
+            expected = "model.dropout: behind attention and feed-forward of each block, in the same places on every mesh"
+            ways = [f"model.dropout = {max(shares.values())}", "model.dropout = 0.0"]
             written = ", ".join(f"{name} = {value}" for name, value in shares.items())
-            yield Problem(
-                "dropout",
-                "the model drops out, by random numbers that would differ from mesh to mesh",
-                "model.dropout, in the same places on every mesh: behind attention and feed-forward of each block, "
-                "nowhere else; 0.0 trains without",
-                [f"model.dropout = {max(shares.values())}", "model.dropout = 0.0"],
-                f"{written} in the folder's config.json",
-            )
+            yield Problem("dropout", what, expected, ways, f"{written} in the folder's config.json")
 
 
 def _shared_kv_heads(model: ModelConfig) -> Iterator[Problem]:
     num_heads, num_kv_heads = model.num_heads, model.num_kv_heads
     if None not in (num_heads, num_kv_heads) and num_heads % num_kv_heads:
-        yield Problem(
-            "num_kv_heads",
-            f"heads is not divisible by num_kv_heads: {remainder(num_heads, num_kv_heads)}",
-            "heads divisible by num_kv_heads: equally many query heads share each of them",
-            [
-                *(f"model.num_kv_heads = {n}" for n in nearest(num_kv_heads, divisors(num_heads))),
-                *(f"model.num_heads = {n}" for n in multiples(num_heads, num_kv_heads, 1)),
-            ],
-            model.written("heads num_kv_heads"),
-        )
+        what = f"heads is not divisible by num_kv_heads: {remainder(num_heads, num_kv_heads)}"
+        expected = "heads divisible by num_kv_heads: equally many query heads share each of them"
+        ways = [f"model.num_kv_heads = {n}" for n in nearest(num_kv_heads, divisors(num_heads))]
+        ways += [f"model.num_heads = {n}" for n in multiples(num_heads, num_kv_heads, 1)]
+        yield Problem("num_kv_heads", what, expected, ways, model.written("heads num_kv_heads"))
 
 
 def _head_size(model: ModelConfig) -> Iterator[Problem]:
@@ -114,18 +100,14 @@ def _experts(model: ModelConfig) -> Iterator[Problem]:
     each, experts, every, num_layers = model.experts_per_token, model.experts, model.experts_every, model.num_layers
     if 0 < experts < each:
         ways = [f"model.experts_per_token = {experts}", f"model.experts = {each}"]
-        what, given = (
-            f"more than there are experts: {each} > {experts}",
-            model.written("experts_per_token experts"),
-        )
+        what, given = f"more than there are: {each} > {experts}", model.written("experts_per_token experts")
         yield Problem("experts_per_token", what, f"1 to {experts}", ways, given)
     if experts and num_layers is not None and every > num_layers:
         ways = [f"model.experts_every = {num_layers}", f"model.num_layers = {every}"]
-        what, given = (
-            f"no layer has experts: {every} > {num_layers}",
-            model.written("experts_every layers experts"),
+        given = model.written("experts_every layers experts")
+        yield Problem(
+            "experts_every", f"no layer has experts: {every} > {num_layers}", f"1 to {num_layers}", ways, given
         )
-        yield Problem("experts_every", what, f"1 to {num_layers}", ways, given)
 
 
 class ModelConfig(Section):
@@ -143,8 +125,7 @@ class ModelConfig(Section):
         ),
     )
     pretrained: Text | None = Field(default=None, examples=["Llama-3.2-1B"])
-    """A folder with the config.json and the safetensors of a model of transformers, relative to the config file: the
-    sizes below follow from it. None: the built-in transformer, or build."""
+    """A folder of save_pretrained, relative to the config file: the sizes below follow from it. None: built in, or build."""
     random_weights: bool = False
     """With pretrained: weights are drawn from train.seed, not read."""
     build: Function | None = Field(default=None, examples=["my_package.models:gpt"])
@@ -172,8 +153,8 @@ class ModelConfig(Section):
     tied_embeddings: bool = False
     """The head uses the embedding's weights."""
     dropout: Fraction = 0.0
-    """Share of what attention and feed-forward of each block give that is set to zero in training, in the same places
-    on every mesh. With pretrained it is to be said where the folder's config.json has dropout."""
+    """Share of the outputs of attention and feed-forward that is set to zero in training, in the same places on every
+    mesh. With pretrained it is needed where the folder's config.json has dropout."""
     experts: int = Field(default=0, ge=0)
     """Feed-forward blocks to choose from in a layer. Default 0: one, no choice."""
     experts_per_token: int = Field(default=2, ge=1)

@@ -75,7 +75,6 @@ class ParallelConfig(Section):
     rules = (_one_part_each, _kept_in_halves, _stages_of_the_schedule)
     no_effect = (
         NoEffect("sequence_parallel", "tensor", way=_A_DIM.format("tensor")),
-        NoEffect("overlap", "sequence_parallel", way="sequence_parallel = true"),
         NoEffect("schedule", "pipeline", way=_A_DIM.format("pipeline")),
         NoEffect("attention", "context", way=_A_DIM.format("context")),
         # fully_shard reduces the gradients of one block at once.
@@ -99,9 +98,6 @@ class ParallelConfig(Section):
     """The dim along which each layer is split. None: not split."""
     sequence_parallel: bool = False
     """With tensor: activations between blocks are split along the sequence."""
-    overlap: bool = False
-    """With sequence_parallel, in the built-in model: the sequence is gathered around a ring, and each slice is
-    multiplied while the next one travels."""
     pipeline: Text | None = None
     """The dim along which the layers are split. None: not split."""
     schedule: PipelineSchedule = "1f1b"

@@ -118,6 +118,7 @@ _ROPE: Final = _keys(
 )
 _ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _SHOWN: Final = 60
+_A_SPEC: Final = 'model.build = "module:function", which returns a meshcomm.models.ModelSpec'
 
 # The layers of these have a window each by `use_sliding_window`; of the first two those from `max_window_layers` on.
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
@@ -144,9 +145,7 @@ def sizes_of(folder: Path) -> dict[str, Any]:
     if said["model_type"] == "gpt2":
         found.setdefault("ff", 4 * found["hidden_size"])
     if not found.get("experts"):
-        found.pop("experts", None)
-        found.pop("experts_per_token", None)
-        found.pop("experts_every", None)
+        found = {name: value for name, value in found.items() if not name.startswith("experts")}
     return found
 
 
@@ -157,40 +156,28 @@ def misunderstood(folder: Path) -> Iterator[Problem]:
     kind = TYPES.get(name or "")
     if kind is None:
         of_others = frozenset().union(*(each.keys for each in TYPES.values()))
-        yield Problem(
-            "pretrained",
+        given = ", ".join([_written("model_type", name), *_unknown(said, of_others)]) + f" in {path}"
+        what, expected = (
             f"meshcomm does not know how to split a {name}",
             f"model_type one of {', '.join(TYPES)}",
-            ['model.build = "module:function", which returns a meshcomm.models.ModelSpec'],
-            ", ".join([_written("model_type", name), *_unknown(said, of_others)]) + f" in {path}",
         )
+        yield Problem("pretrained", what, expected, [_A_SPEC], given)
         return
     windows = [said.get("use_sliding_window", False), said.get("sliding_window", 4096)]
     switched = "layer_types" in kind.keys and "use_sliding_window" in kind.keys
     for layer_type in dict.fromkeys(said.get("layer_types") or ()) if switched else ():
         if layer_type != "full_attention" and (layer_type != "sliding_attention" or not all(windows)):
-            yield Problem(
-                "pretrained",
-                f"transformers has no attention for layers of the type {layer_type}",
-                "full_attention, or with use_sliding_window and a sliding_window sliding_attention",
-                ['"use_sliding_window": true in config.json, or other layer_types'],
-                ", ".join(
-                    _written(key, said.get(key))
-                    for key in ("layer_types", "use_sliding_window", "sliding_window")
-                ),
-            )
+            what = f"transformers has no attention for layers of the type {layer_type}"
+            expected = "full_attention, or with use_sliding_window and a sliding_window sliding_attention"
+            ways = ['"use_sliding_window": true in config.json, or other layer_types']
+            keys = ("layer_types", "use_sliding_window", "sliding_window")
+            given = ", ".join(_written(key, said.get(key)) for key in keys)
+            yield Problem("pretrained", what, expected, ways, given)
     if unknown := list(_unknown(said, kind.keys)):
-        yield Problem(
-            "pretrained",
-            f"the folder's config.json has {len(unknown)} key{'s' if len(unknown) > 1 else ''} that meshcomm does not "
-            f"know of a {name}, and that may change what is computed",
-            f"the keys of transformers' {name}",
-            [
-                "remove them from config.json if transformers ignores them",
-                'model.build = "module:function", which returns a meshcomm.models.ModelSpec',
-            ],
-            ", ".join(unknown),
-        )
+        count = f"{len(unknown)} key{'s' * (len(unknown) > 1)}"
+        what = f"config.json has {count} that meshcomm does not know of a {name}, and that may change what is computed"
+        ways = ["remove them from config.json if transformers ignores them", _A_SPEC]
+        yield Problem("pretrained", what, f"the keys of transformers' {name}", ways, ", ".join(unknown))
 
 
 def _unknown(said: Mapping[str, Any], known: frozenset[str]) -> Iterator[str]:
@@ -218,11 +205,8 @@ def dropouts_of(folder: Path) -> dict[str, float]:
     """The shares above 0 that `folder`/config.json says are dropped in training, by their names. Raises as `sizes_of`."""
     _, said = _said(folder)
     # A summary is what no causal language model computes.
-    return {
-        name: value
-        for name, value in said.items()
-        if name.endswith(("dropout", "_pdrop")) and not name.startswith("summary") and value
-    }
+    dropped = [name for name in said if name.endswith(_HARMLESS_ENDS) and not name.startswith("summary")]
+    return {name: said[name] for name in dropped if said[name]}
 
 
 def windows_of(folder: Path, num_layers: int) -> tuple[int | None, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from textwrap import indent
 from typing import Any, Final, NamedTuple, TypeAlias, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from meshcomm.config.write import key_path, plain, toml
@@ -64,11 +65,8 @@ class Problem:
 
 def report(source: str, problems: Iterable[Problem]) -> ConfigError:
     """All problems of `source` (a file's name, as it was given) as one error."""
-    listed = [str(problem) for problem in problems]
-    lines = [f"{source}: {len(listed)} problem{'s' if len(listed) > 1 else ''}"]
-    for text in listed:
-        lines.extend("  " + line for line in text.splitlines())
-    return ConfigError("\n".join(lines))
+    listed = [indent(str(problem), "  ") for problem in problems]
+    return ConfigError("\n".join([f"{source}: {len(listed)} problem{'s' * (len(listed) > 1)}", *listed]))
 
 
 def nearest(value: int, fitting: Iterable[int], most: int = 2) -> list[int]:
@@ -79,15 +77,6 @@ def nearest(value: int, fitting: Iterable[int], most: int = 2) -> list[int]:
     """
     by_distance = sorted((abs(number - value), -number) for number in fitting if number != value)
     return [-negative for _, negative in by_distance[:most]]
-
-
-def divisors(number: int) -> list[int]:
-    """The divisors of `number` up to 4096, as many as are looked for.
-
-    >>> divisors(6)
-    [1, 2, 3, 6]
-    """
-    return [divisor for divisor in range(1, min(number, 4096) + 1) if number % divisor == 0]
 
 
 def multiples(number: int, by: int, most: int = 2) -> list[int]:
@@ -101,20 +90,12 @@ def multiples(number: int, by: int, most: int = 2) -> list[int]:
 
 
 def remainder(number: int, by: int) -> str:
-    """The arithmetic as text.
-
-    >>> remainder(8, 3)
-    '8 % 3 = 2'
-    """
+    """The arithmetic as text: `8 % 3 = 2`."""
     return f"{number} % {by} = {number % by}"
 
 
 def quotient(number: int, by: int) -> str:
-    """A division as text in front of another number; nothing for a division by 1.
-
-    >>> quotient(32, 2), quotient(32, 1)
-    ('32/2 = 16, ', '')
-    """
+    """A division as text in front of another number, `32/2 = 16, `; nothing for a division by 1."""
     return "" if by == 1 else f"{number}/{by} = {number // by}, "
 
 
@@ -135,7 +116,13 @@ _EXPECTED: Final = {
     "too_short": "a longer list",
     "tuple_type": "a list",
 }
-_BOOLEANS: Final = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+# What reads a value of another type: "2" for 2, "yes" for true, 3 for "3".
+_LAX: Final[dict[str, TypeAdapter[Any]]] = {
+    "int_type": TypeAdapter(int),
+    "float_type": TypeAdapter(float),
+    "bool_type": TypeAdapter(bool),
+    "string_type": TypeAdapter(str, config=ConfigDict(coerce_numbers_to_str=True)),
+}
 
 
 def refusals(
@@ -210,14 +197,9 @@ def _refused(
     _, field, depth = _field_at(model, path)
     key, examples = key_path(path), list(field.examples or ()) if field is not None else []
     if not errors or field is None:
-        expected = (
-            "a value"
-            if field is None
-            else " ".join((field.description or "a value").split()).removesuffix(".")
-        )
-        return Problem(
-            key, "missing", expected, [f"{key} = {toml(*examples[:1])}"] if examples else [], f"no {path[-1]}"
-        )
+        said = (field.description if field is not None else None) or "a value"
+        ways = [f"{key} = {toml(*examples[:1])}"] if examples else []
+        return Problem(key, "missing", " ".join(said.split()).removesuffix("."), ways, f"no {path[-1]}")
     value, kind, expected = errors[0]["input"], errors[0]["type"], ", or ".join(map(_expected, errors))
     if kind == "invalid_key" or errors[0]["loc"][-1] == "[key]":
         tries = [f"write it in quotes: {toml(str(path[-1]))}"]
@@ -228,12 +210,12 @@ def _refused(
         what = f"{toml(value)} is out of range"
     else:
         what = f"{toml(value)} is not " + ("one of the choices" if kind == "literal_error" else expected)
-    ways = [(path, meant) for error in errors for meant in _meant(error)]
+    near = [(path, meant) for error in errors for meant in _meant(error)]
     if len(path) > depth and kind == "int_type" and isinstance(path[-1], str):
-        ways.append((path, 1))
+        near.append((path, 1))
     default = None if field.is_required() else field.get_default(call_default_factory=True)
-    ways += [(path[:depth], value) for value in (default, *examples)]
-    suggested = (f"{key_path(at)} = {toml(value)}" for at, value in ways if _is_taken(model, data, at, value))
+    near += [(path[:depth], value) for value in (default, *examples)]
+    suggested = (f"{key_path(at)} = {toml(value)}" for at, value in near if _is_taken(model, data, at, value))
     shown = path[-2:] if isinstance(path[-1], int) else path[-1:]
     way = next(suggested, f"remove {key}")
     return Problem(key, what, expected, [way], f"{key_path(shown)} = {toml(value)}")
@@ -260,30 +242,16 @@ def _unknown_key(model: type[BaseModel], path: Path, value: Any) -> tuple[Proble
 
 def _meant(error: PydanticError) -> Iterator[Any]:
     kind, value = error["type"], error["input"]
-    number = _number(value)
-    if kind == "literal_error":
+    if kind in _LAX:
+        with suppress(ValidationError):
+            yield _LAX[kind].validate_python(value)
+    elif kind == "literal_error":
         choices = {word.lower(): word for word in re.findall(r"['\"]([^'\"]*)['\"]", error["msg"])}
         yield choices.get(nearest_name(str(value).lower(), choices) or "")
-    elif kind == "int_type" and number is not None:
-        yield round(number)
-    elif kind == "float_type":
-        yield number
-    elif kind == "bool_type":
-        yield _BOOLEANS.get(str(value).strip().lower())
-    elif kind == "string_type" and isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield str(value)
     elif kind == "tuple_type":
         yield [value]
     elif kind in ("greater_than_equal", "less_than_equal"):
         yield error["ctx"].get("ge", error["ctx"].get("le"))
-
-
-def _number(value: Any) -> float | None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return None if isinstance(value, bool) or not math.isfinite(number) else number
 
 
 def _is_taken(model: type[BaseModel], data: Mapping[str, Any], path: Path, value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""How do the processes of a job find each other, and over which network? `[process]` and `[network]`."""
+"""How do the processes find each other, over which network, on which machines? `[process]` `[network]` `[topology]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pydantic_core import PydanticCustomError
 from meshcomm.config.problems import Problem
 from meshcomm.config.section import FrozenList, NoEffect, Section, Text
 from meshcomm.config.write import toml
-from meshcomm.layout.names import nearest_name
 
 # What NCCL's own parser knows; it ignores every other word without saying so.
 _SUBSYSTEMS: Final = (
@@ -40,30 +39,26 @@ def _host_and_port(address: str) -> str:
     return address
 
 
+def _nccl_part(word: str) -> str:
+    if word.removeprefix("^") not in _SUBSYSTEMS:
+        raise PydanticCustomError("nccl_part", ", ".join(_SUBSYSTEMS))
+    return word
+
+
 def _what_init_needs(process: ProcessConfig) -> Iterator[Problem]:
-    needed = {
-        "tcp": ("address", _ADDRESS, "127.0.0.1:29500"),
-        "file": ("path", "a file that all processes can write", "/shared/rendezvous"),
-    }
-    field, expected, example = needed.get(process.init, ("init", "", ""))
+    examples = {"tcp": ("address", "127.0.0.1:29500"), "file": ("path", "/shared/rendezvous")}
+    field, example = examples.get(process.init, ("init", ""))
     if getattr(process, field) is None:
-        what = f"missing for init = {toml(process.init)}"
-        yield Problem(field, what, expected, [f"process.{field} = {toml(example)}"], f"no {field}")
-
-
-def _rank_in_the_world(process: ProcessConfig) -> Iterator[Problem]:
-    rank, world = process.rank, process.world_size
-    if rank is not None and world is not None and rank >= world:
-        ways = [f"process.rank = {world - 1}", f"process.world_size = {rank + 1}"]
-        what, given = f"rank {rank} is not in a world of {world}", process.written("rank world_size")
-        yield Problem("rank", what, f"0 to {world - 1}", ways, given)
+        expected = _ADDRESS if field == "address" else "a file that all processes can write"
+        ways = [f"process.{field} = {toml(example)}"]
+        yield Problem(field, f"missing for init = {toml(process.init)}", expected, ways, f"no {field}")
 
 
 class ProcessConfig(Section):
     """`[process]`: how the processes of the job find each other. Default: by a launcher's variables."""
 
     place = "process"
-    rules = (_what_init_needs, _rank_in_the_world)
+    rules = (_what_init_needs,)
     no_effect = (
         NoEffect("address", "init", ("tcp",), 'init = "tcp"'),
         NoEffect("path", "init", ("file",), 'init = "file"'),
@@ -82,50 +77,31 @@ class ProcessConfig(Section):
     world_size: int | None = Field(default=None, ge=1)
     """tcp and file: number of processes. None: a launcher's variable."""
     device_id: Annotated[Literal["auto", True, False], BeforeValidator(_no_number)] = "auto"
-    """Whether torch's default group is bound to the process's device: NCCL then connects all ranks with all at the
-    start, and splits the groups of the dims from that. Default "auto": no, each group connects when it is first
-    used."""
-
-
-def _parts_of_nccl(network: NetworkConfig) -> Iterator[Problem]:
-    for index, word in enumerate(network.nccl_debug_subsys):
-        name = word.removeprefix("^")
-        if name in _SUBSYSTEMS:
-            continue
-        mended = [*network.nccl_debug_subsys]
-        mended[index] = "^" * (name != word) + (nearest_name(name.upper(), _SUBSYSTEMS) or "ALL")
-        yield Problem(
-            f"nccl_debug_subsys[{index}]",
-            f"NCCL has no part {toml(word)}",
-            f"parts out of {', '.join(_SUBSYSTEMS[:9])},\n{', '.join(_SUBSYSTEMS[9:])}",
-            [f"network.nccl_debug_subsys = {toml(mended)}"],
-            network.written("nccl_debug_subsys"),
-        )
+    """Whether torch's default group is bound to the process's device: NCCL then connects all ranks at the start and splits
+    the dims' groups from that. Default "auto": no, each group connects when it is first used."""
 
 
 def _sockets_of_nccl(network: NetworkConfig) -> Iterator[Problem]:
     threads, sockets = network.nccl_socket_nthreads or 0, network.nccl_nsocks_perthread or 0
     if threads * sockets > _MOST_SOCKETS:
-        yield Problem(
-            "nccl_nsocks_perthread",
-            f"more than {_MOST_SOCKETS} sockets: {threads}*{sockets} = {threads * sockets}",
-            f"at most {_MOST_SOCKETS} sockets for a connection, which is NCCL's own limit",
-            [f"network.nccl_nsocks_perthread = {_MOST_SOCKETS // threads}"],
-            network.written("nccl_nsocks_perthread nccl_socket_nthreads"),
-        )
+        what = f"more than {_MOST_SOCKETS} sockets: {threads}*{sockets} = {threads * sockets}"
+        expected = f"at most {_MOST_SOCKETS} sockets for a connection, which is NCCL's own limit"
+        ways = [f"network.nccl_nsocks_perthread = {_MOST_SOCKETS // threads}"]
+        given = network.written("nccl_nsocks_perthread nccl_socket_nthreads")
+        yield Problem("nccl_nsocks_perthread", what, expected, ways, given)
 
 
 class NetworkConfig(Section):
     """`[network]`: which network interfaces carry the traffic, what NCCL logs about it, and its sockets."""
 
     place = "network"
-    rules = (_parts_of_nccl, _sockets_of_nccl)
+    rules = (_sockets_of_nccl,)
     no_effect = (NoEffect("nccl_debug_subsys", "nccl_debug", ("INFO", "TRACE"), 'nccl_debug = "INFO"'),)
     interfaces: FrozenList[Text] = ()
     """Names of network interfaces for Gloo and NCCL. Default: theirs to choose."""
     nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
     """How much NCCL logs. None: as NCCL decides."""
-    nccl_debug_subsys: FrozenList[str] = ()
+    nccl_debug_subsys: FrozenList[Annotated[str, AfterValidator(_nccl_part)]] = ()
     """With nccl_debug INFO or TRACE: the parts of NCCL that log; "^NAME" leaves one out."""
     nccl_socket_nthreads: int | None = Field(default=None, ge=1, le=16)
     """Threads with which NCCL serves a connection over sockets. None: what NCCL chooses."""
@@ -136,3 +112,57 @@ class NetworkConfig(Section):
         """What is set here for NCCL alone, by key; it has no effect where no group runs on NCCL."""
         keys = ("nccl_debug", "nccl_socket_nthreads", "nccl_nsocks_perthread")
         return {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+
+
+class Link(Section):
+    """`[topology.links.NAME]`: how fast one rank reaches another over this link."""
+
+    latency_us: float = Field(ge=0, examples=[10.0])
+    """Microseconds until the first byte arrives."""
+    bandwidth_gbytes_s: float = Field(gt=0, examples=[50.0])
+    """Gigabytes (10^9 bytes) per second, one direction, one rank."""
+
+
+class Links(Section):
+    """`[topology.links]`: the links inside a node, between nodes of a rack, and beyond."""
+
+    node: Link | None = None
+    """Between ranks of one node. None: not known."""
+    rack: Link | None = None
+    """Between nodes of one rack, with nodes_per_rack. None: as network."""
+    network: Link | None = None
+    """Between ranks of two nodes. None: not known."""
+
+
+def _links(topology: TopologyConfig) -> Iterator[Problem]:
+    links = topology.links
+    if not topology.ranks_per_node and any(dict(links).values()):
+        ways = ["topology.ranks_per_node = 8", "remove topology.links"]
+        what, given = "no effect without topology.ranks_per_node", topology.written("links ranks_per_node")
+        yield Problem("links", what, "topology.ranks_per_node", ways, given)
+    if links.rack is not None and topology.nodes_per_rack is None:
+        ways = ["topology.nodes_per_rack = 4", "remove topology.links.rack"]
+        what, given = "no effect without topology.nodes_per_rack", topology.written("links nodes_per_rack")
+        yield Problem("links.rack", what, "topology.nodes_per_rack", ways, given)
+
+
+class TopologyConfig(Section):
+    """`[topology]`: how the ranks lie on machines. Default: not known."""
+
+    place = "topology"
+    rules = (_links,)
+    no_effect = (NoEffect("nodes_per_rack", "ranks_per_node", way="ranks_per_node = 8"),)
+    ranks_per_node: int | None = Field(default=None, ge=1)
+    """Ranks r with equal r // ranks_per_node share a node. None: not known."""
+    nodes_per_rack: int | None = Field(default=None, ge=1)
+    """Nodes n with equal n // nodes_per_rack share a rack. None: racks do not matter."""
+    links: Links = Links()
+    """Speed of the links. Default: not known."""
+    call_us: float = Field(default=0.0, ge=0)
+    """Microseconds that each call costs beside its messages."""
+    devices_per_node: int | None = Field(default=None, ge=1)
+    """Accelerators of a node; for `meshcomm lint`. None: not known."""
+    memory_gbytes: float | None = Field(default=None, gt=0)
+    """Gigabytes (10^9 bytes) of memory of one rank; for `meshcomm tune` and `lint`. None: not known."""
+    tflops: float | None = Field(default=None, gt=0)
+    """10^12 FLOP/s of one rank in training; for `meshcomm tune`. None: not known."""

@@ -114,12 +114,10 @@ def _read(path: Path, label: str) -> dict[str, Any]:
             hint=near_file(path),
         ) from None
     data = parser(text, label)
-    if data is None:
-        data = {}
     if path.suffix.lower() == ".json" and isinstance(data, dict) and isinstance(data.get("$schema"), str):
         # For editors; TOML and YAML have comments for it.
         del data["$schema"]
-    if not isinstance(data, dict):
+    if not isinstance(data, (dict, type(None))):
         raise ConfigError(
             f"{label}: holds no table",
             given=toml(data),
@@ -128,7 +126,7 @@ def _read(path: Path, label: str) -> dict[str, Any]:
             if path.suffix == ".json"
             else "mesh: { dims: { dp: 8 } }",
         )
-    return data
+    return data or {}
 
 
 def near_file(path: Path) -> str:
@@ -151,17 +149,18 @@ def _anchor(data: dict[str, Any], folder: Path) -> None:
     section = data.get("data")
     if not isinstance(section, dict):
         return
-    for key in ("dataset", "tokenizer"):
-        if isinstance(named := section.get(key), str) and named and named != BYTES:
-            section[key] = str(folder / named)
+    if isinstance(named := section.get("tokenizer"), str) and named and named != BYTES:
+        section["tokenizer"] = str(folder / named)
     for key in ("files", "tokens", "validation_files"):
-        files = section.get(key)
-        if not isinstance(files, list):
-            continue
-        for index, name in enumerate(files):
-            if isinstance(name, str) and name and not Path(name).is_absolute():
-                is_glob = glob.escape(name) != name
-                files[index] = str(Path(glob.escape(str(folder)) if is_glob else folder) / name)
+        if isinstance(files := section.get(key), list):
+            section[key] = [_anchored(name, folder) for name in files]
+
+
+def _anchored(name: Any, folder: Path) -> Any:
+    if not isinstance(name, str) or not name or Path(name).is_absolute():
+        return name
+    is_glob = glob.escape(name) != name
+    return str(Path(glob.escape(str(folder)) if is_glob else folder) / name)
 
 
 # -- overrides --------------------------------------------------------------------------------------
@@ -218,7 +217,12 @@ def _apply(data: dict[str, Any], text: str) -> Problem | None:
     # A shell has taken the quotes off: train.out=runs/x.
     if re.fullmatch(_WORD, written):
         return _set(data, path, written, text)
-    return _not_toml(path, written, text)
+    line = written.replace("\n", "\\n")
+    expected = 'a number, true, false, "text" in quotes, [ ... ] or { key = value }'
+    way = "close every quote and bracket, and write key = value"
+    if written[0] not in "[{\"'":
+        way = f"--set '{key_path(path)}={json.dumps(written, ensure_ascii=False)}'"
+    return Problem(shown(text), f"{line} is not a TOML value", expected, [way], line)
 
 
 def _set(data: dict[str, Any], path: list[str], value: Any, text: str) -> Problem | None:
@@ -247,11 +251,3 @@ def _remove(data: dict[str, Any], path: list[str], text: str) -> Problem | None:
         return Problem(shown(text), what, expected, [f"--set {key_path(path)}=..."], text)
     del holder[path[-1]]
     return None
-
-
-def _not_toml(path: list[str], written: str, text: str) -> Problem:
-    line = written.replace("\n", "\\n")
-    quoted = f"--set '{key_path(path)}={json.dumps(written, ensure_ascii=False)}'"
-    expected = 'a number, true, false, "text" in quotes, [ ... ] or { key = value }'
-    way = quoted if written[0] not in "[{\"'" else "close every quote and bracket, and write key = value"
-    return Problem(shown(text), f"{line} is not a TOML value", expected, [way], line)

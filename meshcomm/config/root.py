@@ -10,10 +10,9 @@ from meshcomm.config.mesh import MeshConfig
 from meshcomm.config.model import ModelConfig
 from meshcomm.config.parallel import ParallelConfig
 from meshcomm.config.problems import Problem, report
-from meshcomm.config.process import NetworkConfig, ProcessConfig
+from meshcomm.config.process import NetworkConfig, ProcessConfig, TopologyConfig
 from meshcomm.config.rules import RULES, Resolved, problems
 from meshcomm.config.section import Section
-from meshcomm.config.topology import TopologyConfig
 from meshcomm.config.train import DataConfig, TrainConfig
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Layout, Plan

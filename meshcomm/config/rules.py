@@ -6,20 +6,19 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.config.model import ModelConfig
 from meshcomm.config.parallel import PARTS, ParallelConfig, Part, runs
-from meshcomm.config.problems import Fit, Problem, divisors, multiples, nearest, quotient, remainder
+from meshcomm.config.problems import Fit, Problem, multiples, nearest, quotient, remainder
 from meshcomm.config.rules_mesh import may_use_nccl
 from meshcomm.config.section import Absent, Rule, Table, run
 from meshcomm.config.train import DataConfig, TrainConfig
 from meshcomm.config.write import toml, whole_toml
 from meshcomm.layout.names import nearest_name
-from meshcomm.layout.sizes import fold
+from meshcomm.layout.sizes import divisors, fold
 
 if TYPE_CHECKING:
     from meshcomm.config.root import Config
@@ -45,41 +44,35 @@ class Resolved:
 
     A rule is skipped where it reads a wrong setting, a missing section, or a size that is -1 until the number of
     processes is known. `Config.resolved` runs all rules with that number.
-    config: as written. sizes, views: of the dims, without those that are not known.
+    config: as written. sizes: of the dims of the base and of views, without those that are not known.
     """
 
     config: Config
     sizes: Mapping[str, int]
-    views: Mapping[str, Mapping[str, int]]
 
     @classmethod
     def of(cls, config: Config) -> Resolved:
         """The sizes that the configuration gives by itself."""
         number: int | None = None
         sizes: dict[str, int] = {}
-        views: dict[str, dict[str, int]] = {}
         with suppress(Absent):
             number = config.mesh.count(None)
         with suppress(Absent):
-            sizes = _known(config.mesh.dims, number)
+            for view in config.mesh.views.values():
+                sizes |= _known(view, number)
         with suppress(Absent):
-            views = {view: _known(inner, number) for view, inner in config.mesh.views.items()}
-        return cls(config, sizes, views)
+            sizes |= _known(config.mesh.dims, number)
+        return cls(config, sizes)
 
     @property
     def mesh(self) -> MeshConfig:
-        """`[mesh]` with the numbers; `dims`, or `views`, cannot be read while one of their sizes is not known."""
+        """`[mesh]` with the numbers, once all sizes are known."""
         mesh = self.config.mesh
-        filled = mesh.model_copy(
-            update={
-                "dims": Table(self.sizes),
-                "views": Table({view: Table(sizes) for view, sizes in self.views.items()}),
-            }
-        )
-        for name in ("dims", "views"):
-            if not _same_names(getattr(filled, name), mesh.__dict__.get(name)):
-                del filled.__dict__[name]
-        return filled
+        views = Table({name: self._numbers(view) for name, view in mesh.views.items()})
+        return mesh.model_copy(update={"dims": self._numbers(mesh.dims), "views": views})
+
+    def _numbers(self, dims: Iterable[str]) -> Table[str, int]:
+        return Table({name: _present(self.sizes.get(name)) for name in dims})
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -107,16 +100,13 @@ class Resolved:
 
     def key(self, part: Part) -> str:
         """The setting that holds the size of a part that is played."""
-        view = self._expert_view(part)
-        return f"mesh.dims.{self.dim(part)}" if view is None else f"mesh.views.{view}.{self.dim(part)}"
+        view = self.config.expert_view if part == "expert" else None
+        return f"mesh.{'dims' if view is None else f'views.{view}'}.{self.dim(part)}"
 
     def size(self, part: Part) -> int:
         """Number of ranks along a part's dim; 1 where no dim plays it."""
-        if self.parallel.parts.get(part) is None:
-            return 1
-        view = self._expert_view(part)
-        sizes = self.sizes if view is None else self.views[view]
-        return _present(sizes.get(self.dim(part)))
+        dim = self.parallel.parts.get(part)
+        return 1 if dim is None else _present(self.sizes.get(dim))
 
     def written(self, names: str) -> str:
         """Settings (`model.num_heads`) and sizes of parts (`tensor`) as a report shows them. names: with spaces between them."""
@@ -128,9 +118,6 @@ class Resolved:
             return str(getattr(self, section).written(key))
         part = next(part for part in PARTS if part == name)
         return f"{self.key(part)} = {self.size(part)}" if part in self.parallel.parts else ""
-
-    def _expert_view(self, part: Part) -> str | None:
-        return self.parallel.expert_view(self.config.mesh.views) if part == "expert" else None
 
 
 def problems(resolved: Resolved, rules: Iterable[Rule]) -> Iterator[Problem]:
@@ -172,14 +159,6 @@ def _known(sizes: Mapping[str, int], number: int | None) -> dict[str, int]:
     return known
 
 
-def _same_names(known: Mapping[str, Any], written: Mapping[str, Any] | None) -> bool:
-    if written is None or list(known) != list(written):
-        return False
-    return all(
-        _same_names(known[name], value) for name, value in written.items() if isinstance(value, Mapping)
-    )
-
-
 def _present(value: T | None) -> T:
     if value is None:
         raise Absent
@@ -196,18 +175,13 @@ def _sections(resolved: Resolved) -> Iterator[Problem]:
     present = [name for name in _NEEDS if sections.get(name, name) is not None]
     needed = {name for section in present for name in _NEEDS[section]}
     missing = [name for name in _NEEDS if name in needed.difference(present)]
-    if missing and present != ["parallel"]:
-        yield Problem(
-            ", ".join(missing),
-            "missing" if len(missing) == 1 else f"{len(missing)} sections are missing",
-            "all of [parallel] [model] [data] [train], without [model] and [data] where code makes them, or a mesh "
-            "alone, or [parallel] alone: its roles",
-            [
-                f"{verb} " + " ".join(f"[{name}]" for name in names)
-                for verb, names in (("add", missing), ("remove", present))
-            ],
-            " ".join(f"[{name}]" for name in present),
-        )
+    if not missing or present == ["parallel"]:
+        return
+    absent, there = (" ".join(f"[{name}]" for name in names) for names in (missing, present))
+    what = "missing" if len(missing) == 1 else f"{len(missing)} sections are missing"
+    expected = "all of [parallel] [model] [data] [train], without [model] and [data] where code makes them, or a mesh "
+    expected += "alone, or [parallel] alone: its roles"
+    yield Problem(", ".join(missing), what, expected, [f"add {absent}", f"remove {there}"], there)
 
 
 def _device_to_bind(resolved: Resolved) -> Iterator[Problem]:
@@ -221,27 +195,23 @@ def _device_to_bind(resolved: Resolved) -> Iterator[Problem]:
 def _network_of_nccl(resolved: Resolved) -> Iterator[Problem]:
     mesh = resolved.config.mesh
     settings = {} if may_use_nccl(mesh) else resolved.config.network.nccl_settings()
+    what = "no effect: no group of this mesh runs on NCCL"
     for key, value in settings.items():
-        yield Problem(
-            f"network.{key}",
-            "no effect: no group of this mesh runs on NCCL",
-            f"{key} only where a backend is nccl",
-            [f"remove network.{key}", 'mesh.device = "cuda" and mesh.backend = "nccl"'],
-            f"{key} = {toml(value)}, {mesh.written('device backend')}",
-        )
+        given = f"{key} = {toml(value)}, {mesh.written('device backend')}"
+        ways = [f"remove network.{key}", 'mesh.device = "cuda" and mesh.backend = "nccl"']
+        yield Problem(f"network.{key}", what, "a backend that is nccl", ways, given)
 
 
 def _tokenizer(resolved: Resolved) -> Iterator[Problem]:
     model, data = resolved.config.model, resolved.data
     pretrained = None if model is None else model.pretrained
-    if data.tokenizer_of(pretrained) is not None or data.source not in ("files", "dataset"):
+    if data.tokenizer_of(pretrained) is not None or data.source != "files":
         return
     if data.eos is not None:
         ways = ['data.tokenizer = "tokenizer.json"', "remove data.eos"]
         what = "no effect without a tokenizer: bytes have no token for it"
         yield Problem("data.eos", what, "data.tokenizer", ways, data.written("eos"))
-    # A column of a dataset may hold tokens: its rows are looked at when they are read.
-    if data.tokenizer is None and data.source == "files" and model is not None and model.reads_weights:
+    if data.tokenizer is None and model is not None and model.reads_weights:
         yield Problem(
             "data.tokenizer",
             "the weights were trained on tokens of a tokenizer, which their folder does not have",
@@ -258,15 +228,14 @@ def _tokenizer(resolved: Resolved) -> Iterator[Problem]:
 def _evaluation(resolved: Resolved) -> Iterator[Problem]:
     data, every = resolved.data, resolved.train.eval_every
     if every and not data.validates:
-        expected = "data.validation, data.validation_files or data.validation_split"
+        expected = "data.validation or data.validation_files"
         ways = ["data.validation = 0.05", "train.eval_every = 0"]
         what = "nothing to evaluate: the data has no validation part"
         yield Problem("train.eval_every", what, expected, ways, f"eval_every = {every}")
-    files = "validation_files" if data.validation_files else "validation_split"
-    if not every and (data.validation_files or data.validation_split):
-        ways = ["train.eval_every = 100", f"remove data.{files}"]
+    if not every and data.validation_files:
+        ways = ["train.eval_every = 100", "remove data.validation_files"]
         what = "no effect: nothing is evaluated"
-        yield Problem(f"data.{files}", what, "train.eval_every of 1 or more", ways, "eval_every = 0")
+        yield Problem("data.validation_files", what, "train.eval_every of 1 or more", ways, "eval_every = 0")
 
 
 # -- every part has a dim, and every dim a part -----------------------------------------------------
@@ -290,13 +259,10 @@ def _parts(resolved: Resolved) -> Iterator[Problem]:
         size = resolved.sizes.get(dim, 1)
         if size > 1 and dim not in used:
             played = ", ".join(f"{part} = {toml(name)}" for part, name in parallel.parts.items())
-            yield Problem(
-                f"mesh.dims.{dim}",
-                f"no part of the training uses {dim}: its {size} ranks would all do the same",
-                f"size 1, or a part that {dim} plays",
-                [f"mesh.dims.{dim} = 1", *(f'parallel.{part} = "{dim}"' for part in free)],
-                f"dims.{dim} = {size}; parallel has {played or 'no part'}",
-            )
+            what = f"no part of the training uses {dim}: its {size} ranks would all do the same"
+            ways = [f"mesh.dims.{dim} = 1", *(f'parallel.{part} = "{dim}"' for part in free)]
+            given = f"dims.{dim} = {size}; parallel has {played or 'no part'}"
+            yield Problem(f"mesh.dims.{dim}", what, f"size 1, or a part that {dim} plays", ways, given)
 
 
 def _unknown_dim(mesh: MeshConfig, part: Part, dim: str) -> Problem:
@@ -326,13 +292,10 @@ def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
         what = f"{dim} is in {len(homes)} views: {', '.join(homes)}"
     else:
         what = f"{dim} is a merged dim" if dim in mesh.merge else f"no dim {dim} in a view"
-    of_views = dict.fromkeys(n for sizes in mesh.views.values() for n in sizes if n not in mesh.dims)
-    others = [name for name in of_views if name != dim]
-    near = nearest_name(dim, others)
-    names = [] if homes else [near] if near is not None else others
-    ways = [*(f'parallel.expert = "{name}"' for name in names), "remove parallel.expert"]
-    expected = "a dim of one of mesh.views that is no dim of mesh.dims"
-    expected += f": {', '.join(others)}" if others else ", as ep in mesh.views.expert = { edp = 2, ep = 4 }"
+    others = [name for sizes in mesh.views.values() for name in sizes if name not in (dim, *mesh.dims)]
+    names = [] if homes else dict.fromkeys(others)
+    ways: list[str | Fit] = [*(f'parallel.expert = "{name}"' for name in names), "remove parallel.expert"]
+    expected = "a dim of one of mesh.views that is no dim of mesh.dims, as ep in mesh.views.expert = { edp = 2, ep = 4 }"
     given = f"expert = {toml(dim)}, mesh.dims = {toml(mesh.dims)}, mesh.views = {toml(mesh.views)}"
     yield Problem("parallel.expert", what, expected, ways, given)
 
@@ -343,28 +306,23 @@ def _expert_view(resolved: Resolved) -> Iterator[Problem]:
     view = parallel.expert_view(mesh.views)
     if view is None or parallel.expert is None or parallel.expert in mesh.dims:
         return
-    sizes = mesh.views[view]
+    sizes, path = mesh.views[view], f"mesh.views.{view}"
+    given = f"views.{view} = {toml(sizes)}"
     kept: tuple[Part, ...] = ("pipeline", "tensor")
     for part in kept:
         dim = parallel.parts.get(part)
         if dim is not None and dim in mesh.dims and dim not in sizes:
-            yield Problem(
-                f"mesh.views.{view}",
-                f"does not hold {dim}, which plays {part}",
-                f"{dim} = {mesh.dims[dim]} in its place: experts are split along {part} as all weights are",
-                [_A_VIEW],
-                f"views.{view} = {toml(sizes)}, mesh.dims = {toml(mesh.dims)}, {part} = {toml(dim)}",
-            )
+            what, dims = f"does not hold {dim}, which plays {part}", toml(mesh.dims)
+            expected = f"{dim} = {mesh.dims[dim]} in it: experts are split along {part} as all weights are"
+            listed = f"{given}, mesh.dims = {dims}, {part} = {toml(dim)}"
+            yield Problem(path, what, expected, [_A_VIEW], listed)
     # FSDP takes two dims: one along which weights are shards, and one along which these are copied.
     copied = [dim for dim in parallel.expert_gradient_dims(mesh.views) if sizes[dim] != 1]
     if parallel.shard is not None and len(copied) > 2:
+        what = f"has {', '.join(copied)} next to the dims of expert, pipeline and tensor"
+        ways, given = [_A_VIEW, "remove parallel.shard"], f"{given}, {parallel.written('shard expert')}"
         yield Problem(
-            f"mesh.views.{view}",
-            f"has {', '.join(copied)} next to the dims of expert, pipeline and tensor: experts are sharded along one dim "
-            "and copied along one other",
-            "two of them at most",
-            [_A_VIEW, "remove parallel.shard"],
-            f"views.{view} = {toml(sizes)}, {parallel.written('shard expert')}",
+            path, what, "at most two: experts are sharded along one and copied along the other", ways, given
         )
 
 
@@ -378,25 +336,17 @@ def _global_batch(resolved: Resolved) -> Iterator[Problem]:
     if batch % ranks:
         parts: list[Part] = [part for part in resolved.parallel.parts if part in ("data", "shard")]
         names = [resolved.dim(part) for part in parts]
-        yield Problem(
-            "train.global_batch_size",
-            f"not divisible by {'*'.join(names)}: {remainder(batch, ranks)}",
-            f"equally many samples for each of the {ranks} ranks along {' and '.join(names)}",
-            [*(f"train.global_batch_size = {n}" for n in batches), *map(Fit, parts)],
-            resolved.written("train.global_batch_size data shard"),
-        )
-    elif batch // ranks % micro:
-        samples = batch // ranks
-        yield Problem(
-            "train.micro_batch_size",
-            f"does not divide a rank's samples: {quotient(batch, ranks)}{remainder(samples, micro)}",
-            f"a divisor of {samples}",
-            [
-                *(f"train.micro_batch_size = {n}" for n in nearest(micro, divisors(samples))),
-                f"train.global_batch_size = {batches[0]}",
-            ],
-            resolved.written("train.global_batch_size train.micro_batch_size data shard"),
-        )
+        what = f"not divisible by {'*'.join(names)}: {remainder(batch, ranks)}"
+        expected = f"equally many samples for each of the {ranks} ranks along {' and '.join(names)}"
+        ways: list[str | Fit] = [*(f"train.global_batch_size = {n}" for n in batches), *map(Fit, parts)]
+        given = resolved.written("train.global_batch_size data shard")
+        yield Problem("train.global_batch_size", what, expected, ways, given)
+    elif (samples := batch // ranks) % micro:
+        what = f"does not divide a rank's samples: {quotient(batch, ranks)}{remainder(samples, micro)}"
+        fitting = [f"train.micro_batch_size = {n}" for n in nearest(micro, divisors(samples))]
+        given = resolved.written("train.global_batch_size train.micro_batch_size data shard")
+        ways = [*fitting, f"train.global_batch_size = {batches[0]}"]
+        yield Problem("train.micro_batch_size", what, f"a divisor of {samples}", ways, given)
 
 
 def _microbatches(resolved: Resolved) -> Iterator[Problem]:
@@ -410,25 +360,19 @@ def _microbatches(resolved: Resolved) -> Iterator[Problem]:
     dim = resolved.dim("pipeline")
     arithmetic = f"{batch}/{copies}/{micro} = {number}"
     if number < ranks:
-        stages, each = (
-            ("stages", "stage of 1f1b")
-            if schedule == "1f1b"
-            else (f"ranks along {dim}", f"rank of {schedule}")
-        )
-        what = f"fewer micro-batches than {stages}: {arithmetic} < {ranks}"
-        expected = f"at least one micro-batch for each {each}"
+        what = f"fewer micro-batches than stages: {arithmetic} < {ranks}"
+        expected = "at least one micro-batch for each stage of 1f1b"
+        if schedule != "1f1b":
+            what = f"fewer micro-batches than ranks along {dim}: {arithmetic} < {ranks}"
+            expected = f"at least one micro-batch for each rank of {schedule}"
     elif schedule == "interleaved_1f1b":
         what = f"micro-batches are not a multiple of {dim}: {arithmetic}, {remainder(number, ranks)}"
         expected = f"full rounds of {ranks} micro-batches, one for each rank along {dim}"
     else:
         rounds = number // ranks
-        what = (
-            f"micro-batches do not fall into {rounds} equal rounds: {arithmetic}, "
-            f"{number} // {ranks} = {rounds}, {remainder(number, rounds)}"
-        )
-        expected = (
-            f"as many micro-batches in each round of {schedule}, at least one for each rank along {dim}"
-        )
+        division = f"{number} // {ranks} = {rounds}, {remainder(number, rounds)}"
+        what = f"micro-batches do not fall into {rounds} equal rounds: {arithmetic}, {division}"
+        expected = f"rounds of equally many micro-batches, at least one for each rank along {dim}"
     one_stage = " and parallel.options.stages_per_rank = 1" if parallel.options.stages_per_rank > 1 else ""
     ways = [
         f"train.global_batch_size = {-(-number // ranks) * ranks * copies * micro}",
@@ -448,80 +392,48 @@ def _tokens(resolved: Resolved) -> Iterator[Problem]:
     fitting = [f"data.seq_len = {n}" for n in multiples(seq_len, math.lcm(chunks, context * tensor))]
     if seq_len % chunks:
         dim = resolved.dim("context")
-        yield Problem(
-            "data.seq_len",
-            f"not divisible by {'2*' if ring else ''}{dim}: {remainder(seq_len, chunks)}",
-            "two chunks of equal length for each rank, one early and one late: zig-zag"
-            if ring
-            else f"equally many tokens for each of the {context} ranks along {dim}",
-            [*fitting, Fit("context")],
-            resolved.written("data.seq_len context parallel.options.attention"),
-        )
-    elif seq_len // context % tensor:
+        what = f"not divisible by {'2*' if ring else ''}{dim}: {remainder(seq_len, chunks)}"
+        expected = f"equally many tokens for each of the {context} ranks along {dim}"
+        if ring:
+            expected = "two chunks of equal length for each rank, one early and one late: zig-zag"
+        ways: list[str | Fit] = [*fitting, Fit("context")]
+        given = resolved.written("data.seq_len context parallel.options.attention")
+        yield Problem("data.seq_len", what, expected, ways, given)
+    elif (tokens := seq_len // context) % tensor:
         dim = resolved.dim("tensor")
-        yield Problem(
-            "data.seq_len",
-            f"a rank's tokens are not divisible by {dim}: {quotient(seq_len, context)}"
-            f"{remainder(seq_len // context, tensor)}",
-            f"equally many tokens for each of the {tensor} ranks along {dim}",
-            [*fitting, "parallel.options.sequence_parallel = false"],
-            resolved.written("data.seq_len context tensor parallel.options.sequence_parallel"),
-        )
+        division = f"{quotient(seq_len, context)}{remainder(tokens, tensor)}"
+        what = f"a rank's tokens are not divisible by {dim}: {division}"
+        expected = f"equally many tokens for each of the {tensor} ranks along {dim}"
+        ways = [*fitting, "parallel.options.sequence_parallel = false"]
+        given = resolved.written("data.seq_len context tensor parallel.options.sequence_parallel")
+        yield Problem("data.seq_len", what, expected, ways, given)
 
 
 # -- the model on the mesh --------------------------------------------------------------------------
 
 
-def _split_along_tensor(name: str, resolved: Resolved) -> Iterator[Problem]:
+def _split_along_tensor(resolved: Resolved) -> Iterator[Problem]:
+    # Embedding and head of a folder stay unsplit where they cannot be split; code says itself what it can.
     model, size = resolved.model, resolved.size("tensor")
-    number = getattr(model, name)
-    if number is not None and number % size:
-        dim = resolved.dim("tensor")
-        fitting = [f"model.intermediate_size = {n}" for n in multiples(number, size, 1)] if name == "ff" else []
-        yield Problem(
-            f"model.{name}",
-            f"{name} is not divisible by {dim}: {remainder(number, size)}",
-            f"{name} divisible by mesh.dims.{dim}",
-            [Fit("tensor", 2), *fitting],
-            resolved.written(f"model.{name} tensor"),
-        )
-
-
-def _vocab_size(resolved: Resolved) -> Iterator[Problem]:
-    # Embedding and head of a folder stay whole where they cannot be split; code says itself what it can.
-    tokens, size = resolved.model.vocab_size, resolved.size("tensor")
-    if resolved.model.is_built_in and tokens % size:
-        dim = resolved.dim("tensor")
-        what = f"the vocabulary of {tokens} is not divisible by {dim}: {remainder(tokens, size)}"
-        ways, given = [Fit("tensor", 2)], resolved.written("tensor")
-        yield Problem(f"mesh.dims.{dim}", what, f"a divisor of {tokens}", ways, given)
-
-
-def _overlap(resolved: Resolved) -> Iterator[Problem]:
-    if not resolved.parallel.options.overlap:
-        return
-    if not resolved.model.is_built_in:
-        what = "layers that a plan splits gather the sequence at once: overlap has no effect on them"
-        ways, given = ["parallel.options.overlap = false"], resolved.written("parallel.options.overlap")
-        yield Problem("parallel.options.overlap", what, "the built-in model", ways, given)
+    for name in ("heads", "num_kv_heads", "ff", *["vocab_size"] * model.is_built_in):
+        number = model.__dict__.get(name)
+        if number is not None and number % size:
+            dim, given = resolved.dim("tensor"), resolved.written(f"model.{name} tensor")
+            what = f"{name} is not divisible by {dim}: {remainder(number, size)}"
+            fitting = multiples(number, size, 1) if name == "ff" else []
+            ways: list[str | Fit] = [Fit("tensor", 2), *(f"model.{name} = {n}" for n in fitting)]
+            yield Problem(f"model.{name}", what, f"a multiple of mesh.dims.{dim}", ways, given)
 
 
 def _stages(resolved: Resolved) -> Iterator[Problem]:
     num_layers, ranks, each = resolved.model.num_layers, resolved.size("pipeline"), resolved.parallel.options.stages_per_rank
     if num_layers is not None and ranks > 1 and num_layers < ranks * each:
         stages = str(ranks) if each == 1 else f"{ranks}*{each} = {ranks * each}"
-        fewer = [num_layers // ranks] if num_layers // ranks > 1 else []
-        yield Problem(
-            "model.num_layers",
-            f"fewer layers than stages: {num_layers} < {stages}",
-            "at least one layer for each stage",
-            [
-                f"model.num_layers = {ranks * each}",
-                *(f"parallel.options.stages_per_rank = {n}" for n in fewer),
-                Fit("pipeline"),
-            ],
-            resolved.written("model.num_layers pipeline parallel.options.stages_per_rank"),
-        )
+        fewer = [f"parallel.options.stages_per_rank = {num_layers // ranks}"] if num_layers // ranks > 1 else []
+        ways: list[str | Fit] = [f"model.num_layers = {ranks * each}", *fewer, Fit("pipeline")]
+        given = resolved.written("model.num_layers pipeline parallel.options.stages_per_rank")
+        what = f"fewer layers than stages: {num_layers} < {stages}"
+        yield Problem("model.num_layers", what, "at least one layer for each stage", ways, given)
 
 
 def _ulysses(resolved: Resolved) -> Iterator[Problem]:
@@ -534,22 +446,17 @@ def _ulysses(resolved: Resolved) -> Iterator[Problem]:
     ways: list[str | Fit] = [Fit("context"), 'parallel.options.attention = "ring"']
     given = resolved.written("model.num_heads model.num_kv_heads tensor context parallel.options.attention")
     if num_heads % context:
-        yield Problem(
-            "model.num_heads",
-            f"a rank's heads are not divisible by {dim}: {quotient(model.num_heads, tensor)}{remainder(num_heads, context)}",
-            f"equally many heads for each of the {context} ranks along {dim}, which exchange tokens for heads",
-            ways,
-            given,
+        arithmetic = f"{quotient(model.num_heads, tensor)}{remainder(num_heads, context)}"
+        what = f"a rank's heads are not divisible by {dim}: {arithmetic}"
+        expected = (
+            f"equally many heads for each of the {context} ranks along {dim}: they exchange tokens for heads"
         )
+        yield Problem("model.num_heads", what, expected, ways, given)
     elif num_kv_heads % context and context % num_kv_heads:
         arithmetic = quotient(model.num_kv_heads, tensor) + remainder(num_kv_heads, context)
-        yield Problem(
-            "model.num_kv_heads",
-            f"neither a rank's num_kv_heads nor {dim} divides the other: {arithmetic}, {remainder(context, num_kv_heads)}",
-            f"equally many for each of the {context} ranks along {dim}, or each on equally many of them",
-            ways,
-            given,
-        )
+        what = f"neither a rank's num_kv_heads nor {dim} divides the other: {arithmetic}, {remainder(context, num_kv_heads)}"
+        expected = f"equally many for each of the {context} ranks along {dim}, or each on equally many"
+        yield Problem("model.num_kv_heads", what, expected, ways, given)
 
 
 def _experts(resolved: Resolved) -> Iterator[Problem]:
@@ -557,43 +464,20 @@ def _experts(resolved: Resolved) -> Iterator[Problem]:
     if parallel.expert is None:
         return
     if not model.experts:
-        view = _present(parallel.expert_view(resolved.config.mesh.views))
-        size = resolved.views[view].get(parallel.expert, 1)
-        some = -(-8 // size) * size
-        ways, given = (
-            [f"model.experts = {some}", "remove parallel.expert"],
-            resolved.written("parallel.expert model.experts"),
-        )
-        yield Problem(
-            "parallel.expert",
-            "no effect: the model has no experts",
-            "model.experts of 1 or more",
-            ways,
-            given,
-        )
-        return
-    size = resolved.size("expert")
-    if model.experts % size:
-        fitting = multiples(model.experts, size)
-        yield Problem(
-            "model.experts",
-            f"experts is not divisible by {resolved.dim('expert')}: {remainder(model.experts, size)}",
-            f"equally many experts for each of the {size} ranks along {resolved.dim('expert')}",
-            [f"model.experts = {n}" for n in fitting],
-            resolved.written("model.experts expert"),
-        )
+        _present(resolved.config.expert_view)
+        size = resolved.sizes.get(parallel.expert, 1)
+        ways: list[str | Fit] = [f"model.experts = {-(-8 // size) * size}", "remove parallel.expert"]
+        what, given = "no effect: the model has no experts", resolved.written("parallel.expert model.experts")
+        yield Problem("parallel.expert", what, "model.experts of 1 or more", ways, given)
+    elif model.experts % (size := resolved.size("expert")):
+        dim = resolved.dim("expert")
+        what = f"experts is not divisible by {dim}: {remainder(model.experts, size)}"
+        expected = f"equally many experts for each of the {size} ranks along {dim}"
+        ways = [f"model.experts = {n}" for n in multiples(model.experts, size)]
+        yield Problem("model.experts", what, expected, ways, resolved.written("model.experts expert"))
 
 
 # -- what cannot be had together --------------------------------------------------------------------
-
-
-def _compiled_overlap(resolved: Resolved) -> Iterator[Problem]:
-    if resolved.train.compile and resolved.parallel.options.overlap:
-        what = "overlap has no effect in compiled blocks, which gather the sequence at once"
-        ways = ["parallel.options.overlap = false", "train.compile = false"]
-        yield Problem(
-            "parallel.options.overlap", what, "one of both", ways, resolved.written("train.compile parallel.options.overlap")
-        )
 
 
 def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
@@ -602,14 +486,11 @@ def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
     if not resolved.train.compile or resolved.parallel.options.schedule != "zero_bubble":
         return
     if resolved.parallel.pipeline is not None and resolved.sizes.get(resolved.parallel.pipeline) != 1:
-        yield Problem(
-            "train.compile",
-            "cannot compile for zero_bubble: a compiled block's backward pass is one piece, and this schedule "
-            "runs the halves for inputs and weights at different times",
-            "one of them",
-            ["train.compile = false", 'parallel.options.schedule = "interleaved_1f1b"'],
-            resolved.written("train.compile parallel.options.schedule"),
-        )
+        what = "cannot compile for zero_bubble: a compiled block's backward pass is one piece, and this schedule "
+        what += "runs the halves for inputs and weights at different times"
+        ways = ["train.compile = false", 'parallel.options.schedule = "interleaved_1f1b"']
+        given = resolved.written("train.compile parallel.options.schedule")
+        yield Problem("train.compile", what, "one of them", ways, given)
 
 
 def _profiled_ranks(resolved: Resolved) -> Iterator[Problem]:
@@ -617,19 +498,16 @@ def _profiled_ranks(resolved: Resolved) -> Iterator[Problem]:
     known = range(math.prod(mesh.dims.values())) if mesh.ranks is None else mesh.ranks
     outside = [rank for rank in profiled if rank not in known]
     if outside:
-        yield Problem(
-            "train.profile_ranks",
-            f"rank {outside[0]} is not in the mesh",
-            f"ranks of the mesh: {fold(mesh.ranks) if mesh.ranks is not None else f'0 to {known[-1]}'}",
-            [f"train.profile_ranks = {toml([known[0]])}", "remove train.profile_ranks: all ranks"],
-            f"{resolved.written('train.profile_ranks')}, dims = {toml(mesh.dims)}",
-        )
+        expected = f"ranks of the mesh: {fold(mesh.ranks) if mesh.ranks is not None else f'0 to {known[-1]}'}"
+        ways = [f"train.profile_ranks = {toml([known[0]])}", "remove train.profile_ranks: all ranks"]
+        given = f"{resolved.written('train.profile_ranks')}, dims = {toml(mesh.dims)}"
+        yield Problem("train.profile_ranks", f"rank {outside[0]} is not in the mesh", expected, ways, given)
 
 
 RULES: Final[tuple[Rule, ...]] = (
     _sections, _device_to_bind, _network_of_nccl, _tokenizer, _evaluation,
     _parts, _expert_dim, _expert_view,
     _global_batch, _microbatches, _tokens,
-    *(partial(_split_along_tensor, name) for name in ("heads", "num_kv_heads", "ff")), _vocab_size, _overlap, _stages, _ulysses, _experts,
-    _compiled_overlap, _compiled_halves, _profiled_ranks,
+    _split_along_tensor, _stages, _ulysses, _experts,
+    _compiled_halves, _profiled_ranks,
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from meshcomm.config.problems import Problem
@@ -26,10 +26,13 @@ MOST_RANKS: Final = 2**24
 
 
 def _sizes(mesh: MeshConfig) -> Iterator[Problem]:
-    """Dims and ranks by themselves; then what depends on both."""
+    """Dims, ranks and views by themselves; then what depends on several of them."""
     problems = list(run((_dims, _ranks), mesh))
     yield from problems
-    yield from run((_view_sizes,) if problems else (_rank_order, _product, _views), mesh)
+    yield from run((_view_sizes,), mesh)
+    if not problems:
+        order = list(run((_rank_order,), mesh))
+        yield from order or run((_fits,), mesh)
 
 
 def _dims(mesh: MeshConfig) -> Iterator[Problem]:
@@ -37,9 +40,8 @@ def _dims(mesh: MeshConfig) -> Iterator[Problem]:
 
 
 def _view_sizes(mesh: MeshConfig) -> Iterator[Problem]:
-    if not list(_dims(mesh)):
-        for view, sizes in mesh.views.items():
-            yield from _factorisation(key_path(["views", view]), sizes, f"view {view}")
+    for view, sizes in mesh.views.items():
+        yield from _factorisation(key_path(["views", view]), sizes, f"view {view}")
 
 
 def _factorisation(key: str, sizes: Mapping[str, int], what: str) -> Iterator[Problem]:
@@ -54,16 +56,13 @@ def _factorisation(key: str, sizes: Mapping[str, int], what: str) -> Iterator[Pr
             expected = "a whole number of 1 or more, or -1 on one dim"
             yield Problem(path, f"{size} is not a size", expected, [f"mesh.{path} = 1"], f"{name} = {size}")
     if math.prod(abs(size) for size in sizes.values()) > MOST_RANKS:
-        what, expected = (
-            f"more ranks than are planned: {times(sizes)}",
-            f"sizes that multiply to at most {MOST_RANKS}",
-        )
-        yield Problem(key, what, expected, ["smaller sizes"], f"{key} = {toml_dims(sizes)}")
+        fault, expected = f"too many ranks: {times(sizes)}", f"sizes that multiply to at most {MOST_RANKS}"
+        yield Problem(key, fault, expected, ["smaller sizes"], f"{key} = {toml_dims(sizes)}")
     if list(sizes.values()).count(-1) > 1:
         try:
-            resolve(sizes, None, what)
+            resolve(sizes, None, what, f"mesh.{key}")
         except LayoutError as error:
-            yield _of_sizes(key, error)
+            yield Problem.of(key, error)
 
 
 def _name(name: str, what: str, path: str) -> Iterator[Problem]:
@@ -73,75 +72,51 @@ def _name(name: str, what: str, path: str) -> Iterator[Problem]:
         yield Problem.of(path, error)
 
 
-def _of_sizes(key: str, error: LayoutError) -> Problem:
-    """An error about some sizes, with the setting's own name where it says `dims`."""
-    given, hint = (error.given or "").replace("dims = {", f"{key} = {{"), error.hint or ""
-    tries = hint.replace("dims = {", f"mesh.{key} = {{").split(", or\n")
-    return Problem(key, error.what, error.expected, tries, given)
-
-
 def _ranks(mesh: MeshConfig) -> Iterator[Problem]:
     ranks, world = mesh.ranks, mesh._world
     if ranks is None:
         return
     ascending = sorted({rank for rank in ranks if rank >= 0})
     given = f"ranks = {toml(ranks)}"
-    if not ranks:
-        yield Problem("ranks", "no rank", "at least one rank", ["remove mesh.ranks: all ranks"], given)
-    elif ascending != list(ranks):
-        fault = _list_fault(ranks)
-        order = f" and mesh.rank_order = {toml(ranks)}" if fault is None and mesh.rank_order is None else ""
-        expected = "ranks of the world, each once, ascending; rank_order puts them in another order"
-        yield Problem(
-            "ranks", fault or "not ascending", expected, [f"mesh.ranks = {toml(ascending)}{order}"], given
+    if ascending != list(ranks) or not ranks:
+        expected = (
+            "one or more ranks of the world, each once, ascending; rank_order puts them in another order"
         )
+        way = f"mesh.ranks = {toml(ascending)}" if ascending else "remove mesh.ranks: all ranks"
+        yield Problem("ranks", "not a list of ranks in ascending order", expected, [way], given)
     elif world is not None and ranks[-1] >= world:
-        inside = [rank for rank in ranks if rank < world]
-        ways = [
-            f"{ranks[-1] + 1} processes",
-            *([f"mesh.ranks = {toml(inside)} and dims to match"] if inside else []),
-        ]
         what, given = f"rank {ranks[-1]} is not in a world of {world}", f"{given}, {world} processes"
-        yield Problem("ranks", what, f"ranks from 0 to {world - 1}", ways, given)
-
-
-def _list_fault(ranks: Sequence[int]) -> str | None:
-    negative = [rank for rank in ranks if rank < 0]
-    repeated = [rank for rank, seen in Counter(ranks).items() if seen > 1]
-    if negative:
-        return f"rank {negative[0]} is negative"
-    return f"rank {repeated[0]} is there twice" if repeated else None
+        yield Problem("ranks", what, f"ranks from 0 to {world - 1}", [f"{ranks[-1] + 1} processes"], given)
 
 
 def _rank_order(mesh: MeshConfig) -> Iterator[Problem]:
     order, number = mesh.rank_order, mesh.count(mesh._world)
     if order is None or number is None:
         return
-    wanted: Sequence[int] = range(number) if mesh.ranks is None else mesh.ranks
-    outside = sorted(set(order).difference(wanted)) if len(order) == number else []
-    what = _list_fault(order)
-    if what is None and len(order) != number:
+    wanted = set(range(number) if mesh.ranks is None else mesh.ranks)
+    wrong = [rank for rank, seen in Counter(order).items() if seen > 1 or rank not in wanted]
+    if len(order) != number:
         arithmetic = f"{times(mesh.dims)}, " if -1 not in mesh.dims.values() else ""
         what = f"{len(order)} ranks for a mesh of {number}: {arithmetic}rank_order lists {len(order)}"
-    elif what is None and outside:
-        what = f"rank {outside[0]} is not in the mesh"
-    if what is not None:
-        all_ranks = f"0 to {number - 1}" if mesh.ranks is None else f"mesh.ranks: {fold(mesh.ranks)}"
-        way = "remove mesh.rank_order: the ranks are then in ascending order"
-        yield Problem(
-            "rank_order", what, f"a permutation of {all_ranks}", [way], f"rank_order = {toml(order)}"
-        )
+    elif wrong:
+        what = f"rank {wrong[0]} is {'listed twice' if wrong[0] in wanted else 'not in the mesh'}"
+    else:
+        return
+    all_ranks = f"0 to {number - 1}" if mesh.ranks is None else f"mesh.ranks: {fold(mesh.ranks)}"
+    way = "remove mesh.rank_order: the ranks are then in ascending order"
+    yield Problem("rank_order", what, f"a permutation of {all_ranks}", [way], f"rank_order = {toml(order)}")
 
 
-def _product(mesh: MeshConfig) -> Iterator[Problem]:
-    number = _number(mesh)
+def _fits(mesh: MeshConfig) -> Iterator[Problem]:
+    """Dims, then views, on the number of ranks, where it is known."""
+    number = mesh.count(mesh._world)
     if number is None:
         return
     try:
-        resolve(mesh.dims, number)
+        base = resolve(mesh.dims, number, where="mesh.dims")
     except LayoutError as error:
         if mesh.ranks is None and mesh._world is not None:
-            yield _of_sizes("dims", error)
+            yield Problem.of("dims", error)
             return
         name = "rank_order" if mesh.ranks is None else "ranks"
         yield Problem(
@@ -151,25 +126,11 @@ def _product(mesh: MeshConfig) -> Iterator[Problem]:
             [f"mesh.dims = {toml_dims(fit)}" for fit in nearest_fits(mesh.dims, number)],
             f"dims = {toml_dims(mesh.dims)}, {name} = {toml(getattr(mesh, name))}",
         )
-
-
-def _number(mesh: MeshConfig) -> int | None:
-    """How many ranks the mesh has; None where only a list that is wrong itself says it."""
-    if mesh._world is None and mesh.ranks is None and -1 in mesh.dims.values() and list(_rank_order(mesh)):
-        return None
-    return mesh.count(mesh._world)
-
-
-def _views(mesh: MeshConfig) -> Iterator[Problem]:
-    """Views by themselves; then, where the size of the mesh is known and fits, on the mesh."""
-    number = _number(mesh)
-    base = {} if number is None or list(_product(mesh)) else resolve(mesh.dims, number)
+        return
     fitting: dict[str, dict[str, int]] = {}
     for view, sizes in mesh.views.items():
         key = key_path(["views", view])
-        problems = list(_factorisation(key, sizes, f"view {view}"))
-        yield from problems
-        if problems or not base or number is None:
+        if list(_factorisation(key, sizes, f"view {view}")):
             continue
         try:
             fitting[view] = resolve(sizes, number, f"view {view}")
@@ -181,11 +142,10 @@ def _views(mesh: MeshConfig) -> Iterator[Problem]:
             what = f"does not fit the mesh: {times(sizes)}, the mesh has {number} rank{'s' * (number > 1)}"
             yield Problem(key, what, f"sizes that multiply to {number}", ways, f"{key} = {toml_dims(sizes)}")
     # A view may clash with the base, or only with another view: try each, then all.
-    if fitting:
-        clashes = [
-            clash for view in fitting for clash in _clash(base, {view: fitting[view]}, ["views", view])
-        ]
-        yield from clashes or _clash(base, fitting, ["views"])
+    clashes = [
+        clash for view, sizes in fitting.items() for clash in _clash(base, {view: sizes}, ["views", view])
+    ]
+    yield from clashes or _clash(base, fitting, ["views"])
 
 
 def _clash(base: Mapping[str, int], views: Mapping[str, Mapping[str, int]], path: list[str]) -> list[Problem]:
@@ -311,15 +271,6 @@ def _backend(mesh: MeshConfig, key: str, backend: str) -> Iterator[Problem]:
         yield Problem(key, "nccl does not run on device cpu", "gloo on cpu, nccl on cuda", ways, given)
 
 
-_NCCL_WORDS: Final = {
-    "high_priority": "high-priority streams",
-    "min_ctas": "thread blocks",
-    "max_ctas": "thread blocks",
-    "cga_cluster_size": "clusters of thread blocks",
-    "split_share": "communicator that is split",
-}
-
-
 def _nccl_options(mesh: MeshConfig) -> Iterator[Problem]:
     for name, options in mesh.options.items():
         path, backend = key_path(["options", name]), options.backend or mesh.backend
@@ -327,13 +278,11 @@ def _nccl_options(mesh: MeshConfig) -> Iterator[Problem]:
         if backends(backend) is None or used in (None, "nccl"):
             continue
         for option, value in options.backend_options():
-            yield Problem(
-                f"{path}.{option}",
-                f"no effect: {used} has no {_NCCL_WORDS[option]}",
-                f"{option} only where the backend is nccl",
-                [f"remove mesh.{path}.{option}", f'mesh.{path}.backend = "nccl" and mesh.device = "cuda"'],
-                f'{option} = {toml(value)}, backend = {toml(backend)}, mesh.device = "{mesh.device}"',
-            )
+            what, expected = f"no effect: {used} has no {option}", f"{option} only where the backend is nccl"
+            remove = f"remove mesh.{path}.{option}"
+            ways = [remove, f'mesh.{path}.backend = "nccl" and mesh.device = "cuda"']
+            given = f'{option} = {toml(value)}, backend = {toml(backend)}, mesh.device = "{mesh.device}"'
+            yield Problem(f"{path}.{option}", what, expected, ways, given)
 
 
 def _ctas(mesh: MeshConfig) -> Iterator[Problem]:

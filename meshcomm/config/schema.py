@@ -9,11 +9,6 @@ from meshcomm.config.root import Config
 
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
-# Letters, digits and inner underscores, not starting with a digit, as `check_name` wants them. Only ASCII is
-# ruled out: \w of JavaScript's patterns, which editors use, knows no other letters.
-_NAME: Final = r"^[^\x00-@\[-`{-\x7f]([^\x00-/:-@\[-^`{-\x7f]*[^\x00-/:-@\[-`{-\x7f])?$"
-_TRAINING: Final = ("parallel", "model", "data", "train")
-
 
 def schema() -> dict[str, Any]:
     """The schema of a config file, in JSON Schema's draft 2020-12.
@@ -29,42 +24,22 @@ def schema() -> dict[str, Any]:
         for setting in part["properties"].values():
             # The title is the key itself in other letters; no file has to write a default of nothing.
             setting.pop("title", None)
+            setting["description"] = " ".join(setting["description"].split())
             if setting.get("default") is None or isinstance(setting["default"], dict):
                 setting.pop("default", None)
     properties = {
         "$schema": {"type": "string", "description": "Where this schema is; in JSON files, and not read."},
         **found["properties"],
     }
-    # The training sections come together or not at all; null is as good as nothing.
-    together = {
-        "if": {
-            "anyOf": [{"required": [name], "properties": {name: {"type": "object"}}} for name in _TRAINING]
-        },
-        "then": {"required": list(_TRAINING), "properties": {name: {"type": "object"} for name in _TRAINING}},
-    }
     return {
         "$schema": DIALECT,
         "title": "meshcomm configuration",
         **{key: value for key, value in found.items() if key not in ("$defs", "properties")},
         "properties": properties,
-        **together,
-        "$defs": _named(found["$defs"]),
+        "$defs": found["$defs"],
     }
 
 
 def schema_text() -> str:
     """`schema` as a file."""
     return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
-
-
-def _named(definitions: dict[str, Any]) -> dict[str, Any]:
-    """What the models leave to `check_name`: which keys and sizes dims may have."""
-    mesh = definitions["MeshConfig"]["properties"]
-    size = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}]}
-    names = {"pattern": _NAME}
-    mesh["dims"] |= {"additionalProperties": size, "propertyNames": names, "minProperties": 1}
-    views = {"type": "object", "additionalProperties": size, "propertyNames": names, "minProperties": 1}
-    mesh["views"] |= {"additionalProperties": views, "propertyNames": names}
-    mesh["merge"]["propertyNames"] = names
-    mesh["merge"]["additionalProperties"] |= {"minItems": 2, "uniqueItems": True}
-    return definitions

@@ -95,14 +95,6 @@ Arguments: TypeAlias = FrozenTable[str | int | float | bool]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _described(schema: dict[str, Any]) -> None:
-    """Settings' docstrings in the JSON schema: one line, with the default where the text does not say it."""
-    for setting in schema.get("properties", {}).values():
-        default, text = setting.get("default"), " ".join(setting.get("description", "").split())
-        is_said = default is None or isinstance(default, dict) or "Default" in text
-        setting["description"] = text if is_said else f"{text} Default {toml(default)}."
-
-
 Rule: TypeAlias = Callable[[Any], Iterable[Problem]]
 
 
@@ -110,9 +102,8 @@ class NoEffect(NamedTuple):
     """A row of a section: when a setting that was written down has no effect.
 
     fields: names of settings, with spaces between them; false and an empty value ask for nothing.
-    needs: the settings (or a property whose values are names of settings) that must hold one of `values`, or without values anything but nothing. With several names one
-    of them is enough. way: a setting of the section that gives `fields` an effect, or advice. why: follows "no effect" in the
-    report, where its own words would not do.
+    needs: names of settings (or of a property that names one): one of them must hold one of `values`, or, without values,
+    be set. way: a setting of the section that gives `fields` an effect, or advice. why: in place of the report's own reason.
     """
 
     fields: str
@@ -131,23 +122,19 @@ class NoEffect(NamedTuple):
             held = [getattr(section, name) for name in names]
             if any(each in self.values if self.values else each for each in held):
                 continue
-            if self.values == (None,):
-                why, expected = f" with {place}.{names[0]}", f"no {place}.{names[0]}"
+            need = f"{place}.{names[0]}"
+            if names[0] not in type(section).model_fields:
+                why, expected = "", " or ".join(f"{place}.{value}" for value in self.values)
+            elif self.values == (None,):
+                why, expected = f" with {need}", f"no {need}"
             elif self.values:
                 why = f" with {names[0]} = {toml(held[0])}"
                 expected = f"{names[0]} = {' or '.join(map(toml, self.values))}"
             else:
-                why, expected = (
-                    f" without {place}.{names[0]}",
-                    " or ".join(f"{place}.{name}" for name in names),
-                )
-            if names[0] not in type(section).model_fields:
-                expected = " or ".join(f"{place}.{value}" for value in self.values)
+                why, expected = f" without {need}", " or ".join(f"{place}.{name}" for name in names)
             ways = [] if self.way is None else [f"{place}.{self.way}" if " = " in self.way else self.way]
-            tries, what = (
-                [*ways, f"remove {place}.{field}"],
-                f"no effect{why if self.why is None else self.why}",
-            )
+            tries = [*ways, f"remove {place}.{field}"]
+            what = f"no effect{why if self.why is None else self.why}"
             known = " ".join(name for name in names if name in type(section).model_fields)
             yield Problem(field, what, expected, tries, section.written(f"{field} {known}"))
 
@@ -167,7 +154,6 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        json_schema_extra=_described,
     )
 
     def __init__(self, **data: Any) -> None:
@@ -233,10 +219,9 @@ def check(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Problem]]:
     """
     section, errors = _valid(model, data)
     problems = [*refusals(model, data, errors), *section.problems()]
-    keys = list(model.model_fields)
-    firsts = [re.split(r"[^\w-]", problem.key, maxsplit=1)[0] for problem in problems]
-    places = [keys.index(first) if first in keys else -1 for first in firsts]
-    return section, [problems[index] for index in sorted(range(len(problems)), key=places.__getitem__)]
+    places = {key: place for place, key in enumerate(model.model_fields)}
+    problems.sort(key=lambda problem: places.get(re.split(r"[^\w-]", problem.key, maxsplit=1)[0], -1))
+    return section, problems
 
 
 def _valid(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Any]]:

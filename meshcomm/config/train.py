@@ -27,7 +27,6 @@ from meshcomm.config.write import toml
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 
-
 # In place of a tokenizer.
 BYTES: Final = "bytes"
 
@@ -35,22 +34,12 @@ _WITH_BETAS: Final = ("adamw", "adam", "nadam", "radam", "adamax")
 _WITH_EPS: Final = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta")
 
 
-def _one_sample(data: DataConfig) -> Iterator[Problem]:
-    if data.max_bytes is None or data.source != "files" or data.tokenizer not in (None, BYTES):
-        return
-    if data.max_bytes <= data.seq_len:
-        what = f"does not hold one sample: {data.seq_len} + 1 > {data.max_bytes}"
-        expected = "max_bytes above sequence: a sample is its tokens and the one that follows"
-        ways = [f"data.max_bytes = {data.seq_len + 1}", f"data.seq_len = {data.max_bytes - 1}"]
-        yield Problem("max_bytes", what, expected, ways, data.written("max_bytes sequence"))
-
-
 def _one_source(data: DataConfig) -> Iterator[Problem]:
-    return _one_of(data, "sources of data", ("files", "tokens", "dataset", "build"))
+    return _one_of(data, "sources of data", ("files", "tokens", "build"))
 
 
 def _one_validation(data: DataConfig) -> Iterator[Problem]:
-    return _one_of(data, "kinds of validation", ("validation", "validation_files", "validation_split"))
+    return _one_of(data, "kinds of validation", ("validation", "validation_files"))
 
 
 def _one_of(data: DataConfig, what: str, names: tuple[str, ...]) -> Iterator[Problem]:
@@ -63,80 +52,61 @@ def _one_of(data: DataConfig, what: str, names: tuple[str, ...]) -> Iterator[Pro
 def _token_weights(data: DataConfig) -> Iterator[Problem]:
     weights, entries = data.weights, len(data.tokens)
     if weights and entries and (len(weights) != entries or min(weights) <= 0):
-        what = f"{len(weights)} weights of {entries} entries of tokens"
+        what = "a weight is not above 0"
+        if len(weights) != entries:
+            what = f"{len(weights)} weights of {entries} entries of tokens"
+        expected = "a number above 0 for each entry of data.tokens"
         ways = [f"data.weights = {toml([1.0] * entries)}", "remove data.weights"]
-        yield Problem(
-            "weights",
-            what if len(weights) != entries else "a weight is not above 0",
-            "a number above 0 for each entry of data.tokens",
-            ways,
-            data.written("weights tokens"),
-        )
+        yield Problem("weights", what, expected, ways, data.written("weights tokens"))
 
 
 class DataConfig(Section):
-    """`[data]`: text, as bytes or through a tokenizer, token files, a folder of datasets, or what a function returns."""
+    """`[data]`: text, as bytes or through a tokenizer, token files, or what a function returns."""
 
     place = "data"
-    rules = (_one_sample, _one_source, _one_validation, _token_weights)
+    rules = (_one_source, _one_validation, _token_weights)
     no_effect = (
         NoEffect("token_type weights", "tokens"),
-        NoEffect("split column validation_split", "dataset"),
-        NoEffect("tokenizer max_bytes", "source", ("files", "dataset"), why=" without text"),
+        NoEffect("tokenizer max_bytes", "source", ("files",), why=" without text"),
         NoEffect("validation_files", "source", ("files", "tokens"), why=" without files"),
         NoEffect("args", "build", way='build = "my_package.data:loader"'),
     )
     files: FrozenList[Text] = ()
-    """Text files: paths or globs, relative to the config file. Default []: the sources of Python's standard library,
-    where nothing else is named."""
+    """Text files or globs, relative to the config file. Default []: the sources of Python's standard library."""
     tokens: FrozenList[Text] = Field(default=(), examples=[["web.bin", "code.npy"]])
     """Token files: paths or globs, relative to the config file, of .npy or of raw .bin. Default []: none."""
     token_type: Literal["uint16", "uint32"] = "uint16"
     """With tokens: what a .bin file holds."""
     weights: FrozenList[float] = Field(default=(), examples=[[0.7, 0.3]])
-    """With tokens: the share of the samples that comes from each entry, in relation to the others. Default []: each
-    sample of all files once in an epoch."""
-    dataset: Text | None = Field(default=None, examples=["wiki"])
-    """A folder that save_to_disk of datasets wrote, relative to the config file. None: none."""
-    split: Text | None = None
-    """With dataset: which of its splits is trained on. None: it has none."""
-    column: Text = "text"
-    """With dataset: the column with the text, or with lists of tokens."""
+    """With tokens: the share of samples from each entry. Default []: each sample of all files once in an epoch."""
     build: Function | None = Field(default=None, examples=["my_package.data:loader"])
-    """module:function, which returns an indexable dataset of samples, or an iterable. None: none."""
+    """module:function, which returns an indexable dataset of all ranks' samples. None: none."""
     args: Arguments = Field(default_factory=Table, examples=[{"folder": "images"}])
     """With build: what the function is called with, by name."""
     tokenizer: Text | None = Field(default=None, examples=["tokenizer.json"])
-    """With text: a tokenizer.json, or the folder of a model of transformers that has one, relative to the config file.
-    "bytes": a byte is a token. None: the tokenizer in the folder of model.pretrained; without one, bytes, which weights
-    that are read from a folder refuse."""
+    """With text: a tokenizer.json or its folder, relative to the config file; "bytes": a byte is a token. None: that of
+    model.pretrained; without one bytes, which weights that are read from a folder refuse."""
     eos: Text | None = Field(default=None, examples=["<|endoftext|>"])
-    """With a tokenizer: the token that ends a document, which is a file, or a row of dataset. None: the eos_token that
-    the tokenizer's folder names, if any."""
+    """With a tokenizer: the token that ends a document, which is a file. None: its folder's eos_token."""
     seq_len: int = Field(ge=1, examples=[128])
     """Tokens of a sample."""
     max_bytes: int | None = Field(default=None, ge=2, examples=[8_000_000])
-    """With text: bytes that are read at most, of all files or rows in order. None: all of them."""
-    order: Literal["epochs", "random"] = "epochs"
-    """epochs: every sample once, in another order each time, drawn from train.seed. random: where a sample begins is
-    drawn for each, with replacement."""
+    """With text: bytes that are read at most, of all files in order. None: all of them."""
     validation: Fraction = 0.0
     """Share of the samples, at the end of each source, that is not trained on but evaluated."""
     validation_files: FrozenList[Text] = ()
     """Files of their own to evaluate: as files, or with tokens as tokens. Default []: none."""
-    validation_split: Text | None = None
-    """With dataset: the split to evaluate. None: none."""
 
     @property
     def source(self) -> str:
         """Which setting names what is read."""
-        return next((name for name in ("build", "dataset", "tokens") if getattr(self, name)), "files")
+        return next((name for name in ("build", "tokens") if getattr(self, name)), "files")
 
     def tokenizer_of(self, pretrained: str | None) -> Path | None:
         """What turns its text into tokens; None: a byte is a token. pretrained: model.pretrained."""
         if self.tokenizer is not None:
             return None if self.tokenizer == BYTES else Path(self.tokenizer)
-        if pretrained is None or self.source not in ("files", "dataset"):
+        if pretrained is None or self.source != "files":
             return None
         # os.path, as nothing is a file whose name is too long or has a null character.
         return Path(pretrained) if os.path.isfile(f"{pretrained}/tokenizer.json") else None
@@ -144,7 +114,7 @@ class DataConfig(Section):
     @property
     def validates(self) -> bool:
         """Whether there is something to evaluate."""
-        return bool(self.validation or self.validation_files or self.validation_split)
+        return bool(self.validation or self.validation_files)
 
 
 class GroupConfig(Section):
@@ -167,26 +137,19 @@ def _warm_up(train: TrainConfig) -> Iterator[Problem]:
 def _decay(train: TrainConfig) -> Iterator[Problem]:
     most = train.steps - train.warmup_steps
     if train.decay_steps is not None and train.decay_steps > most >= 0:
-        both = train.warmup_steps + train.decay_steps
-        yield Problem(
-            "decay_steps",
-            f"the warm-up and the decay are longer than the training: {train.warmup_steps} + {train.decay_steps} > "
-            f"{train.steps}",
-            f"1 to {most}",
-            [f"train.decay_steps = {most}"] * (most > 0) + [f"train.steps = {both}"],
-            train.written("decay_steps warmup_steps steps"),
-        )
+        both = f"{train.warmup_steps} + {train.decay_steps} > {train.steps}"
+        what = f"the warm-up and the decay are longer than the training: {both}"
+        ways = [f"train.decay_steps = {most}"] * (most > 0)
+        ways.append(f"train.steps = {train.warmup_steps + train.decay_steps}")
+        given = train.written("decay_steps warmup_steps steps")
+        yield Problem("decay_steps", what, f"1 to {most}", ways, given)
 
 
 def _selective(train: TrainConfig) -> Iterator[Problem]:
     if train.compile and train.activation_checkpointing == "selective":
-        yield Problem(
-            "compile",
-            "a compiled block is one operator: which results in it to keep cannot be said",
-            "recompute that keeps nothing of a block, or no compile",
-            ["train.activation_checkpointing = true", "train.compile = false"],
-            train.written("compile recompute"),
-        )
+        what = "a compiled block is one operator: which results in it to keep cannot be said"
+        ways, given = ["train.activation_checkpointing = true", "train.compile = false"], train.written("compile recompute")
+        yield Problem("compile", what, "recompute that keeps nothing of a block, or no compile", ways, given)
 
 
 def _some_steps(train: TrainConfig) -> Iterator[Problem]:
@@ -258,22 +221,20 @@ class TrainConfig(Section):
     clip_norm: float | None = Field(default=None, gt=0)
     """Gradients whose norm over all weights is larger are scaled down to it. None: never."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a step whose loss or gradient norm is not finite does on every rank; it is never applied. "stop": the run
-    ends. "skip": it goes on with the next step, for 10 such steps in a row at most."""
+    """A step whose loss or gradient norm is not finite is never applied. "stop": the run ends. "skip": the next step
+    follows, after 10 such steps in a row the run ends."""
     seed: int = Field(default=0, ge=0)
     """Seed of the weights and of the samples' order."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the weights."""
     compute_dtype: Literal["bfloat16"] | None = None
-    """Type that matrices are multiplied in, and of activations and of what ranks send each other of them, and of
-    gathered weights. Weights, optimizer state and sums of gradients keep dtype. None: dtype."""
+    """Type of matmuls, activations, their messages, and gathered weights. Weights, optimizer state and sums of gradients
+    keep dtype. None: dtype."""
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
-    """How exactly float32 matrices are multiplied during the run, as torch.set_float32_matmul_precision has it: high
-    and medium let GPUs use TF32. A CPU without units for it computes as before. None: as the process has it, highest
-    where nothing was set."""
+    """torch.set_float32_matmul_precision during the run: high and medium let GPUs use TF32. None: as the process has it."""
     activation_checkpointing: bool | Literal["selective"] | Positive = False
-    """Which blocks' activations are computed again in the backward pass instead of kept. True: all blocks'. N: every
-    N-th block's. "selective": all blocks', but for products of matrices, attention and what ranks sent each other."""
+    """Blocks whose activations are recomputed in the backward pass. True: all. N: every N-th. "selective": all, but
+    results of matmuls, attention and messages are kept."""
     compile: bool = False
     """Each block goes through torch.compile."""
     out: Text = "runs/train"
@@ -283,16 +244,14 @@ class TrainConfig(Section):
     trace_steps: Pair[int] | None = Field(default=None, examples=[(3, 5)])
     """The first and the last step whose calls are written to trace.json in out. None: none."""
     profile_steps: Pair[int] | None = Field(default=None, examples=[(3, 5)])
-    """The first and the last step that torch.profiler watches: rankN.json in out/profile is a Chrome trace, and
-    rankN.txt has the most expensive operators. None: none."""
+    """The first and the last step that torch.profiler watches; it writes rankN.json (a Chrome trace) and rankN.txt to
+    out/profile. None: none."""
     profile_ranks: FrozenList[Annotated[int, Field(ge=0)]] = Field(default=(), examples=[[0]])
     """With profile_steps: the ranks that are watched. Default []: all."""
     log_to: FrozenList[Literal["tensorboard", "wandb"]] = Field(default=(), examples=[["tensorboard"]])
-    """Where metrics go beside metrics.jsonl: to TensorBoard, in out/tensorboard, and to Weights & Biases, in out/wandb,
-    offline unless WANDB_MODE says otherwise. Default []: nowhere."""
+    """Where metrics also go: out/tensorboard; out/wandb, offline unless WANDB_MODE is set. Default []: nowhere."""
     peak_flops: float | None = Field(default=None, gt=0, examples=[989.4e12])
-    """Peak dense FLOP/s of a rank's device in the type of its matrix products; MFU is relative to it. None: the
-    vendor's figure for a well-known GPU; for other devices no MFU is shown."""
+    """Peak dense FLOP/s of a rank's device, for MFU. None: the vendor's figure for a well-known GPU, else no MFU."""
     checkpoint_every: int = Field(default=0, ge=0)
     """Steps from one checkpoint to the next; one more follows the last step. 0: none."""
     checkpoint_async: bool = False
@@ -302,16 +261,15 @@ class TrainConfig(Section):
     resume: bool = False
     """Go on from the last complete checkpoint in out, if there is one."""
     resume_changed: FrozenList[Literal["data", "sequence", "global_batch_size"]] = ()
-    """With resume: what may be another one than the checkpoint's; without it, that is refused. After another data or
-    sequence the samples begin again, with another global_batch_size they go on. Default []: nothing."""
+    """With resume: what may differ from the checkpoint's. After another data or sequence the samples begin again, with
+    another global_batch_size they continue. Default []: nothing."""
     eval_every: int = Field(default=0, ge=0)
     """With validation data: steps from one evaluation to the next; one more follows the last step. 0: none."""
     eval_batches: int | None = Field(default=None, ge=1)
     """With eval_every: global batches of an evaluation, the same ones each time. None: all that are whole."""
     patience: int | None = Field(default=None, ge=1)
-    """With eval_every: the run ends once the validation loss has not fallen in so many evaluations in a row. None:
-    never."""
+    """With eval_every: evaluations in a row without a lower validation loss that end the run. None: never."""
     min_delta: float = Field(default=0.0, ge=0)
-    """With patience: the validation loss has fallen where it is lower than the lowest by more than this."""
+    """With patience: how much lower than the lowest a validation loss must be to count as lower."""
     target_loss: float | None = None
     """With eval_every: the run ends once the validation loss is this or lower. None: never."""

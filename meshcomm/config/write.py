@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -87,18 +86,10 @@ def write_whole(
 
     Raises `kind` where that cannot be; then the file is as it was. given: what named it, for the error.
     """
+    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        # As any new file: the kernel leaves out what the umask says, which only changing it would tell.
-        name = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-            os.replace(name, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        new.write_text(text, encoding="utf-8", newline="\n")
+        new.replace(path)
     except OSError as error:
         raise kind(
             f"{path}: cannot be written: {(error.strerror or str(error)).lower()}",
@@ -106,6 +97,9 @@ def write_whole(
             expected="a file in a folder that exists and can be written",
             hint=f"mkdir -p {path.parent}" if not path.parent.exists() else "another path",
         ) from None
+    finally:
+        with suppress(OSError):
+            new.unlink()
 
 
 def toml_text(head: Sequence[str], sections: Mapping[str, Mapping[str, Any]]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Final
@@ -15,27 +16,30 @@ import torch.distributed as dist
 
 from meshcomm import __version__
 from meshcomm.config import Config, NetworkConfig
-from meshcomm.doctor import limits, network
+from meshcomm.doctor import host
 from meshcomm.doctor.finding import Facts, Finding
-from meshcomm.errors import ConfigError, LaunchError, MeshcommError
+from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.layout import Plan
 from meshcomm.mesh.devices import check_backends, check_devices, choose_backend, choose_device
 from meshcomm.mesh.environment import Launch, find_launch
 
 _ALONE: Final = Launch("single", 0, 1, 0, 1)
 _PACKAGES: Final = ("einops", "numpy", "pydantic", "rich", "typer")
+_DEBUGGING: Final = Finding(
+    "warn",
+    "TORCH_DISTRIBUTED_DEBUG makes torch check every collective by a second one",
+    given="TORCH_DISTRIBUTED_DEBUG=DETAIL",
+    expected="it unset, OFF or INFO where speed counts",
+    hint="unset TORCH_DISTRIBUTED_DEBUG",
+)
 
 
 def examine(settings: Config | None = None, world: int | None = None) -> Facts:
     """Everything that `meshcomm doctor` shows, as data that JSON can hold.
 
-    Args:
-        settings: the job's. If omitted, checks that need a plan are skipped.
-        world: number of processes; default the launcher's, or what the mesh's sizes say.
-
-    Keys: findings, versions, host, interfaces, limits, launch (None without a launcher), ranks (None: see
-    `examine_together`).
-
+    settings: the job's. If omitted, checks that need a plan are skipped.
+    world: number of processes; default the launcher's, or what the mesh's sizes say.
+    launch is None without a launcher; ranks is None: see `examine_together`.
     Nothing is communicated. Takes as long as the name server does.
     """
     findings: list[Finding] = []
@@ -45,31 +49,33 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
     except LaunchError as error:
         findings.append(Finding.of(error))
     under = launch.kind != "single"
-    present, name = network.interfaces(), socket.gethostname()
-    plan, device = None, torch.device("cpu")
+    present, name = host.interfaces(), socket.gethostname()
+    need = None
     if settings is not None:
         if not under:
             launch = _imagined(settings, world)
         try:
             plan, device = _plan(settings, launch.world_size if under else world, launch)
-            findings += device_findings(settings, plan, device, launch)
+            findings += _device_findings(settings, plan, device, launch)
+            need = host.descriptors_needed(plan, device)
         except MeshcommError as error:
             open_size = not under and world is None and -1 in settings.mesh.dims.values()
             findings.append(Finding.of(error, "warn" if open_size else "error"))
     asked = settings.network if settings is not None else NetworkConfig()
-    findings += network.interface_findings(asked, present, os.environ)
+    findings += host.interface_findings(asked, present, os.environ)
     if not (launch.one_host or asked.interfaces or "GLOO_SOCKET_IFNAME" in os.environ):
-        findings += network.name_findings(name, network.resolve(name), present)
-    findings += network.lookup_findings(network.lookup_s())
-    need = None if plan is None else limits.needs(plan, device)
-    found = limits.limits(need, launch.local_size)
-    findings += [*limits.limit_findings(found), *variable_findings(os.environ)]
+        findings += host.name_findings(name, host.resolve(name), present)
+    findings += host.lookup_findings(host.lookup_s())
+    limit = host.descriptors(need)
+    findings += host.limit_findings(limit)
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        findings.append(_DEBUGGING)
     return {
         "findings": [each.facts() for each in findings],
         "versions": versions(),
-        "host": {"name": name, "addresses": network.resolve(name), **devices()},
+        "host": {"name": name, "addresses": host.resolve(name), **_devices()},
         "interfaces": [interface._asdict() for interface in present],
-        "limits": [each._asdict() for each in found],
+        "limits": [limit._asdict()],
         "launch": asdict(launch) if under else None,
         "ranks": None,
     }
@@ -77,25 +83,15 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
 
 def _imagined(settings: Config, world: int | None) -> Launch:
     """The first rank of a job that nobody has started yet; all on this host unless nodes are given."""
-    size = world
-    if size is None:
-        try:
+    size = 1 if world is None else world
+    if world is None:
+        with suppress(MeshcommError):
             size = settings.plan(None).layout.world_size
-        except MeshcommError:
-            size = 1
-    per_node = settings.topology.ranks_per_node
-    return Launch("single", 0, size, 0, size if per_node is None else min(size, per_node))
+    return Launch("single", 0, size, 0, min(size, settings.topology.ranks_per_node or size))
 
 
 def _plan(settings: Config, world: int | None, launch: Launch) -> tuple[Plan, torch.device]:
-    """The job's plan and device; raises MeshcommError where there is none."""
-    if world is None and -1 in settings.mesh.dims.values():
-        raise ConfigError(
-            "limits and devices were not compared with the mesh: its size is open",
-            given=f"{settings.source}, a size of -1, no --world-size",
-            expected="a number of processes",
-            hint="meshcomm doctor CONFIG --world-size N",
-        )
+    """The job's plan and device; raises MeshcommError if there is none."""
     device = choose_device(settings.mesh.device, launch)
     return settings.resolved(world).plan(world).on(device.type, choose_backend(device)), device
 
@@ -114,14 +110,14 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def devices() -> Facts:
+def _devices() -> Facts:
     """Keys: cuda (names of the devices), cores (that this process may use)."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"cuda": [torch.cuda.get_device_name(index) for index in range(count)], "cores": cores}
 
 
-def device_findings(settings: Config, plan: Plan, device: torch.device, launch: Launch) -> Iterator[Finding]:
+def _device_findings(settings: Config, plan: Plan, device: torch.device, launch: Launch) -> Iterator[Finding]:
     """What `init` would refuse about backends and devices, and more busy ranks than devices or cores."""
     try:
         check_backends(plan)
@@ -132,7 +128,7 @@ def device_findings(settings: Config, plan: Plan, device: torch.device, launch: 
     except LaunchError as error:
         yield Finding.of(error)
         return
-    here = devices()
+    here = _devices()
     what, count = ("GPU", len(here["cuda"])) if device.type == "cuda" else ("core", here["cores"])
     if launch.local_size > count:
         plural = "" if count == 1 else "s"
@@ -142,16 +138,4 @@ def device_findings(settings: Config, plan: Plan, device: torch.device, launch: 
             given=f"{launch.local_size} ranks on {count} {what}{plural}",
             expected=f"a {what} for each rank, where speed counts",
             hint=f"at most {count} rank{plural} on this host",
-        )
-
-
-def variable_findings(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Settings that people forget in their shell."""
-    if env.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        yield Finding(
-            "warn",
-            "TORCH_DISTRIBUTED_DEBUG makes torch check every collective by a second one",
-            given=f"TORCH_DISTRIBUTED_DEBUG={env['TORCH_DISTRIBUTED_DEBUG']}",
-            expected="it unset, OFF or INFO where speed counts",
-            hint="unset TORCH_DISTRIBUTED_DEBUG",
         )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from meshcomm.errors import MeshcommError
 from meshcomm.layout.sizes import coords_text
-from meshcomm.show.page import Cells, Folded
+from meshcomm.show.page import Line
 from meshcomm.show.units import count
 
 if TYPE_CHECKING:
@@ -62,27 +61,22 @@ def view(facts: Facts, everything: bool = False) -> Group:
     findings = [Finding.read(found) for found in facts["findings"]]
     levels = [found.level for found in findings]
     headline = f"{count(levels.count('error'), 'error')}, {count(levels.count('warn'), 'warning')}"
-    lines: list[RenderableType] = [Folded(headline)]
+    lines: list[RenderableType] = [Line(headline)]
     for level, style in _STYLES.items():
-        lines += [Folded(str(found), style) for found in findings if found.level == level]
+        lines += [Line(str(found), style=style) for found in findings if found.level == level]
     for title, value in facts.items():
         if everything and value and title != "findings":
-            lines += [Folded(""), Folded(title), _table(value)]
+            rows = value if isinstance(value, list) else [{name: value[name]} for name in value]
+            lines += [Line(f"\n{title}"), *(Line(f"  {_text(row)}") for row in rows)]
     return Group(*lines)
 
 
-def _table(value: Facts | list[Facts]) -> Cells:
-    if isinstance(value, dict):
-        return Cells(("name", "value"), tuple((name, _text(name, value)) for name in value))
-    return Cells.of(value, {key: partial(_text, key) for key in value[0]})
-
-
-def _text(key: str, facts: Facts) -> str:
-    value = facts[key]
-    if isinstance(value, Mapping):
-        return coords_text(value)
-    if isinstance(value, (list, tuple)):
-        return " ".join(value) or "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "-" if value is None else str(value)
+def _text(facts: Facts) -> str:
+    """`name eth0, up True, addresses 10.0.0.7`."""
+    texts = {
+        name: " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+        for name, value in facts.items()
+    }
+    return ", ".join(
+        f"{name} {coords_text(value) if isinstance(value, dict) else value}" for name, value in texts.items()
+    )

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from meshcomm.config import Config, NetworkConfig, ProcessConfig
-from meshcomm.doctor import network
+from meshcomm.doctor import host
 from meshcomm.doctor.examine import examine, versions
 from meshcomm.doctor.finding import Facts, Finding, exit_code
 from meshcomm.errors import MeshcommError
@@ -33,11 +33,9 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
     """`examine` on every host of a job, and what each rank says of itself.
 
     Called by: every rank. The first rank of each host examines it; rank 0 gathers.
-    Returns: on rank 0 the facts of its own host, the findings of all, and `ranks`, one entry per
-        rank: rank, coords, host, interface, address, device. None elsewhere.
+    Returns: on rank 0 the facts of its own host with the findings of all and an entry of `ranks` for each; None elsewhere.
         And the exit code, equal on all ranks.
-    Raises: LaunchError where the ranks do not meet; MeshcommError on the others where rank 0 does
-        not answer within `timeout_s`.
+    Raises: LaunchError where the ranks do not meet; MeshcommError on the others if rank 0 does not answer in time.
     """
     examined = examine(settings) if launch.local_rank == 0 else None
     row = _row(settings, launch)
@@ -71,21 +69,17 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
     # The store may live in this process: leave last.
     if came := [f"left/{row['rank']}" for row in rows if row["rank"] != 0]:
         store.wait(came, wait)
-    facts = {
-        **examined,
-        "ranks": [{key: value for key, value in row.items() if key in _SHOWN} for row in rows],
-        "findings": [finding.facts() for finding in findings],
-    }
-    return facts, code
+    ranks = [{key: row[key] for key in _SHOWN} for row in rows]
+    return {**examined, "ranks": ranks, "findings": [finding.facts() for finding in findings]}, code
 
 
 def _row(settings: Config | None, launch: Launch) -> Facts:
-    present = network.interfaces()
+    present = host.interfaces()
     name = socket.gethostname()
     asked = settings.network if settings is not None else NetworkConfig()
     # As a mesh would set them.
     env = {**gloo_defaults(launch.one_host), **os.environ, **network_variables(asked)}
-    interface, address = network.chosen(present, env, launch.one_host, name)
+    interface, address = host.chosen(present, env, launch.one_host, name)
     coords, device = None, "unknown"
     if settings is not None:
         # What is wrong here is a finding of `examine` on this host's first rank.
@@ -100,7 +94,7 @@ def _row(settings: Config | None, launch: Launch) -> Facts:
         "interface": interface,
         "address": address,
         "device": device,
-        "hint": network.interface_hint(present),
+        "hint": host.interface_hint(present),
         **{name: versions()[name] for name in _AGREED},
     }
 
@@ -125,10 +119,9 @@ def _gather(store: Any, world_size: int, wait: timedelta) -> tuple[list[Facts], 
         )
     rows = [json.loads(store.get(keys[rank])) for rank in here]
     for row in rows:
-        told = [Finding.read(facts) for facts in row["findings"]]
-        if row["rank"] != 0:
-            told = [each._replace(what=f"{row['host']}: {each.what}") for each in told]
-        findings += told
+        where = "" if row["rank"] == 0 else f"{row['host']}: "
+        told = map(Finding.read, row["findings"])
+        findings += [each._replace(what=where + each.what) for each in told]
     return rows, findings
 
 
@@ -137,17 +130,13 @@ def judge(rows: Sequence[Facts]) -> Iterator[Finding]:
     hosts = _by(rows, "host")
     lost = [row for row in rows if is_loopback(row["address"])]
     if len(hosts) > 1 and lost:
-        lines = [
-            f"{host}: {_ranks(on)} at {' '.join(dict.fromkeys(row['address'] for row in on))}"
-            for host, on in hosts.items()
-        ]
+        at = {name: " ".join(_by(on, "address")) for name, on in hosts.items()}
         yield Finding(
             "error",
             f"{_ranks(lost)} would be reached at the loopback, from other hosts",
-            given="\n".join(lines),
+            given="\n".join(f"{name}: {_ranks(on)} at {at[name]}" for name, on in hosts.items()),
             expected=f"addresses that all {len(hosts)} hosts reach",
-            hint=" or ".join(dict.fromkeys(row["hint"] for row in lost))
-            + ", or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
+            hint=f"{' or '.join(_by(lost, 'hint'))}, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
         )
     if sum(one["host"] != other["host"] for one, other in pairwise(rows)) >= len(hosts):
         yield Finding(
@@ -171,10 +160,8 @@ def judge(rows: Sequence[Facts]) -> Iterator[Finding]:
 
 def _by(rows: Sequence[Facts], key: str) -> dict[str, list[Facts]]:
     """The rows by their value of `key`."""
-    found: dict[str, list[Facts]] = {}
-    for row in rows:
-        found.setdefault(row[key], []).append(row)
-    return found
+    values = dict.fromkeys(row[key] for row in rows)
+    return {value: [row for row in rows if row[key] == value] for value in values}
 
 
 def _ranks(rows: Sequence[Facts]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from logging import getLogger
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 from unittest.mock import patch
 
 import torch
@@ -32,23 +32,6 @@ _EMPTY: Final[dict[str, Any]] = {}
 # To ask whether something is a ProcessGroup takes long.
 _COMMON: Final = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
 _Handler: TypeAlias = Callable[[Any, Any, Any], Any]
-
-
-class Calls(Protocol):
-    """Who takes the calls on groups."""
-
-    @property
-    def calls(self) -> Sequence[object]:
-        """Those so far."""
-        ...
-
-    def waiting(self) -> Callable[[], None]:
-        """What is to be called when the last one is waited for."""
-        ...
-
-    def beyond(self) -> None:
-        """One was made on a group that is none of the mesh's, and is not among them."""
-        ...
 
 
 class _Result(NamedTuple):
@@ -100,12 +83,12 @@ class Hollow(LedgerMode):
     Calls on groups are over at once, and answer nothing. Every look at a value gives `answer`, 0 unless somebody changes it.
 
     Args:
-        ledger: told of memory and FLOPs. calls: takes the calls on groups.
+        ledger: told of memory and FLOPs. calls: a `Passes`, which takes the calls on groups.
 
     Raises: torch's DataDependentOutputException or DynamicOutputShapeException where a result depends on values.
     """
 
-    def __init__(self, ledger: Ledger, calls: Calls) -> None:
+    def __init__(self, ledger: Ledger, calls: Any) -> None:
         super().__init__(ledger)
         self.answer = 0
         self._calls = calls

@@ -17,10 +17,9 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 from meshcomm.comm.callsite import line_of
-from meshcomm.dryrun.torch_private import fake_tensors_on, wraps_tensors
 from meshcomm.parallel.torch_private import parts_of_dtensor
-from meshcomm.train.torch_private import backward_number, flops_of
-from meshcomm.transport.torch_private import DispatchMode, explicit_kernel, leaves_of, storage_id
+from meshcomm.train.torch_private import backward_number
+from meshcomm.transport.torch_private import DispatchMode, storage_id
 
 Part: TypeAlias = Literal["weights", "gradients", "optimizer", "activations", "gathered", "rest"]
 PARTS: Final[tuple[Part, ...]] = ("weights", "gradients", "optimizer", "activations", "gathered", "rest")
@@ -210,39 +209,6 @@ class LedgerMode(DispatchMode):  # type: ignore[misc]
             return function(*args, **kwargs)
         finally:
             DispatchMode.__exit__(self, None, None, None)
-
-
-@final
-class Watched(LedgerMode):
-    """While it is entered, records every tensor that an operator makes, and its FLOPs, in a ledger."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__(ledger)
-        self._formulas: dict[Any, Callable[..., int] | None] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See TorchDispatchMode."""
-        if types and wraps_tensors(types):
-            # DTensor and its like call the operators of what this rank holds, which come here.
-            return NotImplemented
-        if func.namespace in COMPOSED:
-            return self.inside(explicit_kernel, func, *args, **(kwargs or {}))
-        found = func(*args, **(kwargs or {}))
-        if fake_tensors_on():
-            # DTensor finds shapes by trying operators on tensors without memory.
-            return found
-        if func not in self._formulas:
-            self._formulas[func] = flops_of(func)
-        if (formula := self._formulas[func]) is not None:
-            self._ledger.flops += int(formula(*args, **(kwargs or {}), out_val=found))
-        name = str(func)
-        if name.startswith("fsdp."):
-            self._ledger.copied(leaves_of(args))
-        for each in (found,) if isinstance(found, Tensor) else leaves_of(found):
-            if isinstance(each, Tensor) and each.device.type != "meta":
-                storage = each.untyped_storage()
-                self._ledger.made(storage, storage.nbytes(), name)
-        return found
 
 
 def _ended(ledger: weakref.ref[Ledger], key: int, _: object) -> None:

@@ -1,18 +1,24 @@
-"""What does one step of a training hold and send on one rank? Measured on a rank that runs, or of one that is pretended."""
+"""What does one step of a training hold and send on one rank of a world that nobody has?"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, NoReturn
+from typing import Any, Final, Literal, NamedTuple, NoReturn, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from meshcomm.comm.checks import check_answered
 from meshcomm.comm.spans import PASSES, Span, Spans
@@ -20,7 +26,7 @@ from meshcomm.config import Config
 from meshcomm.config.mesh import DimOptions
 from meshcomm.config.section import Table
 from meshcomm.dryrun.hollow import Hollow
-from meshcomm.dryrun.ledger import Ledger, Part, Peak, Watched
+from meshcomm.dryrun.ledger import Ledger, LedgerMode, Part, Peak
 from meshcomm.dryrun.torch_private import objects_decoded_by, plain_device_meshes
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh import Mesh
@@ -162,10 +168,10 @@ class Passes(Spans):
         return now.call, now.call.startswith("forward")
 
 
-def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
+def counted_step(mesh: Mesh, config: Config, mode: Callable[[Ledger, Passes], LedgerMode] = Hollow) -> Step:
     """Build the model of `config` on `mesh`, train it, and tell of a step that is not the first.
 
-    hollow: tensors have neither memory nor values.
+    mode: `Hollow`, in which tensors have neither memory nor values; or one in which they do.
     Called by: every rank of the mesh.
     Raises:    as `Engine`.
     """
@@ -177,41 +183,76 @@ def counted_step(mesh: Mesh, config: Config, *, hollow: bool = False) -> Step:
             expected="both: their sizes are what memory and bytes follow from",
             hint="configs/quickstart.toml has both",
         )
-    passes = Passes()
+    hollow, passes = mode is Hollow, Passes()
     ledger = passes.ledger(hollow)
-    with Hollow(ledger, passes) if hollow else Watched(ledger):
+    with mode(ledger, passes) as entered, PartNames(ledger) as names:
         engine = Engine(mesh, config, model_of(known.model, known.data, known.train), filled=not hollow)
         # What the first steps compare is no part of the others.
         engine.checked_steps = 0
-        parameters = [parameter for _, parameter in engine.named_parameters()]
         samples = (known.train.micro_batch_size * engine.microbatches, known.data.seq_len)
         tokens = torch.zeros(samples, dtype=torch.int64, device=mesh.device)
         mesh.metrics.trace_into(passes)
-        name_parts = partial(_name_parts, ledger, engine, parameters)
-        for module in engine.modules:
-            module.register_forward_pre_hook(name_parts)
-        engine.optimizer.register_step_pre_hook(name_parts)
         try:
-            if hollow:
+            if isinstance(entered, Hollow):
                 _begin(engine)
             else:
                 engine.step(tokens, tokens, known.train.lr, 1)
-            name_parts()
+            for module in engine.modules.modules():
+                names.module(module)
+            names.optimizer(engine.optimizer)
             earlier, before = mesh.stats(), ledger.now()
             ledger.restart()
             passes.restart()
             engine.step(tokens, tokens, known.train.lr, 2)
-            name_parts()
             made = mesh.stats().since(earlier)
         finally:
             mesh.metrics.trace_into(None)
-        count = sum(local(each.detach()).numel() for each in parameters)
+        rows = summed(Row(row.dim, row.call, row.calls, row.nbytes) for row in made.rows)
         step = passes.step_of(mesh, mesh.metrics.groups, ledger)
-        return step._replace(
-            parameters=count,
-            before=before,
-            rows=summed(Row(row.dim, row.call, row.calls, row.nbytes) for row in made.rows),
-        )
+        return step._replace(parameters=sum(names.elements.values()), before=before, rows=rows)
+
+
+@final
+class PartNames:
+    """Tells a ledger what the memory of every optimizer and of every module is for, while it is entered.
+
+    elements: how many this rank has of each parameter, by its id.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.elements: dict[int, int] = {}
+        self._ledger = ledger
+
+    def __enter__(self) -> PartNames:
+        self._hooks = [
+            register_optimizer_step_pre_hook(self.optimizer),
+            register_optimizer_step_post_hook(self.optimizer),
+            register_module_forward_pre_hook(self.module),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def optimizer(self, made: Optimizer, *_: Any) -> None:
+        """Of its parameters, gradients and state."""
+        parameters = [each for group in made.param_groups for each in group["params"]]
+        state = [each for held in made.state.values() for each in held.values()]
+        self.elements.update({id(each): local(each.detach()).numel() for each in parameters})
+        self._ledger.call_it("weights", parameters)
+        self._ledger.call_it("gradients", [each.grad for each in parameters if each.grad is not None])
+        self._ledger.call_it("optimizer", [each for each in state if isinstance(each, Tensor)])
+
+    def module(self, made: nn.Module, *_: Any) -> None:
+        """Of what it has itself, without its children."""
+        self._ledger.call_it("weights", made.buffers(recurse=False))
+        if isinstance(made, FSDPModule):
+            whole, waiting = fsdp_tensors(made)
+            self._ledger.call_it("gathered", whole)
+            self._ledger.call_it("gradients", waiting)
+        else:
+            self._ledger.call_it("weights", made.parameters(recurse=False))
 
 
 def pretended_step(config: Config, rank: int, world: int) -> Step:
@@ -225,7 +266,7 @@ def pretended_step(config: Config, rank: int, world: int) -> Step:
     settings = alone(config)
     assert isinstance(settings, Config)
     with pretended_world(rank, world), init(settings) as mesh:
-        return counted_step(mesh, config, hollow=True)
+        return counted_step(mesh, config)
 
 
 def summed(counts: Iterable[Row]) -> list[Row]:
@@ -298,17 +339,3 @@ def _begin(engine: Engine) -> None:
         if isinstance(each, GradientSync):
             # Its gradients lie in memory that it has already.
             each.start()
-
-
-def _name_parts(ledger: Ledger, engine: Engine, parameters: Sequence[nn.Parameter], *_: Any) -> None:
-    """Tell the ledger what the memory of a trainer is for. parameters: as they are between steps."""
-    gradients = [each.grad for each in parameters if each.grad is not None]
-    for module in engine.modules.modules():
-        if isinstance(module, FSDPModule):
-            whole, waiting = fsdp_tensors(module)
-            ledger.call_it("gathered", whole)
-            gradients += waiting
-    state = [each for held in engine.optimizer.state.values() for each in held.values()]
-    ledger.call_it("weights", [*parameters, *engine.modules.buffers()])
-    ledger.call_it("gradients", gradients)
-    ledger.call_it("optimizer", [each for each in state if isinstance(each, Tensor)])

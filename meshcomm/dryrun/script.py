@@ -14,20 +14,22 @@ from typing import Any, Final, NamedTuple, final
 from unittest.mock import patch
 
 import numpy
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshcomm.comm.spans import Span
 from meshcomm.config import Config
 from meshcomm.dryrun.hollow import Hollow
-from meshcomm.dryrun.ledger import Ledger
-from meshcomm.dryrun.rank import BETWEEN, Event, Passes, Row, Step, alone, pretended_world, summed
+from meshcomm.dryrun.rank import (
+    BETWEEN,
+    Event,
+    PartNames,
+    Passes,
+    Row,
+    Step,
+    alone,
+    pretended_world,
+    summed,
+)
 from meshcomm.dryrun.world import failure_of
 from meshcomm.errors import LaunchError, MeshcommError, UnsupportedOp
 from meshcomm.layout import Layout
@@ -36,8 +38,6 @@ from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import PRETENDED
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, Settings, new_job
 from meshcomm.parallel.compose import Engine
-from meshcomm.parallel.tensor import local
-from meshcomm.parallel.torch_private import fsdp_tensors
 from meshcomm.train.trainer import RECORDER, Recorder
 
 
@@ -176,7 +176,7 @@ def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings]:
     except MeshcommError:
         raise
     except Exception as error:
-        raise failure_of(error).error(0, f"rank 0 of {world}") from error
+        raise failure_of(error, f"rank 0 of {world}") from error
     mesh = _mesh(inside, str(script.path))
     assert inside.asked is not None
     return mesh.layout, inside.asked
@@ -186,8 +186,8 @@ def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -
     recorder = inside._recorder
     ledger = recorder.ledger(hollow=True)
     hollow = Hollow(ledger, recorder)
-    elements: dict[int, int] = {}
-    with _seeded(rank), _inside(inside, rank, world, [hollow, _optimizers(ledger, hollow, elements)]):
+    modes = [hollow, _steps_counted(hollow)]
+    with _seeded(rank), PartNames(ledger) as names, _inside(inside, rank, world, modes):
         run()
     recorder.ended()
     mesh = _mesh(inside, "the program")
@@ -195,7 +195,7 @@ def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -
     # The mesh may be closed by now, and counts no more.
     calls = recorder.calls[recorder.begins.call if recorder.begins else 0 :]
     rows = summed(Row(span.lane, span.call, 1, span.nbytes) for span in calls)
-    count = sum(elements.values())
+    count = sum(names.elements.values())
     return step._replace(parameters=count, rows=rows, part=recorder.part, begins=recorder.begins)
 
 
@@ -263,42 +263,16 @@ def _execute(script: Script, rank: int, world: int) -> None:
 
 
 @contextmanager
-def _optimizers(ledger: Ledger, hollow: Hollow, elements: dict[int, int]) -> Iterator[None]:
-    """While it is entered, the ledger hears what the memory of every optimizer and of every FSDP module is for, and
-    `elements` how much this rank has of each parameter.
+def _steps_counted(hollow: Hollow) -> Iterator[None]:
+    """While it is entered, an optimizer that counts its steps in a tensor finds 1 there: it divides by what follows of it."""
 
-    An optimizer that counts its steps in a tensor divides by what follows from their number: inside of it that is 1.
-    """
-
-    def before(made: Optimizer, *_: Any) -> None:
-        named(made)
+    def before(*_: Any) -> None:
         hollow.answer = 1
 
-    def after(made: Optimizer, *_: Any) -> None:
-        named(made)
+    def after(*_: Any) -> None:
         hollow.answer = 0
 
-    def named(made: Optimizer) -> None:
-        parameters = [each for group in made.param_groups for each in group["params"]]
-        state = [each for held in made.state.values() for each in held.values()]
-        elements.update({id(each): local(each.detach()).numel() for each in parameters})
-        ledger.call_it("weights", parameters)
-        ledger.call_it("gradients", [each.grad for each in parameters if each.grad is not None])
-        ledger.call_it("optimizer", [each for each in state if isinstance(each, Tensor)])
-
-    def module(made: nn.Module, _: Any) -> None:
-        if isinstance(made, FSDPModule):
-            whole, waiting = fsdp_tensors(made)
-            ledger.call_it("gathered", whole)
-            ledger.call_it("gradients", waiting)
-        else:
-            ledger.call_it("weights", made.parameters(recurse=False))
-
-    hooks = [
-        register_optimizer_step_pre_hook(before),
-        register_optimizer_step_post_hook(after),
-        register_module_forward_pre_hook(module),
-    ]
+    hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
     try:
         yield
     finally:

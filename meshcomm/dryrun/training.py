@@ -1,25 +1,22 @@
-"""A dry run of the training of a config: findings, times, and a timeline."""
+"""A dry run of the training of a config; and what any dry run found out, as plain data: verdicts, memory, calls, times."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from meshcomm.config import Config, TopologyConfig
-from meshcomm.config.write import write_whole
-from meshcomm.dryrun.facts import dry_facts
+from meshcomm.config.parallel import Part
 from meshcomm.dryrun.rank import pretended_step
 from meshcomm.dryrun.replay import COMPUTE, Replay, Seconds, replay
-from meshcomm.dryrun.world import World, dry_world
-from meshcomm.errors import ConfigError
+from meshcomm.dryrun.world import SAMPLE, Sample, World, dry_world
 from meshcomm.predict.links import span as links_of
+from meshcomm.predict.lint import footprint
 from meshcomm.predict.machine import Machine, discovered, machine
 from meshcomm.predict.place import ASSUMED_TFLOPS
 from meshcomm.predict.times import OPERATIONS, Operation, fastest
@@ -28,39 +25,23 @@ from meshcomm.show.timeline import Bar, Row, timeline
 if TYPE_CHECKING:
     from meshcomm.comm.spans import Span
     from meshcomm.dryrun.compare import Members
+    from meshcomm.dryrun.rank import Step
 
-_US: Final = 1e6
+Facts = dict[str, Any]
+
 # Priced as what carries as much over the same links.
 _LIKE: Final[dict[str, Operation]] = {"gather": "reduce", "scatter": "broadcast"}
 
 
-def dry_training(
-    settings: Config, world: int, ranks: Sequence[int], sample: int, seed: int, trace: Path | None = None
-) -> dict[str, Any]:
+def dry_training(settings: Config, world: int, sample: Sample = SAMPLE) -> Facts:
     """Run it as ranks that stand for all of `world`; what was found out, as plain data. Raises as `dry_world`."""
     began = time.perf_counter()
     settings = settings.resolved(world)
     topology = discovered(settings.topology, os.environ)
-    found = dry_world(
-        partial(pretended_step, settings),
-        settings.plan(world).layout,
-        None if settings.parallel is None else settings.parallel.pipeline,
-        ranks=ranks,
-        sample=sample,
-        seed=seed,
-        replayed=priced(topology),
-    )
-    return told(found, settings, topology, began, trace)
-
-
-def told(
-    found: World, settings: Config | None, topology: TopologyConfig, began: float, trace: Path | None
-) -> dict[str, Any]:
-    """As plain data, and as a timeline at `trace`. began: on time.perf_counter."""
-    if trace is not None:
-        write_trace(trace, found)
-    facts = dry_facts(found, settings, topology, time.perf_counter() - began)
-    return {**facts, "timeline": picture(found)}
+    pipeline = None if settings.parallel is None else settings.parallel.pipeline
+    program, layout = partial(pretended_step, settings), settings.plan(world).layout
+    found = dry_world(program, layout, pipeline, sample, replayed=priced(topology))
+    return dry_facts(found, settings, topology, time.perf_counter() - began)
 
 
 def priced(topology: TopologyConfig) -> Callable[..., Replay]:
@@ -93,7 +74,156 @@ def prices(machine: Machine) -> Seconds:
     return seconds
 
 
-def picture(found: World, width: int = 79) -> list[str]:
+def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, seconds: float) -> Facts:
+    """`World` as data that JSON can hold. settings: what was trained; None: a script. seconds: that the dry run took."""
+    layout, steps = found.layout, list(found.steps.values())
+    limit = topology.memory_gbytes
+    stages = [_stage(stage, ran) for stage, ran in found.stages().items()]
+    largest = max(stages, key=lambda each: each["peak_bytes"])
+    part = max(largest["parts"], key=lambda name: largest["parts"][name])
+    buffers = 0
+    if settings is not None:
+        buffers = footprint(settings, settings.plan(layout.world_size), layout.world_size).nccl_mb * 10**6
+    return {
+        "world_size": layout.world_size,
+        "dims": dict(layout.dims),
+        "pipeline": found.pipeline,
+        "ran": [step.rank for step in steps],
+        "part": _part(steps),
+        "unlike": found.unlike,
+        "unseen": max(step.unseen for step in steps),
+        "findings": [finding._asdict() for finding in found.findings],
+        "memory": {
+            "stages": stages,
+            "largest_stage": largest["stage"],
+            "limit_bytes": None if limit is None else int(limit * 1e9),
+            "communicators_bytes": buffers,
+            "fits": None if limit is None else largest["peak_bytes"] + buffers <= limit * 1e9,
+            "most": part,
+            "less_by": _less(part, settings),
+        },
+        "calls": _calls(steps, found.replay, machine(topology)),
+        "step": _step(found, settings, topology),
+        "took_s": seconds,
+        "timeline": _picture(found),
+    }
+
+
+def _part(steps: Sequence[Step]) -> str:
+    """What calls and times are of."""
+    parts = list(dict.fromkeys(step.part for step in steps))
+    return parts[0] if len(parts) == 1 else "the program, of which some ranks end earlier,"
+
+
+def _less(part: str, settings: Config | None) -> str:
+    """What makes the largest part smaller: first the settings that are not in use, then the dims with more ranks."""
+    parallel = None if settings is None else settings.parallel
+    train = None if settings is None else settings.train
+    ways: list[str] = []
+    dims: list[Part]
+    if part in ("activations", "rest"):
+        dims = ["context", "tensor"]
+        if train is not None and train.activation_checkpointing is not True:
+            ways.append("train.activation_checkpointing = true" if train.activation_checkpointing else "train.activation_checkpointing")
+        if train is not None and train.micro_batch_size > 1:
+            ways.append(f"train.micro_batch_size = {train.micro_batch_size // 2}")
+    else:
+        dims = ["tensor", "pipeline"] if part == "gathered" else ["shard", "pipeline", "tensor"]
+        if part == "gathered" and parallel is not None and parallel.options.reshard is False:
+            ways.append("parallel.options.reshard = true")
+    for name in dims:
+        dim = None if parallel is None else parallel.parts.get(name)
+        ways.append(f"a dim for parallel.{name}" if dim is None else f"more ranks along {dim}")
+    return " or ".join(ways)
+
+
+def _stage(stage: int, ran: Sequence[Step]) -> Facts:
+    step = max(ran, key=lambda each: each.peak.nbytes)
+    return {
+        "stage": stage,
+        "ranks": len(ran),
+        "rank": step.rank,
+        "coords": dict(step.coords),
+        "parameters": step.parameters,
+        "before_bytes": sum(step.before.values()),
+        "peak_bytes": step.peak.nbytes,
+        "parts": dict(step.peak.parts),
+        "during": step.peak.during,
+        "at": step.peak.at,
+        "operator": step.peak.operator,
+    }
+
+
+def _calls(steps: Sequence[Step], met: Replay | None, links: Machine | None) -> list[Facts]:
+    """By dim, of the rank that moves most along it; seconds of the rank that stands still longest for it.
+
+    link: the slowest that a group of a rank that was run crosses; None where nobody says which ranks share a node.
+    """
+    dims: dict[str, dict[str, tuple[int, int]]] = {}
+    for step in steps:
+        for row in step.rows:
+            calls = dims.setdefault(row.dim, {})
+            calls[row.call] = max(calls.get(row.call, (0, 0)), (row.nbytes, row.calls))
+    groups: dict[str, set[tuple[int, ...]]] = {}
+    for step in steps:
+        for span in step.calls:
+            groups.setdefault(span.lane, set()).add(tuple(step.groups[span.group]))
+    found = []
+    for dim, calls in dims.items():
+        members = sorted(groups.get(dim, ()))
+        crossed = None if links is None or not members else links_of(np.array(members), links).slowest
+        times = [] if met is None else [(met.dims[r][dim], r) for r in met.sound if dim in met.dims[r]]
+        longest, rank = max(times, key=lambda each: each[0].waits, default=(None, -1))
+        found.append(
+            {
+                "dim": dim,
+                "link": crossed,
+                "calls": [
+                    {"call": call, "calls": number, "bytes": nbytes}
+                    for call, (nbytes, number) in calls.items()
+                ],
+                "bytes": sum(nbytes for nbytes, _ in calls.values()),
+                "busy_s": None if longest is None else longest.busy,
+                "exposed_s": None if longest is None else longest.waits - longest.late,
+                "late_s": None if longest is None or met is None or rank in met.early else longest.late,
+            }
+        )
+    return found
+
+
+def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Facts | None:
+    """The time of a step; None where calls differ, or nobody says which ranks share a node."""
+    met, links = found.replay, machine(topology)
+    if met is None or met.stuck or links is None:
+        return None
+    seconds = met.seconds
+    last = max(met.sound, key=lambda rank: met.ends[rank])
+    compute = sum(bar.over - bar.began for bar in met.bars if bar.rank == last and bar.lane == COMPUTE)
+    stages = found.stages()
+    flops = sum(max(step.part_flops for step in ran) for ran in stages.values()) / len(stages)
+    sums = met.dims[last]
+    train, data = (None, None) if settings is None else (settings.train, settings.data)
+    tokens = None if train is None or data is None else train.global_batch_size * data.seq_len
+    peak = None if train is None else train.peak_flops
+    again = train is not None and train.activation_checkpointing is not False
+    tflops = topology.tflops or ASSUMED_TFLOPS
+    return {
+        "seconds": seconds,
+        "rank": last,
+        "compute_s": compute,
+        "exposed_s": {dim: each.waits - each.late for dim, each in sums.items()},
+        # Of a rank that comes early it would be a wait that nobody has.
+        "late_s": {} if last in met.early else {dim: each.late for dim, each in sums.items()},
+        "tokens_s": None if tokens is None or not seconds else tokens / seconds,
+        "tflops": flops / seconds / 1e12 if seconds else None,
+        "share_of_peak": flops / seconds / peak if peak and seconds else None,
+        "computed_again": again,
+        "assumed_tflops": tflops,
+        "links": [str(level) for level in links.levels],
+    }
+
+
+def _picture(found: World) -> list[str]:
     """One row of characters for the first rank that was run of each stage; nothing without times.
 
     F, B, W: forward, backward and weights' passes; other letters: what the rank stands still for, by dim.
@@ -110,39 +240,4 @@ def picture(found: World, width: int = 79) -> list[str]:
             if each.rank == rank and each.over > each.began
         ]
         rows.append(Row(rank, f"{stage}:{rank}", bars))
-    return timeline(rows, width)
-
-
-def write_trace(path: Path, found: World) -> None:
-    """The step in the JSON format of Chrome's tracing, which Perfetto reads too: a process for each rank, a thread for
-    what it computes and for each dim. Raises ConfigError where there are no times, or the file cannot be written.
-    """
-    met = found.replay
-    if met is None or not met.bars:
-        raise ConfigError(
-            "there is no timeline of this step",
-            given=f"--trace {path}, and " + ("calls that differ" if met is None else "no times"),
-            expected="ranks whose calls meet, and [topology] with ranks_per_node",
-            hint="without --trace the command says what differs"
-            if met is None
-            else "--set topology.ranks_per_node=8",
-        )
-    events: list[dict[str, Any]] = []
-    for rank in found.steps:
-        coords = " ".join(f"{dim}={coord}" for dim, coord in found.layout.coords(rank).items())
-        events.append(
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} {coords}"}}
-        )
-    for bar in met.bars:
-        events.append(
-            {
-                "ph": "X",
-                "pid": bar.rank,
-                "tid": "waits" if bar.lane != COMPUTE else COMPUTE,
-                "name": bar.name if bar.lane == COMPUTE else f"{bar.lane} {bar.name}",
-                "ts": bar.began * _US,
-                "dur": (bar.over - bar.began) * _US,
-                "args": {} if bar.lane == COMPUTE else {"until the others come, us": bar.late * _US},
-            }
-        )
-    write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), given=f"--trace {path}")
+    return timeline(rows, 79)

@@ -7,8 +7,9 @@ import os
 import random
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
@@ -58,44 +59,57 @@ class World(NamedTuple):
         return 0 if self.pipeline is None else self.layout.coord(rank, self.pipeline)
 
 
+class Sample(NamedTuple):
+    """Ranks to run besides those that stand for all, see `chosen`: `ranks`, and `drawn` ones from `seed`.
+
+    stages_only: in place of those that stand for all, one of each stage.
+    """
+
+    ranks: Sequence[int] = ()
+    drawn: int = 8
+    seed: int = 0
+    stages_only: bool = False
+
+
+SAMPLE: Final = Sample()
+
+
 def dry_world(
     program: Program,
     layout: Layout,
     pipeline: str | None = None,
+    sample: Sample = SAMPLE,
     *,
-    ranks: Sequence[int] = (),
-    stages_only: bool = False,
-    sample: int = 8,
-    seed: int = 0,
     processes: int | None = None,
     replayed: Callable[[Sequence[Step], Callable[[int], str]], Replay] = replay,
 ) -> World:
     """Run `program` as some ranks of the world of `layout`, and compare what they call.
 
-    pipeline: the dim of the stages. ranks: to run besides those that stand for all, see `chosen`. stages_only: in place of those one of each stage. sample, seed: how many more are drawn, and from what.
-    processes: that run ranks at the same time; None: as many as there are cores; 0: this one does. replayed: how calls meet.
+    pipeline: the dim of the stages. processes: that run ranks at the same time; None: as many as there are cores; 0: this
+    one does. replayed: how calls meet.
 
     Raises ConfigError, LayoutError; RankFailed where the program of a rank raises.
     """
-    for rank in ranks:
+    for rank in sample.ranks:
         layout.position(rank)
     if pipeline is not None and layout.size(pipeline) == 1:
         pipeline = None
-    if stages_only:
+    if sample.stages_only:
         line = [layout.rank_of(0)] if pipeline is None else layout.group_of(layout.rank_of(0), pipeline)
-        first = sorted({*map(int, line), *ranks})
+        first = sorted({*map(int, line), *sample.ranks})
     else:
-        first = chosen(layout, pipeline, also=ranks, sample=sample, seed=seed)
+        first = chosen(layout, pipeline, also=sample.ranks, sample=sample.drawn, seed=sample.seed)
 
     def where(rank: int) -> str:
         coords = " ".join(f"{dim}={coord}" for dim, coord in layout.coords(rank).items())
         return f"rank {rank:,} ({coords})"
 
-    with _Processes((os.cpu_count() or 1) if processes is None else processes) as pool:
-        steps = pool.run(program, first, layout.world_size, where)
+    with _processes((os.cpu_count() or 1) if processes is None else processes) as pool:
+        steps = _steps(pool, program, {rank: where(rank) for rank in first}, layout.world_size)
         found = World(layout, pipeline, steps, [], [], None)
         peers, unlike = _unlike(found, where)
-        steps |= pool.run(program, [rank for rank in peers if rank not in steps], layout.world_size, where)
+        beside = {rank: where(rank) for rank in peers if rank not in steps}
+        steps |= _steps(pool, program, beside, layout.world_size)
     steps = dict(sorted(steps.items()))
     findings = compare(list(steps.values()), where)
     met = None
@@ -166,75 +180,61 @@ def chosen(
     return sorted(found)
 
 
-class _Processes:
-    """Processes that run one rank after the other."""
-
-    def __init__(self, count: int) -> None:
-        self._pool: ProcessPoolExecutor | None = None
-        if not count:
-            return
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["meshcomm.dryrun.rank"])
-        self._pool = ProcessPoolExecutor(count, mp_context=context)
-
-    def __enter__(self) -> _Processes:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def run(
-        self, program: Program, ranks: Sequence[int], world: int, where: Callable[[int], str]
-    ) -> dict[int, Step]:
-        """The steps of these ranks. Raises what is wrong with all of them, or RankFailed for the first."""
-        results: dict[int, Callable[[], Step | Failure]]
-        if self._pool is None:
-            results = {rank: partial(_ran, program, rank, world) for rank in ranks}
-        else:
-            results = {rank: self._pool.submit(_ran, program, rank, world).result for rank in ranks}
-        steps: dict[int, Step] = {}
-        for rank, result in results.items():
-            made = result()
-            if isinstance(made, Failure):
-                raise made.error(rank, where(rank))
-            steps[rank] = made
-        return steps
+@contextmanager
+def _processes(count: int) -> Iterator[ProcessPoolExecutor | None]:
+    """So many that run one rank after the other; None: this process does."""
+    if not count:
+        yield None
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["meshcomm.dryrun.rank"])
+    pool = ProcessPoolExecutor(count, mp_context=context)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-class Failure(NamedTuple):
-    """What a rank raised: the error itself where it is one of meshcomm's, else its text and line."""
+def _steps(
+    pool: ProcessPoolExecutor | None,
+    program: Program,
+    names: Mapping[int, str],
+    world: int,
+) -> dict[int, Step]:
+    """The steps of the ranks with these names. Raises what is wrong with all of them, or RankFailed for the first."""
+    results: dict[int, Callable[[], Step | MeshcommError]]
+    if pool is None:
+        results = {rank: partial(_ran, program, rank, world, name) for rank, name in names.items()}
+    else:
+        results = {rank: pool.submit(_ran, program, rank, world, name).result for rank, name in names.items()}
+    steps: dict[int, Step] = {}
+    for rank, result in results.items():
+        made = result()
+        if isinstance(made, MeshcommError):
+            raise made
+        steps[rank] = made
+    return steps
 
-    own: MeshcommError | None
-    text: str
-    at: str
 
-    def error(self, rank: int, name: str) -> MeshcommError:
-        """The error for the user."""
-        if self.own is not None:
-            return self.own
-        failed = RankFailed(f"{name} failed: {self.text}", given=self.at)
-        failed.by_rank = {}
-        return failed
-
-
-def _ran(program: Program, rank: int, world: int) -> Step | Failure:
+def _ran(program: Program, rank: int, world: int, name: str) -> Step | MeshcommError:
     try:
         return program(rank, world)
     except Exception as error:
-        return failure_of(error)
+        return failure_of(error, name)
 
 
-def failure_of(error: Exception) -> Failure:
-    """What a program raised, and at which of its lines."""
+def failure_of(error: Exception, name: str) -> MeshcommError:
+    """What the program of a rank raised: an error of meshcomm's itself, else its text and the program's own line."""
     from meshcomm.comm.callsite import is_ours
 
     if isinstance(error, MeshcommError):
-        return Failure(error, "", "")
-    text = f"{type(error).__name__}: {error}"
+        return error
     if isinstance(error, SyntaxError):
-        return Failure(None, text, f"{error.filename}:{error.lineno}")
-    frames = traceback.extract_tb(error.__traceback__)
-    # The program's own line, if there is one.
-    frame = next((each for each in reversed(frames) if not is_ours(each.filename)), frames[-1])
-    return Failure(None, text, f"{frame.filename}:{frame.lineno}")
+        at = f"{error.filename}:{error.lineno}"
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = next((each for each in reversed(frames) if not is_ours(each.filename)), frames[-1])
+        at = f"{frame.filename}:{frame.lineno}"
+    failed = RankFailed(f"{name} failed: {type(error).__name__}: {error}", given=at)
+    failed.by_rank = {}
+    return failed

@@ -16,6 +16,7 @@ from meshcomm.errors import ConfigError, LaunchError
 from meshcomm.layout.names import did_you_mean
 from meshcomm.show.timeline import Bar, Row, timeline
 
+_OURS: Final = "a file that this version of meshcomm wrote on that rank"
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
@@ -45,9 +46,7 @@ def _reading(file: Path, what: str, expected: str, hint: str) -> Iterator[None]:
 
 
 def _reading_report(file: Path) -> Any:
-    return _reading(
-        file, "is not a report", "a file that this version of meshcomm wrote on that rank", f"remove {file}"
-    )
+    return _reading(file, "is not a report", _OURS, f"remove {file}")
 
 
 def read_reports(folder: Path) -> dict[int, Any]:
@@ -68,7 +67,7 @@ def read_reports(folder: Path) -> dict[int, Any]:
                 raise LaunchError(
                     f"{file} is not a report of rank {rank}",
                     given=f"rank: {status['rank']}",
-                    expected="a file that this version of meshcomm wrote on that rank",
+                    expected=_OURS,
                     hint=f"remove {file}",
                 )
             # Each by itself, so that the error names the file.
@@ -112,10 +111,10 @@ def timeline_of(source: Path, width: int | None = None) -> str:
 
 def _of_trace(file: Path) -> list[Row]:
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    ranks = sorted({e["pid"] for e in events if e["name"] == "process_name"})
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    calls: dict[int, list[Bar]] = {pid: [] for pid in sorted(names)}
-    passes: dict[int, list[Bar]] = {pid: [] for pid in sorted(names)}
+    calls: dict[int, list[Bar]] = {pid: [] for pid in ranks}
+    passes: dict[int, list[Bar]] = {pid: [] for pid in ranks}
     for event in events:
         if event["ph"] != "X":
             continue
@@ -162,21 +161,19 @@ def _bars(status: Mapping[str, Any]) -> list[Bar]:
 def export(
     source: Path,
     target: Path,
-    weights: bool,
     pretrained: bool = False,
     dtype: str | None = None,
     shard_gb: float | None = None,
 ) -> str:
-    """Write a checkpoint, or a run's last one, into a safetensors file or a folder; what was done, as text.
+    """Write the weights of a checkpoint, or of a run's last one, into a safetensors file or a folder; what was done, as text.
 
     Raises: ConfigError for options that do not go together, TrainingError.
     """
     import torch
 
-    from meshcomm.train.export import export_checkpoint
-    from meshcomm.train.pretrained import SHARD_BYTES, export_pretrained
+    from meshcomm.train.export import SHARD_BYTES, export_pretrained, export_weights
 
-    if pretrained and not weights:
+    if pretrained:
         if dtype not in (None, *_DTYPES):
             raise ConfigError(
                 f"weights are not written as {dtype}",
@@ -187,24 +184,15 @@ def export(
         most = SHARD_BYTES if shard_gb is None else int(shard_gb * 1e9)
         kind = None if dtype is None else getattr(torch, dtype)
         return _summary(export_pretrained(source, target, dtype=kind, shard_bytes=most))
-    if pretrained or dtype is not None or shard_gb is not None:
-        given = {"--weights": weights, "--dtype": dtype, "--shard-gb": shard_gb}
+    given = {"--dtype": dtype, "--shard-gb": shard_gb}
+    if named := [name for name, value in given.items() if value is not None]:
         raise ConfigError(
-            "these options do not go together",
-            given=", ".join(
-                [*(name for name, value in given.items() if value), *["--pretrained"][:pretrained]]
-            ),
-            expected="--dtype and --shard-gb with --pretrained, and --weights without it",
+            f"{' and '.join(named)} without --pretrained",
+            given=", ".join(named),
+            expected="--dtype and --shard-gb with --pretrained",
             hint="meshcomm export RUN FOLDER --pretrained",
         )
-    return _summary(export_checkpoint(source, target, weights=weights))
-
-
-def import_file(source: Path, out: Path) -> str:
-    """Make a checkpoint of the run `out` from an exported file; what was done, as text."""
-    from meshcomm.train.export import import_checkpoint
-
-    return _summary(import_checkpoint(source, out))
+    return _summary(export_weights(source, target))
 
 
 def _summary(moved: Any) -> str:

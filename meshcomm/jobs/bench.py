@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from meshcomm.bench.facts import Asked, chosen_dims, items, measured_facts
+from meshcomm.bench.measure import Asked, chosen_dims, items, measured_facts
 from meshcomm.config import Config, load_config
 from meshcomm.config.write import check_ending, write_whole
 from meshcomm.errors import ConfigError
 from meshcomm.jobs.starting import start_job, world_of
 from meshcomm.layout import Plan
+from meshcomm.layout.sizes import coords_text
 from meshcomm.mesh.environment import find_launch
 from meshcomm.mesh.opening import init
 from meshcomm.predict.fit import MARK as FIT_MARK
@@ -21,6 +22,7 @@ from meshcomm.predict.fit import Time, check_sizes, fit_links, measured_text
 from meshcomm.predict.machine import discovered, known_machine
 from meshcomm.show.bench import bench_view, fit_facts
 from meshcomm.show.page import terminal
+from meshcomm.show.units import count
 
 SIZES: Final = ("4KiB", "64KiB", "1MiB", "16MiB")
 # Without a config, outside a launcher.
@@ -29,23 +31,18 @@ _ONE_DIM: Final = {"mesh": {"dims": {"dp": -1}, "device": "cpu", "timeout_s": 30
 
 
 class Output(NamedTuple):
-    """Where the results go beside the screen. json: print the facts instead of tables."""
+    """json: print the facts instead of tables. fit: a [topology] to write."""
 
     json: bool = False
     fit: Path | None = None
 
 
 def bench(
-    config: Path | None,
-    overrides: Sequence[str],
-    world: int | None,
-    asked: Asked,
-    output: Output,
+    config: Path | None, overrides: Sequence[str], world: int | None, asked: Asked, output: Output
 ) -> int:
-    """Measure the mesh of `config` beside raw torch.distributed; returns the exit code.
+    """Measure the mesh of `config`, or one dim on the CPU, beside raw torch.distributed; returns the exit code.
 
-    Outside a launcher, starts all ranks here. Without a config: a mesh of one dim on the CPU. All that is asked for is
-    checked before any process starts.
+    Outside a launcher, starts all ranks here, after everything that is asked for was checked.
     """
     settings = load_config(config or _ONE_DIM, overrides)
     here = find_launch(os.environ)
@@ -60,7 +57,7 @@ def bench(
     words = ["bench", *([] if config is None else [str(config)]), "--rounds", str(asked.rounds)]
     for option, values in (("--op", asked.operations), ("--bytes", asked.sizes), ("--dim", asked.dims)):
         words += [word for value in values for word in (option, str(value))]
-    words += ["--alone"] * asked.alone + ["--json"] * output.json
+    words += ["--json"] * output.json
     words += [] if output.fit is None else ["--fit", str(output.fit)]
     return start_job(settings, world, words, overrides, lambda: body(settings, asked, output))
 
@@ -74,15 +71,13 @@ def _check_output(path: Path) -> None:
             given=f"--fit {path}",
             expected="a file in a folder that exists and may be written",
         )
-    if path.exists():
-        with path.open(encoding="utf-8", errors="replace") as file:
-            if FIT_MARK not in file.read(4096):
-                raise ConfigError(
-                    f"{path} exists, and meshcomm bench did not write it",
-                    given=f"--fit {path}",
-                    expected="a new file, or one that an earlier meshcomm bench wrote",
-                    hint=f"--fit {path.with_stem(path.stem + '_measured')}",
-                )
+    if path.exists() and FIT_MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        raise ConfigError(
+            f"{path} exists, and meshcomm bench did not write it",
+            given=f"--fit {path}",
+            expected="a new file, or one that an earlier meshcomm bench wrote",
+            hint=f"--fit {path.with_stem(path.stem + '_measured')}",
+        )
 
 
 def body(settings: Config, asked: Asked, output: Output) -> None:
@@ -98,16 +93,17 @@ def body(settings: Config, asked: Asked, output: Output) -> None:
         plan = mesh.plan
     if not first:
         return
-    failure: ConfigError | None = None
-    if output.fit is not None:
-        try:
+    try:
+        if output.fit is not None:
             _fit(settings, plan, facts, output.fit)
-        except ConfigError as error:
-            # What was measured is shown all the same.
-            failure = error
-    _print(facts, output)
-    if failure is not None:
-        raise failure
+    finally:
+        # What was measured is shown also where nothing can be fitted.
+        if output.json:
+            print(json.dumps(facts, indent=2))
+        else:
+            terminal(110).print(bench_view(facts))
+    if output.fit is not None and not output.json:
+        print(f"written: {output.fit}")
 
 
 def _steady(settings: Config) -> Config:
@@ -132,21 +128,8 @@ def _fit(settings: Config, plan: Plan, facts: dict[str, Any], path: Path) -> Non
             f"the launcher has {here.local_size} on this host"
         )
     facts["fit"] = fit_facts(fitted, notes)
-    machine, mesh = facts["machine"], facts["mesh"]
-    head = (
-        f"{machine['date'][:10]}, {' '.join(f'{name}={size}' for name, size in mesh['dims'].items())}, "
-        f"{machine['hosts']} host{'s' * (machine['hosts'] > 1)}, {machine['device']}, torch {machine['torch']}"
-    )
-    resolved = settings.resolved(here.world_size)
-    text = measured_text(resolved, topology, fitted.links, head)
+    machine = facts["machine"]
+    sizes, hosts = coords_text(facts["mesh"]["dims"]), count(machine["hosts"], "host")
+    head = f"{machine['date'][:10]}, {sizes}, {hosts}, {machine['device']}, torch {machine['torch']}"
+    text = measured_text(settings.resolved(here.world_size), topology, fitted.links, head)
     write_whole(path, text, given=f"--fit {path}")
-
-
-def _print(facts: dict[str, Any], output: Output) -> None:
-    if output.json:
-        print(json.dumps(facts, indent=2))
-        return
-    to = terminal(110)
-    to.print(bench_view(facts))
-    if output.fit is not None and output.fit.exists():
-        to.print(f"written: {output.fit}")

@@ -12,28 +12,15 @@ from typing import Any, Final, NamedTuple
 from meshcomm.config import Config, TopologyConfig, load_config
 from meshcomm.dryrun.rank import pretended_step
 from meshcomm.dryrun.script import Script, mesh_of_script, script_step
-from meshcomm.dryrun.training import dry_training, priced, told
-from meshcomm.dryrun.world import dry_world
+from meshcomm.dryrun.training import dry_facts, dry_training, priced
+from meshcomm.dryrun.world import SAMPLE, Sample, dry_world
 from meshcomm.jobs.starting import world_of
-from meshcomm.layout import Layout
 from meshcomm.mesh.environment import how_many_ranks
 from meshcomm.predict.machine import discovered
-from meshcomm.predict.place import Ranking
-from meshcomm.predict.placed import placed_data
+from meshcomm.predict.place import Ranking, placed_data
 
 # Names of a dim of stages, where no [parallel] says it.
 _STAGES: Final = ("pp", "pipeline", "pipe", "stage")
-
-
-class Sample(NamedTuple):
-    """Ranks to run in addition to the representative ones: `ranks`, and `drawn` random ones."""
-
-    ranks: Sequence[int] = ()
-    drawn: int = 8
-    seed: int = 0
-
-
-_SAMPLE: Final = Sample()
 
 
 class Exact(NamedTuple):
@@ -49,8 +36,7 @@ def dryrun(
     overrides: Sequence[str],
     world: int | None,
     script: Script | None = None,
-    sample: Sample = _SAMPLE,
-    trace: Path | None = None,
+    sample: Sample = SAMPLE,
 ) -> dict[str, Any]:
     """Run the training of `config`, or `script`, on representative ranks of `world`; returns the findings as plain data.
 
@@ -59,29 +45,19 @@ def dryrun(
     began = time.perf_counter()
     if config is None and world is None:
         raise how_many_ranks("dryrun")
-    settings: Config | None = None if config is None else load_config(config, overrides)
+    settings = None if config is None else load_config(config, overrides)
+    size = world_of(settings, world)
     if script is None:
         assert settings is not None
-        return dry_training(settings, world_of(settings, world), *sample, trace)
-    size = world_of(settings, world)
+        return dry_training(settings, size, sample)
     layout, asked = mesh_of_script(script, size)
     parallel = getattr(asked, "parallel", None)
     topology = discovered((settings or asked).topology, os.environ)
-    found = dry_world(
-        partial(script_step, script),
-        layout,
-        _pipeline(layout, None if parallel is None else parallel.pipeline),
-        ranks=sample.ranks,
-        sample=sample.drawn,
-        seed=sample.seed,
-        replayed=priced(topology),
-    )
-    return told(found, None, topology, began, trace)
-
-
-def _pipeline(layout: Layout, said: str | None) -> str | None:
-    """The dim of the stages: as the configuration says it, or the one that is usually called so."""
-    return said or next((dim for dim in layout.dims if dim in _STAGES), None)
+    stages = None if parallel is None else parallel.pipeline
+    # Without a configuration: the dim that is usually called so.
+    pipeline = stages or next((dim for dim in layout.dims if dim in _STAGES), None)
+    found = dry_world(partial(script_step, script), layout, pipeline, sample, replayed=priced(topology))
+    return dry_facts(found, None, topology, time.perf_counter() - began)
 
 
 def exactly(settings: Config, ranking: Ranking, topology: TopologyConfig) -> tuple[Ranking, list[Exact]]:
@@ -97,8 +73,7 @@ def exactly(settings: Config, ranking: Ranking, topology: TopologyConfig) -> tup
             partial(pretended_step, placed),
             placed.plan(ranking.world).layout,
             placed.parallel.pipeline,
-            stages_only=True,
-            sample=0,
+            Sample(stages_only=True),
             replayed=priced(topology),
         )
         assert world.replay is not None

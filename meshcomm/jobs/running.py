@@ -10,39 +10,29 @@ import gc
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, LaunchError
 
-# What a launcher tells a rank; its ranks say nothing of their start.
-_RANKS: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
-
 
 def train(config: Path, overrides: Sequence[str], world: int | None, max_restarts: int = 0) -> int:
-    """Train as `config` says; returns the exit code. Outside a launcher, starts all ranks here.
-
-    max_restarts: how often all ranks are started again after one of them has failed.
-    """
+    """Train as `config` says; returns the exit code. Outside a launcher, starts all ranks here."""
     settings = load_config(config, overrides)
     if settings.train is None or settings.model is None:
-        what = (
-            "training"
-            if settings.train is None
-            else "a model: a script can bring one, by meshcomm.train.Trainer"
-        )
         raise ConfigError(
-            f"{config} says nothing about {what}",
-            given="a mesh without [parallel], [model], [data] and [train]"
-            if settings.train is None
-            else "no [model]",
-            expected="all four sections",
+            f"{config} says nothing about {'training' if settings.train is None else 'a model'}",
+            given="no [model]"
+            if settings.train
+            else "a mesh without [parallel], [model], [data] and [train]",
+            expected="all four sections, or meshcomm run with a script that makes a meshcomm.train.Trainer",
             hint="configs/quickstart.toml has them all",
         )
-    _announce(settings, world)
+    if world is not None:
+        settings.resolved(world)
     with _loading():
         from meshcomm.jobs.starting import start_job
     return start_job(
@@ -64,12 +54,12 @@ def _train(settings: Config) -> None:
     with init(settings) as mesh:
         if not mesh.is_member:
             return
+        reporter = Callback()
         if is_first(mesh):
             console = Console()
             console.print(mesh)
-            run_training(mesh, settings, TrainingReporter(console), attempt)
-        else:
-            run_training(mesh, settings, Callback(), attempt)
+            reporter = TrainingReporter(console)
+        run_training(mesh, settings, reporter, attempt)
 
 
 @contextmanager
@@ -88,12 +78,10 @@ def _loading() -> Iterator[None]:
 def run(
     config: Path | None, script: Path, arguments: Sequence[str], overrides: Sequence[str], world: int | None
 ) -> int:
-    """Run a script, one process per rank, whose `meshcomm.init()` makes the mesh of `config`.
-
-    Without `config`: `world` ranks of a script that says its own mesh.
-    """
+    """Run a script on every rank; its `meshcomm.init()` makes the mesh of `config`, if there is one, on `world` ranks."""
     settings = None if config is None else load_config(config, overrides)
-    _announce(settings, world)
+    if settings is not None and world is not None:
+        settings.resolved(world)
     from meshcomm.jobs.starting import start_job
     from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 
@@ -149,17 +137,3 @@ def parity(
 
     made = None if script is None else (script[0].resolve(), script[1])
     return prove(resolved, steps, tolerance, start, made).facts()
-
-
-def _announce(settings: Config | None, world: int | None) -> None:
-    """Say on stderr, where that is a terminal, that ranks are being started; nothing in a launcher's rank.
-
-    Raises ConfigError where the config has no mesh of `world` ranks.
-    """
-    if settings is not None and world is not None:
-        settings.resolved(world)
-    if sys.stderr.isatty() and not any(name in os.environ for name in _RANKS):
-        dims: Mapping[str, int] = {} if settings is None else settings.mesh.dims
-        sizes = "".join(f" {name}={size}" for name, size in dims.items())
-        ranks = "" if world is None else f" of {world:,} ranks"
-        print(f"starting the mesh{sizes}{ranks}: loading torch ...", file=sys.stderr, flush=True)

@@ -25,12 +25,9 @@ def start_job(
     body: Callable[[], None],
     max_restarts: int = 0,
 ) -> int:
-    """Run `body` as this rank, where a launcher started us; else start `meshcomm WORDS` once per rank here.
+    """Run `body` as this rank, if a launcher started us; else start `meshcomm WORDS` once per rank here.
 
-    settings: None for a script that says its own mesh.
-    world: the number of ranks, or None for what `settings` say.
-    overrides: what `--set` said, for the ranks that are started.
-    max_restarts: how often all ranks are started again after one of them failed.
+    settings: None for a script that says its own mesh. world: None for what `settings` say. overrides: of `--set`.
     Returns the exit code.
     """
     here = find_launch(os.environ)

@@ -17,11 +17,10 @@ from meshcomm.mesh.rank_failure import end_rank
 def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) -> None:
     """Run `body`; where it raises, see to it that the job prints one error, and end the process.
 
-    label: this rank with its coords, where it has opened no mesh; only called for an error.
+    label: this rank with its coords, if it has opened no mesh; only called for an error.
 
-    meshcomm's own launcher is left the error, and prints that of the root cause. Under another
-    launcher the first rank that fails prints its own. Under an agent of torch, and under meshcomm's
-    launcher, this process ends when the launcher does.
+    meshcomm's own launcher prints the error of the root cause; under another launcher the first rank that fails prints
+    its own. Under an agent of torch, and under meshcomm's launcher, this process ends when the launcher does.
     """
     # Several ranks share one pipe: unbuffered, their lines run into each other; buffered, they come at the end.
     for stream in (sys.stdout, sys.stderr):

@@ -24,13 +24,11 @@ def root_cause(
 
     label: the name of a rank, with its coords. ended: ranks that ended with exit code 0 before.
 
-    First come errors that do not follow from another rank's, and ranks that a signal or an unknown
-    error ended: the earliest, but before all the one that an error itself calls mismatched. A rank
-    ended by SIGABRT, as by its backend's watchdog, is none of these where an error names who is missing.
-    Where there is none, errors that follow: that of the rank whose operation differs from the others'
-    at one sequence number of a group; else the earliest, but one that waited for a rank that has not
-    failed before those that waited for each other. Where a rank had ended that the others waited for, it is the
-    cause, with the error of the one that waited.
+    First: errors that do not follow from another rank's, and ranks that a signal or an unknown error ended; the one that
+    an error calls mismatched, else the earliest. A rank ended by SIGABRT, as by its backend's watchdog, is none of these
+    if an error names who is missing. Then errors that follow: of the rank whose operation differs at one sequence number
+    of a group; else of one that waited for a rank that has not failed; else the earliest. A rank that had ended while
+    others waited for it is the cause, with the error of the one that waited.
     """
     failures = sorted(failures, key=lambda failure: failure.rank)
     failed = {failure.rank for failure in failures}

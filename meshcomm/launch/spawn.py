@@ -56,14 +56,11 @@ def launch(
     label: the name of a rank, with its coords, where the program has opened no mesh; only called after a failure.
     Called by: the main thread, as signals are handled until the job ends.
 
-    The code is 0 when all ranks ended well, that of the rank whose failure caused the others'
-    (128 + signal where a signal ended it), or 128 + signal where this process was sent one: 130 after
-    Ctrl-C. No process of the job outlives the call, nor this process, however it ends: ranks that do
-    not end within ten seconds of being asked (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT; three after Ctrl-C)
-    are killed, and so is all that ranks have started. The ranks write to this process's own stdout and
-    stderr; the last lines on stderr name the root cause, with its rank's coords and line, and in one
-    line those that followed. Where one fails, all are ended and started again, up to `max_restarts`
-    times, each time after the same lines; the code is that of the last time.
+    The code is 0 if all ranks ended well, that of the rank whose failure caused the others' (128 + signal if a signal
+    ended it), or 128 + signal if this process was sent one. No process of the job outlives the call, nor this process:
+    ranks that do not end within ten seconds of being asked (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT; three after Ctrl-C) are
+    killed, and so is everything that ranks have started. The last lines on stderr name the root cause and those that
+    followed. After a failure all are started again, up to `max_restarts` times; the code is that of the last time.
     """
     if world_size > 4096:
         raise LaunchError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, final, overload
@@ -456,38 +457,23 @@ def _checked_order(rank_order: Any, dims: Mapping[str, int]) -> Ranks | None:
     """`rank_order` as an array that cannot be written to; None where it is 0, 1, 2, ..."""
     world = math.prod(dims.values())
     listed = rank_order.tolist() if isinstance(rank_order, np.ndarray) else rank_order
+    expected = f"a list of {world} different ranks, each 0 or more and below {_RANKS}"
+    hint = "one rank for each position of the row-major grid, or no rank_order"
     if isinstance(listed, str) or not isinstance(listed, Sequence):
-        raise LayoutError(
-            "rank_order is not a list of ranks",
-            given=f"{rank_order!r}, a {type(rank_order).__name__}",
-            expected=f"a list of {world} different ranks",
-            hint="list(...) of it, or no rank_order",
-        )
+        given = f"{rank_order!r}, a {type(rank_order).__name__}"
+        raise LayoutError("rank_order is not a list of ranks", given=given, expected=expected, hint=hint)
     ranks = [whole(rank, "rank") for rank in listed]
-    if any(rank >= _RANKS for rank in ranks):
-        raise LayoutError(
-            f"no job has a rank {max(ranks)}",
-            given=f"rank {max(ranks)} in rank_order",
-            expected=f"ranks below {_RANKS}",
-            hint="one rank for each position of the row-major grid, or no rank_order",
+    if len(ranks) != world:
+        what, given = (
+            f"rank_order lists {len(ranks)} ranks for a mesh of {world}",
+            f"{len(ranks)} ranks, {times(dims)}",
         )
+        raise LayoutError(what, given=given, expected=expected, hint=hint)
+    wrong = [rank for rank, seen in Counter(ranks).items() if seen > 1 or not 0 <= rank < _RANKS]
+    if wrong:
+        given = f"rank {wrong[0]}{' twice' if 0 <= wrong[0] < _RANKS else ''}"
+        raise LayoutError("rank_order is not a permutation", given=given, expected=expected, hint=hint)
     order = np.array(ranks, dtype=np.int64)
-    if order.shape != (world,):
-        raise LayoutError(
-            f"rank_order lists {order.size} ranks for a mesh of {world}",
-            given=f"{order.size} ranks, {times(dims)}",
-            expected=f"{world} different ranks",
-            hint="one rank for each position of the row-major grid, or no rank_order",
-        )
-    values, counts = np.unique(order, return_counts=True)
-    wrong = values[(counts > 1) | (values < 0)]
-    if wrong.size:
-        raise LayoutError(
-            "rank_order is not a permutation",
-            given=f"rank {wrong[0]}{' twice' if wrong[0] >= 0 else ''}",
-            expected=f"{world} different ranks, none negative",
-            hint="list each rank once",
-        )
     if (order == np.arange(world)).all():
         return None
     order.setflags(write=False)

@@ -54,3 +54,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """
     near = nearest_name(word, known)
     return None if near is None else f'did you mean "{near}"?'
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """The first names, and whether there are more.
+
+    >>> listed(["a", "b", "c"], most=2)
+    'a, b, ...'
+    """
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

@@ -23,11 +23,7 @@ def times(sizes: Mapping[str, int]) -> str:
 
 
 def toml_dims(sizes: Mapping[str, int]) -> str:
-    """The sizes as they are written in a config file.
-
-    >>> toml_dims({"dp": 4, "tp": 2})
-    '{ dp = 4, tp = 2 }'
-    """
+    """The sizes as they are written in a config file: `{ dp = 4, tp = 2 }`."""
     # Only ASCII letters may stand without quotes in TOML; a dim may have others.
     written = (name if name.isascii() else f'"{name}"' for name in sizes)
     listed = ", ".join(f"{name} = {size}" for name, size in zip(written, sizes.values(), strict=True))
@@ -35,17 +31,13 @@ def toml_dims(sizes: Mapping[str, int]) -> str:
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors of `n`, ascending."""
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    """The divisors of `n`, ascending: all of them up to 2^24, of larger numbers those up to 4096 and their quotients."""
+    small = [d for d in range(1, min(math.isqrt(n), 4096) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def whole(value: Any, what: str) -> int:
-    """`value` as an int. NumPy's integers are taken; bools, floats and all else are refused as `what`.
-
-    >>> whole(3, "rank")
-    3
-    """
+    """`value` as an int. NumPy's integers are taken; bools, floats and all else are refused as `what`."""
     if type(value) is int:
         return value
     try:
@@ -132,13 +124,15 @@ def nearest_fits(sizes: Mapping[str, int], world: int, limit: int | None = 3) ->
     return [fit for _, _, fit in found[:limit]]
 
 
-def resolve(sizes: Mapping[str, int], world: int | None, what: str = "the mesh") -> dict[str, int]:
+def resolve(
+    sizes: Mapping[str, int], world: int | None, what: str = "the mesh", where: str = "dims"
+) -> dict[str, int]:
     """Fill in the one size that is -1, and check that the sizes multiply to `world`.
 
-    `world` None: no world is known yet, so no size may be -1.
+    world: None where it is not known, so that no size may be -1. what, where: what errors call the sizes and their place.
     Raises LayoutError with the arithmetic and the nearest sizes that fit.
     """
-    given = f"dims = {toml_dims(sizes)}"
+    given = f"{where} = {toml_dims(sizes)}"
     unknown = [name for name, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
     if len(unknown) > 1:
@@ -146,7 +140,7 @@ def resolve(sizes: Mapping[str, int], world: int | None, what: str = "the mesh")
             f"{what} has {len(unknown)} sizes of -1: {', '.join(unknown)}",
             given=given,
             expected="at most one size of -1; it takes what the other dims leave of the world",
-            hint=f"dims = {toml_dims({**sizes, **dict.fromkeys(unknown[1:], 1)})}",
+            hint=f"{where} = {toml_dims({**sizes, **dict.fromkeys(unknown[1:], 1)})}",
         )
     if world is None and unknown:
         raise LayoutError(
@@ -159,7 +153,7 @@ def resolve(sizes: Mapping[str, int], world: int | None, what: str = "the mesh")
         return dict(sizes)
     if unknown and world % known == 0:
         return {name: world // known if size == -1 else size for name, size in sizes.items()}
-    fitting = [f"dims = {toml_dims(fit)}" for fit in nearest_fits(sizes, world)]
+    fitting = [f"{where} = {toml_dims(fit)}" for fit in nearest_fits(sizes, world)]
     processes = max(known, world // known * known) if unknown else known
     raise LayoutError(
         f"{what} does not {'divide' if unknown else 'fit'} the world: {times(sizes)}, world is {world}",

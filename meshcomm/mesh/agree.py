@@ -14,10 +14,10 @@ from typing import Any, Final, NamedTuple
 
 from meshcomm.errors import MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.mesh.torch_store import store_failed
+from meshcomm.mesh.store import store_failed
 
-# In the number that counts who has come: above these bits, the sum of the sizes that they expect. For n ranks that is
-# n * n, and the store adds 64-bit numbers with a sign: worlds of up to two million ranks fit.
+# In the number that counts who has come: above these bits, the sum of the sizes that they expect, n * n for n ranks.
+# The store adds 64-bit numbers with a sign: worlds of up to two million ranks fit.
 _COUNT_BITS: Final = 21
 _COUNT: Final = (1 << _COUNT_BITS) - 1
 # How long the rank that waits for the others where sizes differ leaves the store alone.
@@ -40,18 +40,14 @@ def agree(
     timeout_s: float,
     what: str = "the mesh",
 ) -> Agreed:
-    """Return when every rank has come with equal `facts`; else raise on every rank.
+    """Return when every rank of `ranks` has come with equal `facts`; else raise on every rank.
 
-    Args:
-        store: a torch store that all ranks see (its stubs lack half of its methods), used for
-            nothing else: give each agreement its own prefix.
-        facts: name -> plain data that must be equal. What differs by nature stays out.
-        ranks: which are to come. A rank that expects another number is a mismatched one.
+    store: under a prefix of this agreement. facts: name -> plain data that must be equal.
 
     Costs three store operations per rank. Who is mismatched is decided by majority, among equals by the
     lowest rank. Raises MeshMismatchError naming the mismatched ranks, the fact and both values, or, after
     `timeout_s`, the ranks that never came and the hosts of those that did; also on a rank that comes
-    after the others gave up. StoreError where the store fails.
+    after the others gave up. StoreError if the store fails.
     """
     world_size = len(ranks)
     text = json.dumps({"world": world_size, **facts}, separators=(",", ":"))
@@ -88,8 +84,7 @@ def agree(
 def leave_together(store: Any, stays: bool) -> None:
     """Called by every rank of an agreement that failed, when it knows why.
 
-    stays: on the rank whose process may hold the store. It waits until all that came and said who they are know why
-    too, three seconds at most: with its process the store would end, and they would hear of that instead.
+    stays: on the rank whose process may hold the store: it waits three seconds at most until the others know why too.
     """
     deadline = time.monotonic() + _LEAVES_S
     with contextlib.suppress(RuntimeError):
@@ -100,10 +95,7 @@ def leave_together(store: Any, stays: bool) -> None:
 
 
 def _same_error(store: Any, rank: int, find: Callable[[], MeshMismatchError]) -> MeshMismatchError:
-    """The same error on every rank. One rank reads the list and publishes the error.
-
-    The list has a line for each rank: read by each of 131,072 it would be 741 GB through one server.
-    """
+    """The same error on every rank: one rank reads the list and publishes the error. Read by 131,072 it would be 741 GB."""
     if store.add("tellers", 1) == 1:
         error = find()
         store.set("told", json.dumps(vars(error)))
@@ -119,11 +111,8 @@ def _same_error(store: Any, rank: int, find: Callable[[], MeshMismatchError]) ->
 
 
 class Agreed(NamedTuple):
-    """What all ranks know after they have agreed, the same on each.
-
-    moment: the time, as in `20261122-142530`. ranks_per_host: ranks r with equal r // ranks_per_host are on one
-    host; 0 where no number says so, as hosts have unequal numbers of ranks, or ranks that are not neighbours.
-    """
+    """moment: the time, as in `20261122-142530`. ranks_per_host: ranks r with equal r // ranks_per_host are on one host;
+    0 if hosts have unequal numbers of ranks, or ranks that are not neighbours."""
 
     moment: str
     ranks_per_host: int
@@ -158,10 +147,7 @@ def _announced(store: Any) -> dict[int, _Arrival]:
 
 
 def _conclude(store: Any, count: int, deadline: float) -> int:
-    """Give the verdict if no more ranks are expected; return the count at which to look again.
-
-    count: how many have counted themselves. Each of them says who it is right after that, unless it dies.
-    """
+    """Give the verdict if no more ranks are expected; return the count at which to look again. count: how many have come."""
     while len(arrivals := _announced(store)) < count:
         if time.monotonic() >= deadline:
             return count

@@ -1,17 +1,39 @@
-"""Plain data of every rank of a mesh, and one outcome of an action of all ranks."""
+"""One exchange of plain records of every rank of a mesh, and what is read from it: failures, sums of calls, stragglers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from meshcomm.comm.flight_recorder import FlightRecorder
+from meshcomm.comm.spans import host
 from meshcomm.errors import CommunicationError, MeshcommError, TrainingError
-from meshcomm.mesh.compare_ranks import records_of_all
+from meshcomm.show.page import Cells, Line, as_text, page_view
+from meshcomm.show.stats import spread_page
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from meshcomm.mesh.mesh import Mesh
 
 T = TypeVar("T")
+
+# (dim, plain data) -> the data of every rank along the dim, by coord.
+Gather = Callable[[str, Any], list[Any]]
+
+
+def records_of_all(gather: Gather, dims: Iterable[str], record: T) -> list[T]:
+    """The records of all ranks, in the order of the layout's grid; called by every rank of the mesh.
+
+    dims: of the layout, in its order. record: of this rank, plain data.
+    """
+    records = [record]
+    for dim in reversed(list(dims)):
+        records = [each for part in gather(dim, records) for each in part]
+    return records
 
 
 def ranks_of(mesh: Mesh) -> list[int]:
@@ -64,3 +86,183 @@ def on_all_ranks(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
             words = words if words == could_not else f"{could_not}: {words}"
             raise TrainingError(words, given=given, expected=expected, hint=hint)
     return result  # type: ignore[return-value]
+
+
+# -- sums of calls ---------------------------------------------------------------------------------------
+
+
+class Spread(NamedTuple):
+    """One call on one dim, over all ranks that made it.
+
+    calls, nbytes: of all of them together. mean_s: seconds that a rank was blocked in the calls, on average.
+    fastest, slowest: the lowest of the ranks that were blocked least and most. Times are None if a rank's are unknown.
+    """
+
+    dim: str
+    call: str
+    async_op: bool
+    ranks: int
+    calls: int
+    nbytes: int
+    mean_s: float | None
+    fastest: int
+    fastest_s: float | None
+    slowest: int
+    slowest_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StatsOfAll:
+    """The result of `Mesh.global_stats`, the same on every rank."""
+
+    seconds: float
+    rows: tuple[Spread, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """As data that JSON can hold."""
+        return {"seconds": self.seconds, "rows": [row._asdict() for row in self.rows]}
+
+    def __rich__(self) -> RenderableType:
+        """A table, a line for each call of each dim."""
+        return page_view(spread_page(self.facts()))
+
+    def __str__(self) -> str:
+        return as_text(self.__rich__())
+
+
+def stats_of_all(records: Iterable[Sequence[Any]], dims: Sequence[str]) -> StatsOfAll:
+    """records: of each rank (rank, seconds, `Stats.sums`). dims: in the order to show them."""
+    by_call: dict[tuple[str, str, bool], dict[int, tuple[int, int, float | None]]] = {}
+    longest = 0.0
+    for rank, seconds, sums in records:
+        longest = max(longest, seconds)
+        for dim, call, async_op, calls, nbytes, spent in sums:
+            by_call.setdefault((dim, call, async_op), {})[rank] = calls, nbytes, spent
+    order = list(dict.fromkeys([*dims, *(key[0] for key in by_call)]))
+    rows = [_spread(key, by_rank) for key, by_rank in by_call.items()]
+    return StatsOfAll(longest, tuple(sorted(rows, key=lambda row: order.index(row.dim))))
+
+
+def _spread(key: tuple[str, str, bool], by_rank: Mapping[int, tuple[int, int, float | None]]) -> Spread:
+    calls, nbytes = sum(row[0] for row in by_rank.values()), sum(row[1] for row in by_rank.values())
+    spent = {rank: seconds for rank, (_, _, seconds) in sorted(by_rank.items()) if seconds is not None}
+    if len(spent) < len(by_rank):
+        return Spread(*key, len(by_rank), calls, nbytes, None, min(by_rank), None, min(by_rank), None)
+    fastest, slowest = min(spent, key=spent.__getitem__), max(spent, key=spent.__getitem__)
+    mean_s, least_s, most_s = fmean(spent.values()), spent[fastest], spent[slowest]
+    return Spread(*key, len(by_rank), calls, nbytes, mean_s, fastest, least_s, slowest, most_s)
+
+
+# -- stragglers ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Arrivals at the last calls on one group, by coord.
+
+    mean_s, worst_s: seconds after the first rank of the group. last: share of the calls at which this coord
+    arrived last, 0 to 1. calls: how many were compared, 256 at most.
+    """
+
+    ranks: tuple[int, ...]
+    mean_s: tuple[float, ...]
+    worst_s: tuple[float, ...]
+    last: tuple[float, ...]
+    calls: int
+
+    @property
+    def latest(self) -> int:
+        """The coord that arrived latest on average."""
+        return max(range(len(self.ranks)), key=self.mean_s.__getitem__)
+
+
+class Straggler(NamedTuple):
+    """The rank of the whole mesh that arrived latest along a dim, on average, in seconds after the first one."""
+
+    rank: int
+    mean_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stragglers:
+    """The result of `Mesh.stragglers`, by dim: this rank's own group, and the latest rank over all groups of the mesh.
+
+    hosts: 1: one clock for all. More: their wall clocks were compared, as good as they are set.
+    """
+
+    groups: Mapping[str, Arrivals]
+    latest: Mapping[str, Straggler]
+    hosts: int
+
+    def __rich__(self) -> RenderableType:
+        """A table, a line for each coord of each dim."""
+        names = ("dim", "coord", "rank", "mean ms", "worst ms", "last to come")
+        rows = [
+            (
+                f"{dim}, {group.calls} calls",
+                str(coord),
+                str(rank),
+                f"{group.mean_s[coord] * 1e3:.3f}",
+                f"{group.worst_s[coord] * 1e3:.3f}",
+                f"{group.last[coord]:.0%}",
+            )
+            for dim, group in self.groups.items()
+            for coord, rank in enumerate(group.ranks)
+        ]
+        latest = "; ".join(
+            f"{dim}: rank {at.rank}, {at.mean_s * 1e3:.3f} ms" for dim, at in self.latest.items()
+        )
+        below = f"latest of the whole mesh along {latest}" if latest else "no dim of two ranks or more"
+        head = Line("arrival after the first rank of the group")
+        return page_view([head, Cells(names, tuple(rows), frozenset(names[1:]), once=1), Line(below)])
+
+    def __str__(self) -> str:
+        return as_text(self.__rich__())
+
+
+def arrivals(began: Sequence[Mapping[int, int]], ranks: Sequence[int]) -> Arrivals:
+    """began: by coord, the nanosecond by sequence number of the call. Only calls that every rank remembers count.
+
+    >>> found = arrivals([{1: 0, 2: 0}, {2: 10**6, 1: 3 * 10**6, 3: 9}], ranks=[4, 5])
+    >>> found.mean_s, found.worst_s, found.last, found.calls
+    ((0.0, 0.002), (0.0, 0.003), (0.0, 1.0), 2)
+    """
+    shared = sorted(set.intersection(*map(set, began)))
+    # By call, then by coord.
+    times = [[of_coord[number] for of_coord in began] for number in shared]
+    late = [[(when[coord] - min(when)) / 1e9 for when in times] for coord in range(len(ranks))]
+    last = [when.index(max(when)) for when in times]
+    count = max(1, len(shared))
+    return Arrivals(
+        tuple(ranks),
+        tuple(sum(seconds) / count for seconds in late),
+        tuple(max(seconds, default=0.0) for seconds in late),
+        tuple(last.count(coord) / count for coord in range(len(ranks))),
+        len(shared),
+    )
+
+
+def stragglers(recorders: Mapping[str, FlightRecorder], dims: Sequence[str], gather: Gather) -> Stragglers:
+    """Compare the arrivals along each dim of `recorders`, then over the whole mesh; called by every rank of the mesh.
+
+    recorders: of this rank's groups, in the same order on all ranks. dims: the base dims of two ranks or more.
+    """
+    ahead = time.time_ns() - time.perf_counter_ns()
+    # All of it before the first exchange, which is recorded as well.
+    began = {
+        dim: {number: round(recorder.began(number) * 1e9) for number in recorder.remembered()}
+        for dim, recorder in recorders.items()
+    }
+    hosts = len(set(records_of_all(gather, dims, host())))
+    # On one host the monotonic clock is the same for all; across hosts only the wall clock is.
+    shift = ahead if hosts > 1 else 0
+    groups = {}
+    for dim, recorder in recorders.items():
+        own = {number: when + shift for number, when in began[dim].items()}
+        groups[dim] = arrivals(gather(dim, own), recorder.ranks)
+    own_latest = {
+        dim: (group.mean_s[group.latest], group.ranks[group.latest]) for dim, group in groups.items()
+    }
+    records = records_of_all(gather, dims, own_latest)
+    latest = {dim: max(record[dim] for record in records) for dim in own_latest}
+    return Stragglers(groups, {dim: Straggler(rank, mean_s) for dim, (mean_s, rank) in latest.items()}, hosts)

@@ -10,7 +10,7 @@ from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import BarrierTimeout
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.runtime import Watching
-from meshcomm.mesh.torch_store import GRACE_S, kind_of, wait_for, within
+from meshcomm.mesh.store import GRACE_S, kind_of, wait_for, within
 
 
 def monitored_barrier(
@@ -23,13 +23,10 @@ def monitored_barrier(
 ) -> None:
     """Return when every rank of `ranks` has arrived; after `timeout_s` raise with the missing ranks.
 
-    Works on any backend, NCCL included, as it moves nothing on the device. Costs five store operations
-    per rank, where all come at once. The last rank to leave deletes the keys.
-    store:    a torch store with a prefix that this call alone uses, the same on every rank.
-    coord:    this rank's place in `ranks`.
-    calls:    the calls of the ranks that it is given, which did not come, in lines.
-    Raises BarrierTimeout on every rank that arrives, also after the others gave up. Where a TCPStore's server does
-    not answer, the error has no missing ranks.
+    Costs five store operations per rank, if all come at once. The last rank to leave deletes the keys.
+    store: under a prefix that this call alone uses. coord: this rank's place in `ranks`. calls: gives the calls of ranks
+    that did not come, in lines. Raises BarrierTimeout on every rank that arrives, also after the others gave up; without
+    missing ranks if a TCPStore's server does not answer.
     """
     meet = partial(_meet, store, coord, len(ranks), timeout_s)
     try:

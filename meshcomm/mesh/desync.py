@@ -12,11 +12,11 @@ from typing import Any, Final, final
 
 import torch.distributed as dist
 
-from meshcomm.comm.desync import error_of, find_desync, last_common
 from meshcomm.comm.flight_recorder import FlightRecorder
+from meshcomm.comm.mismatch import error_of, find_desync, last_common
 from meshcomm.errors import CallMismatchError
 from meshcomm.mesh.rank_record import RankRecord
-from meshcomm.mesh.torch_store import kind_of
+from meshcomm.mesh.store import kind_of
 
 # How often a rank posts and looks, where the world is small.
 _PERIOD_S: Final = 1.0
@@ -38,16 +38,11 @@ def period_s(world_size: int) -> float:
 class DesyncMonitor:
     """Posts the sums of this rank's steps; the first rank of each group compares those of its group.
 
-    Each period costs the store, where there was a step meanwhile: two operations of each rank (a set, a check for
-    a difference), a third where steps differ from those before, and one multi_get of each group. Keys, under the
-    mesh's prefix, all deleted by the last rank to leave: `steps/RANK`, the sums of its groups; `calls/RANK`, the
-    calls, as `StepHistory.data` has them; `desync`, the difference, which ends the comparison.
+    A period with a step costs the store two operations of each rank, a third if steps differ from those before, and
+    one multi_get of each group. Keys, under the mesh's prefix, deleted by the last rank to leave: `steps/RANK`, the sums
+    of its groups; `calls/RANK`, see `StepHistory.data`; `desync`, the difference, which ends the comparison.
 
     found: the difference between ranks of the mesh, see `find_desync`; None while none is known.
-
-    Args:
-        store: of this mesh. world_size: how many ranks the mesh has.
-        record: of this rank, with the recorders of its groups.
     """
 
     def __init__(self, store: Any, record: RankRecord, world_size: int) -> None:
@@ -75,10 +70,7 @@ class DesyncMonitor:
             raise self._error(self.found)
 
     def before_leaving(self) -> CallMismatchError | None:
-        """Have the last steps compared: the error, where there is one that this rank has not raised.
-
-        Waits until the other ranks of each group have come as far, two seconds at most.
-        """
+        """The error that the last steps give, if any; waits two seconds at most for the other ranks of each group."""
         if self._step and self.found is None:
             # A store that is gone may hold its callers for minutes.
             leaving = threading.Thread(target=self._leave, name="meshcomm-leave", daemon=True)
@@ -87,26 +79,25 @@ class DesyncMonitor:
         return None if self.found is None or self._raised else self._error(self.found)
 
     def cause(self, statuses: Mapping[int, Any]) -> CallMismatchError | None:
-        """The error for a call that failed, where ranks had called differently in a step before.
+        """The error for a call that failed, if ranks had called differently in a step before.
 
         statuses: of the ranks that answered, by rank; see RankRecord.data.
         """
         self.found = self.found or next((s["differs"] for s in statuses.values() if s.get("differs")), None)
         coords = {rank: status["coords"] for rank, status in statuses.items()}
-        for recorder in list(self._record.recorders):
+        for label in [recorder.label for recorder in self._record.recorders]:
             histories = {
                 rank: group.get("steps")
-                for rank in recorder.ranks
-                if rank in statuses
-                for group in statuses[rank]["groups"]
-                if group["label"] == recorder.label
+                for rank, status in statuses.items()
+                for group in status["groups"]
+                if group["label"] == label
             }
-            self.found = self.found or find_desync(recorder.label, histories, coords)
+            self.found = self.found or find_desync(label, histories, coords)
         return None if self.found is None else self._error(self.found)
 
     @property
     def linger_s(self) -> float:
-        """How long a rank that knows of a difference keeps the store, so that the others read it too."""
+        """How long a rank that knows of a difference keeps the store for the others."""
         return 0.0 if self.found is None else 1.25 * self._period_s
 
     def let_go(self) -> None:

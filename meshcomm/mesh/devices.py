@@ -61,11 +61,8 @@ def device_identity(device: torch.device) -> str | None:
 
 
 def refuse_shared(store: dist.Store, rank: int, plan: Plan, device: torch.device) -> None:
-    """Raise LaunchError where another rank has the same device, which NCCL refuses; one store operation.
-
-    Ranks that see one device each all call it cuda:0. NCCL allows it with NCCL_HOSTID or
-    NCCL_MULTI_RANK_GPU_ENABLE.
-    """
+    """Raise LaunchError if another rank has the same device, which NCCL refuses unless NCCL_HOSTID or
+    NCCL_MULTI_RANK_GPU_ENABLE is set; one store operation."""
     backends = {backend_on(family.options.backend, device) for family in plan.families if family.creates}
     allowed = "NCCL_HOSTID" in os.environ or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"
     identity = device_identity(device) if backends & STREAM_ORDERED and not allowed else None
@@ -127,11 +124,7 @@ def check_backends(plan: Plan) -> None:
 
 
 def check_devices(settings: Settings, device: torch.device, backend: str, launch: Launch) -> None:
-    """Refuse settings that the chosen device cannot follow. Raises LaunchError.
-
-    A config that leaves the device to "auto" may say things that only make sense on cuda; and NCCL
-    cannot run two ranks on one device.
-    """
+    """Refuse settings that the chosen device cannot follow, and two ranks of NCCL on one device. Raises LaunchError."""
     if device.type == "cpu":
         useless = {
             "process.device_id = true": settings.process.device_id is True,

@@ -5,13 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shlex
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from meshcomm.config.process import NetworkConfig
@@ -52,33 +49,21 @@ MPI_RANKS: Final = tuple(each.rank for each in _MPI)
 _PORTS: Final = range(20_000, 32_000)
 _CANDIDATES: Final = 8
 
-# What the backends of one group must read alike: else they choose different algorithms or protocols,
-# connect at different times, or check calls that the others do not check. What names a host's own
-# parts may differ and is left out: NCCL_SOCKET_IFNAME, NCCL_IB_HCA, files, what is logged.
+# What the backends of one group must read alike: else they choose different algorithms or protocols, connect at
+# different times, or check calls that the others do not. What names a host's own parts is left out.
 SHARED: Final = [
-    "GLOO_DEVICE_TRANSPORT",
-    "TORCH_DISTRIBUTED_DEBUG",
-    "TORCH_GLOO_LAZY_INIT",
-    "NCCL_ALGO",
-    "NCCL_BUFFSIZE",
-    "NCCL_COLLNET_ENABLE",
-    "NCCL_COMM_BLOCKING",
-    "NCCL_CROSS_NIC",
-    "NCCL_CUMEM_ENABLE",
-    "NCCL_IB_DISABLE",
-    "NCCL_MAX_CTAS",
-    "NCCL_MAX_NCHANNELS",
-    "NCCL_MIN_CTAS",
-    "NCCL_MIN_NCHANNELS",
-    "NCCL_NET",
-    "NCCL_NTHREADS",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_P2P_DISABLE",
-    "NCCL_P2P_LEVEL",
-    "NCCL_PROTO",
-    "NCCL_SHM_DISABLE",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "TORCH_NCCL_BLOCKING_WAIT",
+    *("GLOO_DEVICE_TRANSPORT", "TORCH_DISTRIBUTED_DEBUG", "TORCH_GLOO_LAZY_INIT"),
+    *("NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_COLLNET_ENABLE", "NCCL_COMM_BLOCKING", "NCCL_CROSS_NIC"),
+    *("NCCL_CUMEM_ENABLE", "NCCL_IB_DISABLE", "NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS"),
+    *(
+        "NCCL_MIN_NCHANNELS",
+        "NCCL_NET",
+        "NCCL_NTHREADS",
+        "NCCL_NVLS_ENABLE",
+        "NCCL_P2P_DISABLE",
+        "NCCL_P2P_LEVEL",
+    ),
+    *("NCCL_PROTO", "NCCL_SHM_DISABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"),
     "TORCH_NCCL_USE_COMM_NONBLOCKING",
 ]
 
@@ -114,11 +99,11 @@ class Launch:
         return self.local_size == self.world_size
 
 
-def find_launch(env: Mapping[str, str]) -> Launch:
-    """Read the launcher's variables out of `env`. Raises LaunchError for half a set of them.
+_SINGLE: Final = Launch("single", rank=0, world_size=1, local_rank=0, local_size=1)
 
-    torchrun's come first: under Slurm or MPI, torchrun may have been started by either.
-    """
+
+def find_launch(env: Mapping[str, str]) -> Launch:
+    """Read the launcher's variables: torchrun's first, as Slurm or MPI may start it. LaunchError for half a set of them."""
     if "RANK" in env or "WORLD_SIZE" in env:
         return _torchrun(env)
     mpi, step = _mpi(env), "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
@@ -138,16 +123,13 @@ def find_launch(env: Mapping[str, str]) -> Launch:
             f"this is the batch script of Slurm job {env.get('SLURM_JOB_ID', '?')}, and none of its {tasks} tasks",
             given=f"SLURM_NTASKS={tasks} and no SLURM_STEP_ID: sbatch starts a script once, without srun",
             expected=f"{tasks} tasks, each a process that srun starts",
-            hint=f"put srun in front: {command_line('srun')}; for one process, #SBATCH --ntasks=1",
+            hint="put srun in front: srun python script.py; for one process, #SBATCH --ntasks=1",
         )
-    return Launch("single", rank=0, world_size=1, local_rank=0, local_size=1)
+    return _SINGLE
 
 
 def launch_by_arguments(env: Mapping[str, str]) -> Launch:
-    """The launch of a process whose program gives its rank and the world's size; the `meet` sets these two.
-
-    Ray and `multiprocessing` may set the address, as for `init_process_group(rank=..., world_size=...)`.
-    """
+    """The launch of a process whose program gives rank and world size, which `meet` sets: by Ray or multiprocessing."""
     local = "LOCAL_RANK" in env
     local_rank = _number(env, "LOCAL_RANK") if local else 0
     address, job = env.get("MASTER_ADDR"), _ray_job(env)
@@ -157,7 +139,7 @@ def launch_by_arguments(env: Mapping[str, str]) -> Launch:
 def _slurm(env: Mapping[str, str]) -> Launch:
     rank, world = _world(env, "SLURM_PROCID", "SLURM_NTASKS")
     if world == 1:
-        return Launch("single", rank=0, world_size=1, local_rank=0, local_size=1)
+        return _SINGLE
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
     one_node = "1" in (env.get("SLURM_STEP_NUM_NODES"), env.get("SLURM_NNODES"))
     local_size = world if one_node else int(match[0]) if (match := re.match(r"\d+", tasks)) else 1
@@ -217,21 +199,6 @@ def ports_of(job: str) -> list[int]:
     return [_PORTS[number % len(_PORTS)] for number in numbers]
 
 
-def command_line(launcher: str) -> str:
-    """What starts this program under `launcher`, as in `torchrun --nproc-per-node 8 train.py --fast`.
-
-    launcher: with its options; torchrun starts Python itself, without options.
-    """
-    words = sys.orig_argv[1:]
-    while launcher.startswith("torchrun") and words and re.match(r"-[^mc]", words[0]):
-        words = words[2 if words[0] in ("-X", "-W") else 1 :]
-    if not words or words[0] in ("-", "-c") or "ipykernel" in sys.modules:
-        words = ["script.py"]
-    if Path(words[0]).name == "meshcomm":
-        words = ["-m", "meshcomm", *words[1:]]
-    return f"{launcher} {'' if launcher.startswith('torchrun') else 'python '}{shlex.join(words)}"
-
-
 def _torchrun(env: Mapping[str, str]) -> Launch:
     for name in ("RANK", "WORLD_SIZE"):
         if name not in env:
@@ -241,7 +208,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
                 expected="both RANK and WORLD_SIZE, or neither",
                 hint="torchrun --nproc-per-node N script.py, or meshcomm run CONFIG script.py",
             )
-    rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    rank, world = _world(env, "RANK", "WORLD_SIZE")
     if not 0 <= rank < world:
         raise LaunchError(
             f"RANK={rank} is not a rank of a world of {world}",
@@ -264,7 +231,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
 def _job_of_ranks(env: Mapping[str, str], rank: int, world: int) -> str:
     """The job of a process that has RANK: of torchrun, or of the launcher whose ranks a script exports as RANK.
 
-    A torchrun in each task of a step, or a process that somebody started by hand in one, is no rank of the step.
+    A torchrun in each task of a Slurm step is no rank of the step.
     """
     if (run := env.get("TORCHELASTIC_RUN_ID", "none")) not in ("", "none"):
         return f"torchrun's run {run}"
@@ -292,9 +259,8 @@ def attempt_of(env: Mapping[str, str]) -> int:
 def attempt_prefix(env: Mapping[str, str]) -> str:
     """A prefix that separates the keys of this attempt from the keys of earlier ones; "" for the first.
 
-    torch's agents keep their store with its keys when they restart the ranks. One agent's
-    count is the same for all its ranks. Of several agents each counts the failures of its own ranks
-    alone; there only the size of the world is the same for all.
+    torch's agents keep their store when they restart the ranks. One agent's count is the same for all its ranks; each
+    of several counts its own failures, and only the size of the world is the same for all.
 
     >>> attempt_prefix({"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "2", "WORLD_SIZE": "4"})
     'attempt2'
@@ -376,10 +342,7 @@ def refuse_conflict(variables: Mapping[str, str]) -> None:
 
 
 def check_interfaces(plan: Plan, network: NetworkConfig) -> None:
-    """Raise LaunchError where `[network]` or GLOO_SOCKET_IFNAME names an interface that this host lacks.
-
-    Called while the variables of `[network]` are set. Backends without sockets, as torch's fake one, need none.
-    """
+    """Raise LaunchError if `[network]`, whose variables are set by now, or GLOO_SOCKET_IFNAME names a missing interface."""
     source = "[network] interfaces" if network.interfaces else "GLOO_SOCKET_IFNAME"
     reads = ["gloo", *["nccl"] * bool(network.interfaces)]
     backends = {plan.defaults.backend, *(family.options.backend for family in plan.families)}
@@ -419,19 +382,15 @@ def network_variables(network: NetworkConfig) -> dict[str, str]:
 
 
 def nccl_defaults(world_size: int) -> dict[str, str]:
-    """How often each rank's NCCL watchdog asks the store whether another one has failed, unless the user says it.
-
-    Once a second by torch's own default; in large worlds so that the store sees 1,000 of them a second.
-    """
+    """How often each rank's NCCL watchdog asks the store: once a second, or 1,000 questions a second of all ranks."""
     return {"TORCH_NCCL_COORD_CHECK_MILSEC": str(max(1_000, world_size))}
 
 
 def gloo_defaults(one_host: bool, ranks: int | None = None) -> dict[str, str]:
-    """How the ranks of a Gloo group connect unless the user says otherwise.
+    """How the ranks of a Gloo group connect unless the user says otherwise: on one host by the loopback interface.
 
-    All ranks connect when the group is created, as Gloo then ends every call at its timeout. In a group of more
-    than 64 ranks, and in the default group (ranks: None), two ranks connect at their first message. On one host Gloo stays on the
-    loopback interface, which needs no host name that resolves and no open port.
+    All ranks connect when the group is created, as Gloo then ends every call at its timeout. In a group of more than 64
+    ranks, and in the default group (ranks: None), two ranks connect at their first message.
     """
     lazy = ranks is None or ranks > EAGER_RANKS
     variables = {"TORCH_GLOO_LAZY_INIT": "1" if lazy else "0"}

@@ -30,9 +30,7 @@ class ExposedRendezvous(UserWarning):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, as it is written, can only mean this host.
-
-    A host's own name does not count, though it may resolve to 127.0.1.1 here: elsewhere it does not.
+    """Whether `host` can only mean this host: not by the host's own name, which elsewhere means another address.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "[::1]", "::ffff:127.0.0.1")]
     [True, True, True, True, True]
@@ -51,14 +49,10 @@ def is_loopback(host: str) -> bool:
 
 
 def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore | None:
-    """A store server that listens on the loopback address `host` and on nothing else.
+    """A store server that listens on the loopback address `host` and on nothing else; None if that is none, or taken.
 
-    Called by: the rank that hosts the store, before `torch.distributed.rendezvous`, which finds a
-        server of its own process by the port; keep the result until then.
-    Returns: None where `host` is no loopback address, or the port is taken: then torch says so.
-
-    Connections to 127.0.0.1 also spare the server a question to the name server: on torch's own,
-    they come from ::ffff:127.0.0.1, which no hosts file knows.
+    Called by: the rank that hosts the store, before `torch.distributed.rendezvous`, which finds a server of its own
+    process by the port; keep the result until then.
     """
     if not is_loopback(host):
         return None
@@ -91,10 +85,7 @@ def listening(port: int) -> list[str]:
 
 
 def exposed_store(host: str, port: int, setting: str, world_size: int) -> LaunchError | None:
-    """What is wrong with a job of this host alone whose store is at `host`; None where nothing is.
-
-    setting: what to write to change it, as in `MASTER_ADDR=127.0.0.1`.
-    """
+    """What is wrong with a job of this host alone whose store is at `host`. setting: what to write to change it."""
     outside = [address for address in listening(port) if not is_loopback(address)]
     if is_loopback(host) and not outside:
         return None

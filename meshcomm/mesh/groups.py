@@ -37,10 +37,9 @@ def create_transports(
 ) -> dict[str, Transport]:
     """One transport for every name of the plan, in plan order.
 
-    Called by: every rank of the plan's layout; a rank touches only groups that it is in.
-    create:    makes one group; its second argument says whether NCCL may split the world for it.
-    existing:  whose process groups are used instead of new ones where their ranks are in coord order.
-    Raises:    CommunicationError naming the group.
+    Called by: every rank of the plan's layout. create: makes one group; its second argument says whether NCCL may split
+    the world for it. existing: whose groups are used instead of new ones if their ranks are in coord order.
+    Raises CommunicationError naming the group.
     """
     mine = {group.name: group for group in plan.for_rank(rank).groups}
     transports: dict[str, Transport] = {}
@@ -59,10 +58,7 @@ def create_transports(
 
 
 def _lends(existing: DeviceMesh, plan: Plan, name: str) -> bool:
-    """Whether `existing` has all groups along `name`, with their ranks in the order of the coords.
-
-    Decided for the family, not for a group: all ranks create new groups, or none does.
-    """
+    """Whether `existing` has all groups along `name`, with their ranks in the order of the coords: the same on all ranks."""
     if name not in plan.layout.dims:
         return False
     place = (existing.mesh_dim_names or ()).index(name)
@@ -130,10 +126,7 @@ def _can_split(plan: Plan, group: Group) -> bool:
 
 
 def _backend_options(options: GroupOptions, split: bool) -> Any:
-    """torch's options object of the group's backend; None where nothing is set. split: the world's group is split for it.
-
-    Source: `ncclConfig_t` in NCCL's nccl.h, which torch hands on as `ProcessGroupNCCL.Options.config`.
-    """
+    """torch's options of the group's backend, `ncclConfig_t` of NCCL; None if nothing is set. split: from the world's."""
     if not options.extra:
         return None
     extra = dict(options.extra)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,12 +21,12 @@ from meshcomm.comm.diagnosis import first_line
 from meshcomm.errors import LaunchError
 from meshcomm.mesh.environment import MPI_RANKS, Launch
 from meshcomm.mesh.exposure import serve_on_loopback
-from meshcomm.mesh.torch_store import within
+from meshcomm.mesh.store import within
 
 # What a client that is about to succeed gets beyond its timeout.
 _GRACE_S: Final = 0.5
 _LOOK_S: Final = 1.0
-# Of several ports: how long a store may take to answer, and when a port that was silent is asked again.
+# How long one of several stores may take to answer, and when a silent port is asked again.
 _ANSWERS_S: Final = 2.0
 _SILENT_S: Final = 10.0
 _PAUSE_S: Final = 0.02
@@ -59,7 +60,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The finding at a port. owner, client: of a store with a job. free: no program listens. error: the reason for no store."""
+    """The finding at a port. owner, client: of a store with a job. free: no program listens."""
 
     what: str
     owner: Owner | None = None
@@ -71,12 +72,10 @@ class _Found:
 def find_job(
     host: str, ports: Sequence[int], job: str, rank: int, world_size: int, timeout: timedelta
 ) -> dist.TCPStore:
-    """The store of `job`: rank 0 serves it at the first of `ports` that is free, and the others look for it there.
+    """The store of `job` ("": unknown): rank 0 serves it at the first free one of `ports`; the others look for it there.
 
-    job: "" where nobody knows. A rank writes nothing to a store before that has said that it is its job's.
-
-    Raises LaunchError: at once, with the other job's name, if another job has the only port; else if no store of this
-    job answers within the timeout, with a line for each port. The others do not wait for rank 0's error: it is the same.
+    A rank writes nothing to a store before that has named its job. Raises LaunchError: at once if another job has the
+    only port; else, with a line for each port, if no store of this job answers within the timeout.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     found: dict[int, _Found] = {}
@@ -194,37 +193,15 @@ def find_tcp_store(
 ) -> dist.TCPStore:
     """torch's store at `host`:`port`, whose calls get `timeout`; with `hosts`, its server is here.
 
-    Does not wait for the other ranks. Raises torch's errors, and about a second after the timeout TimeoutError, which
-    names the program at the address.
+    Does not wait for the other ranks. Raises torch's errors, and TimeoutError soon after the timeout.
     """
-
-    def make() -> dist.TCPStore:
-        return dist.TCPStore(
-            host, port, world_size, hosts, timeout, wait_for_workers=False, multi_tenant=True
-        )
-
+    make = partial(
+        dist.TCPStore, host, port, world_size, hosts, timeout, wait_for_workers=False, multi_tenant=True
+    )
     try:
         return within(timeout.total_seconds() + _GRACE_S, make)
     except TimeoutError as late:
-        try:
-            found = within(_LOOK_S, lambda: what_is_at(host, port))
-        except TimeoutError:
-            found = f"nothing that could be reached within {_LOOK_S:g} s"
-        raise TimeoutError(f"at {host}:{port} there is {found}") from late
-
-
-def what_is_at(host: str, port: int) -> str:
-    """What is at an address where no store of torch answers, in words."""
-    try:
-        with socket.create_connection((host, port), timeout=_LOOK_S) as connection:
-            connection.settimeout(_LOOK_S / 4)
-            try:
-                said = connection.recv(64)
-            except TimeoutError:
-                return "a program that accepts connections and says nothing: no store of torch, or one that is stopped"
-            return f"a program that says {said!r}: no store of torch" if said else "a program that hangs up"
-    except OSError as error:
-        return f"nobody to be reached: {error.strerror or error}"
+        raise TimeoutError(f"at {host}:{port} no store of torch answers, or one that is stopped") from late
 
 
 # -- names of processes, and of jobs by them ----------------------------------------------------------------
@@ -276,10 +253,8 @@ def _status(process: str) -> list[str] | None:
 
 
 def started_by(launch: Launch) -> str:
-    """The name of a job whose launcher gives it none: the process that started the ranks of this host; "" if nobody knows.
-
-    Hydra tells each of its proxies where its mpiexec is: then that, equal on all hosts of the job.
-    """
+    """The name of a job whose launcher gives it none, by the process that started the ranks of this host, or by Hydra's
+    mpiexec, equal on all hosts of the job; "" if unknown."""
     parent = multiprocessing.parent_process()
     variable = next((name for name in MPI_RANKS if name in os.environ), None)
     if launch.kind == "mpi" and variable is not None:

@@ -11,26 +11,13 @@ from meshcomm.mesh.mesh import Mesh
 _FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 
-def attach(
-    mesh: Mesh,
-    logger: logging.Logger | None = None,
-    enabled: bool = True,
-    stream: TextIO | None = None,
-) -> logging.Handler:
-    """Let `logger` also write lines like `[r5 pp1 dp0 tp1] WARNING mine: text`.
+def attach(mesh: Mesh, logger: logging.Logger | None = None) -> logging.StreamHandler[TextIO]:
+    """Let `logger`, by default the root logger, also write lines like `[r5 pp1 dp0 tp1] WARNING mine: text` to stderr.
 
-    Args:
-        logger: default the root logger, which gets the records of all others. Its level stays.
-        enabled: whether this rank writes, as in `mesh.coord("tp") == 0`.
-        stream: default sys.stderr.
-
-    Called by: any rank; nothing is communicated. A rank outside the mesh has no coords: it writes `[r9]`.
-    Returns: the handler, for `logger.removeHandler` or another formatter. Each call adds one.
+    A rank outside the mesh writes `[r9]`. Returns the handler, for `logger.removeHandler`. Each call adds one.
     """
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler()
     handler.setFormatter(CoordsFormatter(mesh.layout, mesh.rank))
-    if not enabled:
-        handler.addFilter(lambda record: False)
     (logger or logging.getLogger()).addHandler(handler)
     return handler
 

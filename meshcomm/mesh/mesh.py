@@ -40,13 +40,11 @@ from meshcomm.layout.sizes import fold, whole
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.barriers import calls_of, monitored_barrier
 from meshcomm.mesh.devices import check_backends
-from meshcomm.mesh.endings import caused_by
-from meshcomm.mesh.metrics import Metrics
 from meshcomm.mesh.outside import OutsideGroups
-from meshcomm.mesh.runtime import WORLD, Runtime
-from meshcomm.mesh.store import MeshStore
+from meshcomm.mesh.rank_failure import caused_by
+from meshcomm.mesh.runtime import WORLD, Metrics, Runtime
+from meshcomm.mesh.store import MeshStore, prefixed, within
 from meshcomm.mesh.torch_mesh import TorchMesh
-from meshcomm.mesh.torch_store import prefixed, within
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 from meshcomm.transport.torch_private import outside_graphs
 
@@ -54,7 +52,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from meshcomm.config import TopologyConfig
-    from meshcomm.mesh.compare_ranks import StatsOfAll, Stragglers
+    from meshcomm.mesh.all_ranks import StatsOfAll, Stragglers
     from meshcomm.mesh.stats import Stats
     from meshcomm.mesh.tracing import Trace
     from meshcomm.pattern.apply import GatherRules, Rearranger
@@ -66,17 +64,14 @@ _ABORTS_S: Final = 10.0
 
 @final
 class Mesh(AlongDims):
-    """Named dims over the ranks of a job, with a communicator along each.
+    """Named dims over the ranks of a job, with a communicator along each. Made by `meshcomm.init`.
 
-    Made by `meshcomm.init`. The first argument of every method says along which dims: a name, a
-    merged dim's name, or a tuple of names that a declared group covers. Peers and roots are coords
-    along the dims, never global ranks. A dim of size 1 is a dim; its collectives return at once.
-
-    On a rank that the mesh does not cover, `is_member` is False and everything that needs a place
-    in the mesh raises NotMember.
+    The first argument of every method says along which dims: a name, a merged dim's name, or a tuple of names that a
+    declared group covers. Peers and roots are coords along the dims, never global ranks. On a rank that the mesh does
+    not cover, `is_member` is False and everything that needs a place in the mesh raises NotMember.
     """
 
-    def __init__(self, plan: Plan, runtime: Runtime, startup_s: Mapping[str, float]) -> None:
+    def __init__(self, plan: Plan, runtime: Runtime) -> None:
         self.plan = plan
         self.layout: Layout = plan.layout
         self.rank = runtime.rank
@@ -90,8 +85,6 @@ class Mesh(AlongDims):
         self.store = MeshStore(
             prefixed("user", self._store), self.label, plan.defaults.timeout_s, self.is_fake
         )
-        # Seconds that this rank spent on "agree", waiting for the others included, and on "create".
-        self.startup_s = startup_s
         # The last result of `warm_up`; empty before the first call.
         self.warm_up_s: Mapping[str, float] = {}
         self.closed = False
@@ -128,10 +121,7 @@ class Mesh(AlongDims):
 
     @property
     def local_rank(self) -> int:
-        """The number of this process on its host, as the launcher says it: which of the host's devices is its own.
-
-        Not unique across hosts: every host has a local rank 0.
-        """
+        """The number of this process on its host, by the launcher: every host has a local rank 0."""
         return self._launch.local_rank
 
     @property
@@ -163,10 +153,9 @@ class Mesh(AlongDims):
 
     @property
     def data_rank(self) -> int:
-        """Which share of the samples is this rank's: its coord along the dims that play data and shard, outermost first.
+        """This rank's share of the samples, a DistributedSampler's `rank`: its coord along the dims of data and shard.
 
-        Equal along tensor, pipeline and context, whose ranks read the same samples: what a DistributedSampler takes as
-        `rank`. Raises LayoutError where the mesh was opened without [parallel], which says the roles.
+        Raises LayoutError if the mesh was opened without [parallel], which says the roles of dims.
         """
         dims = self._samples_differ_along()
         return self.coord(dims) if dims else 0
@@ -204,10 +193,7 @@ class Mesh(AlongDims):
     @overload
     def neighbor_rank(self, dims: Dims, offset: int, *, wrap: bool) -> int | None: ...
     def neighbor_rank(self, dims: Dims, offset: int, *, wrap: bool = True) -> int | None:
-        """The global rank `offset` coords further along `dims`; None past the edge without `wrap`.
-
-        For what counts in ranks, a log say. Messages take the coord: `dst=mesh.coord(dims) + offset`.
-        """
+        """The global rank `offset` coords further along `dims`; None past the edge without `wrap`. Messages take coords."""
         return self.layout.neighbor_rank(self._member(), dims, offset, wrap=wrap)
 
     @property
@@ -222,10 +208,7 @@ class Mesh(AlongDims):
 
     @property
     def is_async(self) -> bool:
-        """Whether calls return when they are queued on the device, as with NCCL: to look at a result waits for it.
-
-        So it is in a pretended world, where there is nothing to look at.
-        """
+        """Whether calls return when they are queued on the device, as with NCCL. True in a dry run."""
         return (
             self.is_fake
             or self.device.type != "cpu"
@@ -238,8 +221,7 @@ class Mesh(AlongDims):
             torch.manual_seed(mesh.seed(0, step, along=("dp", "cp")))   # equal along tp, where activations are
 
         key:     further inputs: a seed, a step, a name.
-        Returns: 0 to 2^63 - 1, from SHA-256: other keys and coords give unrelated ones. Sizes of dims do not matter:
-                 coord 0 has the same on every mesh.
+        Returns: 0 to 2^63 - 1, from SHA-256 of key and coords: coord 0 has the same on every mesh.
         Raises:  UnknownDim; NotMember; ConfigError without a key.
         """
         if not key:
@@ -257,12 +239,7 @@ class Mesh(AlongDims):
     def generator(
         self, *key: int | str, along: Dims = (), device: torch.device | str | None = None
     ) -> torch.Generator:
-        """A new generator with that `seed`.
-
-            noise = torch.randn(shape, generator=mesh.generator(7, step, along="dp"), device=mesh.device)
-
-        device: of the generator; by default this rank's. CPUs and GPUs draw different numbers from one seed.
-        """
+        """A new generator with that `seed`, on this rank's device or `device`. CPUs and GPUs draw different numbers."""
         return torch.Generator(device or self.device).manual_seed(self.seed(*key, along=along))
 
     # -- patterns ---------------------------------------------------------------------------------
@@ -277,11 +254,10 @@ class Mesh(AlongDims):
         grad: GatherRules | None = None,
         **sizes: int,
     ) -> Tensor:
-        """einops.rearrange with mesh dims: where a dim's name stands says where it lies in `x`.
+        """einops.rearrange with mesh dims: where a dim's name stands says where it lies in `x`; docs/guide/patterns.md.
 
-        On the right only, it is gathered; on the left only, this rank keeps its slice, or with
-        `partial` ("sum", "avg", "min", ...) the ranks' values are reduced and scattered; on both
-        sides at different places, it is an all-to-all. docs/guide/patterns.md has the rules.
+        On the right only, it is gathered; on the left only, this rank keeps its slice, or with `partial` ("sum", "avg",
+        "min", ...) the ranks' values are reduced and scattered; on both sides at different places, it is an all-to-all.
 
             mesh.rearrange(x, "b s h -> b s (tp h)")                      all_gather along tp
             mesh.rearrange(x, "b s (tp h) -> b s h", partial="sum")       reduce_scatter along tp
@@ -320,30 +296,22 @@ class Mesh(AlongDims):
     ) -> Handle[None] | None:
         """Return when every rank along `dims` has come. None: every rank of the mesh, dim by dim.
 
-        timeout_s: meet at the store instead of at the backend. Every rank that arrived raises a
+        timeout_s: meet at the store instead of at the backend, also under NCCL. Every rank that arrived raises a
                    BarrierTimeout with the ranks that did not, and the call that each of them is in.
-                   Works under NCCL too.
         """
-        if timeout_s is not None and async_op:
+        if async_op and (timeout_s is not None or dims is None):
             self._usable()
             raise UnsupportedOp(
-                f"barrier on {self.label}: async_op and timeout_s together",
-                given=f"timeout_s={timeout_s}, async_op=True",
-                expected="one of the two",
-                hint="mesh.barrier(dims, timeout_s=...) in a thread of its own",
+                f"barrier on {self.label}: async_op {'without dims' if dims is None else 'and timeout_s together'}",
+                given=f"dims={dims!r}, timeout_s={timeout_s}, async_op=True",
+                expected="async_op with dims and without timeout_s: the ranks meet at the backend, in one step",
+                hint=f'mesh.barrier("{next(iter(self.layout.dims))}", async_op=True)',
             )
         if timeout_s is not None:
             self._meet_at_store(dims, timeout_s)
             return None
         if dims is not None:
             return self._at.along(dims).barrier(async_op)
-        if async_op:
-            raise UnsupportedOp(
-                f"barrier of all ranks on {self.label}: async_op without dims",
-                given="dims=None, async_op=True",
-                expected="dims, as all ranks meet dim by dim, one after the other",
-                hint=f'mesh.barrier("{next(iter(self.layout.dims))}", async_op=True)',
-            )
         for name in self.layout.dims:
             self._at[name].barrier()
         return None
@@ -352,10 +320,8 @@ class Mesh(AlongDims):
     def warm_up(self) -> dict[str, float]:
         """Use every group once, in plan order, so that no later call pays for connecting.
 
-        Called by: every rank of the mesh. On NCCL this also satisfies the rule that the first call
-        on a group involves all of its ranks.
-        Returns: seconds by name, of this rank; `warm_up_s` keeps them. `warm_up = true` in `[mesh]`
-        lets `meshcomm.init` call it.
+        Called by: every rank of the mesh. On NCCL the first call on a group must involve all of its ranks.
+        Returns: seconds by name, of this rank; `warm_up_s` keeps them. With `warm_up = true`, `meshcomm.init` calls it.
         """
         self._usable()
         seconds: dict[str, float] = {}
@@ -414,15 +380,11 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def stragglers(self) -> Stragglers:
-        """Who comes last to the calls that the ranks make together, by dim.
+        """The ranks that begin the last 256 collectives on each group later than others, by dim; prints as a table.
 
-        Looks at the last 256 collectives on each group, at when each rank began them. Under NCCL that
-        is when the host enqueued the call. Messages are not counted.
-
-        Called by: every rank of the mesh. Returns: this rank's groups, and by dim the latest rank of
-        the whole mesh; prints as a table.
+        Under NCCL a call begins when the host enqueues it. Called by: every rank of the mesh.
         """
-        from meshcomm.mesh.compare_ranks import stragglers
+        from meshcomm.mesh.all_ranks import stragglers
 
         self._usable()
         names = [family.name for family in self.plan.families if family.size > 1]
@@ -436,10 +398,8 @@ class Mesh(AlongDims):
     def step(self, number: int | None = None, *, apart: Sequence[Dims] = ()) -> int:
         """One step of the program is over: by now each rank of a group has begun the same collectives on it.
 
-        Sends nothing and takes microseconds. Beside the program, ranks compare what they called in which
-        step: a call, or a whole step, that one of them left out among equal ones or made once too often shows nowhere
-        else. A whole step is found by its number.
-        docs/guide/hangs.md says what is compared and how soon.
+        Sends nothing and takes microseconds. In a thread, ranks compare their calls in each step: a call, or a whole
+        step, that one of them left out or made once too often among equal ones. docs/guide/hangs.md says how soon.
 
         Called by: every rank of the mesh, at the same point of the program.
         number:    what the program calls the step, equal on all ranks; None: one more than the last, from 1.
@@ -457,13 +417,11 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def stats(self) -> Stats:
-        """Calls, bytes and seconds of this rank since the mesh was opened, by dim and call.
+        """Calls, bytes and seconds of this rank since the mesh was opened, by dim of size 2 or more and call.
 
-        Counted always: collectives, messages and objects of the mesh along dims of size 2 or more. From torch
-        2.14 on also calls of torch on `group` or `device_mesh`, by FSDP or pipelining for example, as
-        `all_gather (torch)` without a time. Where [topology] has link speeds, the model's prediction is added.
-        Prints as a table; `after.since(before)` is the difference of two. Asks no other rank.
-
+        Prints as a table; `after.since(before)` is the difference of two. Asks no other rank. From torch 2.14 on, calls
+        of torch on `group` or `device_mesh`, by FSDP or pipelining for example, are counted as `all_gather (torch)`
+        without a time. If [topology] has link speeds, the model's prediction is added.
         Seconds: how long the program was blocked in the calls. On devices other than cpu, and on groups of NCCL, a
         call returns when it is enqueued, so they are None there, and "-" in the table.
         """
@@ -482,25 +440,22 @@ class Mesh(AlongDims):
 
         Called by: every rank of the mesh, in the same program order.
         """
-        from meshcomm.mesh.compare_ranks import records_of_all, stats_of_all
+        from meshcomm.mesh.all_ranks import of_every_rank, stats_of_all
 
         own = self.stats()
-        record = self.rank, own.seconds, own.sums
-        records = records_of_all(self.objects.all_gather, self.layout.dims, record)
+        records = of_every_rank(self, (self.rank, own.seconds, own.sums))
         return stats_of_all(records, [family.name for family in self.plan.families])
 
     @outside_graphs
     def trace(self, path: str | PathLike[str]) -> Trace:
-        """`with mesh.trace("trace.json"):` keeps every call of the block and makes one file of all ranks.
+        """`with mesh.trace("trace.json"):` keeps every call of the block, 200,000 of a rank at most, in one file of all ranks.
 
-        The file is for Perfetto or chrome://tracing: a process for each rank, a track for each dim. After the
-        block the first rank of the mesh has written it, and all ranks continue; 200,000 calls of a rank are
-        kept at most. Where the block raises, each rank that raised writes its calls
-        to trace.rank3.json. Calls cost some microseconds more inside.
+        The file is for Perfetto or chrome://tracing: a process for each rank, a track for each dim. The first rank of
+        the mesh writes it. If the block raises, each rank that raised writes its calls to trace.rank3.json.
 
         Called by: every rank of the mesh, for the same part of the program.
         Raises:    UnsupportedOp inside another trace, or in the simulator, whose ranks take turns; after the block
-                   StoreError where the file cannot be written, CommunicationError for ranks that do not come.
+                   TrainingError if the file cannot be written, CommunicationError for ranks that do not come.
         """
         self._usable()
         if self._watch is not None and not self._watch.timed:
@@ -531,8 +486,7 @@ class Mesh(AlongDims):
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """`mesh["tp"]`, `mesh["dp", "tp"]`: a torch DeviceMesh with these dims, in this order.
 
-        Dims, merged dims, or dims of one view. Slices that keep the dims' order share one root, and so do merged dims
-        whose own are of the base, in its order.
+        Dims, merged dims, or dims of one view. Slices that keep the order of the base dims share one root.
         """
         self._usable()
         return self._torch.device_mesh((names,) if isinstance(names, str) else names)
@@ -602,9 +556,7 @@ class Mesh(AlongDims):
         merge = {**self.layout.merge, name: dims}
         layout = Layout(self.layout.dims, self.layout.rank_order, self.layout.views, merge)
         defaults = self.plan.defaults
-        options = GroupOptions(
-            backend=backend or defaults.backend, timeout_s=timeout_s or defaults.timeout_s, comm_id=comm_id
-        )
+        options = GroupOptions(backend or defaults.backend, timeout_s or defaults.timeout_s, comm_id)
         plan = Plan(layout, defaults, {**self.plan.options, name: options}, self.plan.device)
         if WORLD.get() is None:
             check_backends(plan)
@@ -659,10 +611,7 @@ class Mesh(AlongDims):
             raise explained
 
     def _explained(self, error: BaseException) -> MeshcommError | None:
-        """What to raise in place of `error`, by which the program leaves the mesh, with `error` as its cause.
-
-        None where it is no error of a backend, or not of a call that this mesh knows. May wait for seconds.
-        """
+        """What to raise in place of `error`, by which the program leaves the mesh; None: see Watching.explain."""
         found = None if self.closed or self._watch is None else self._watch.explain(error)
         return None if found is None else caused_by(found, error)
 
@@ -696,9 +645,8 @@ class Mesh(AlongDims):
     def show(self, by: Dims | None = None) -> RankGrid:
         """The ranks of the whole mesh as coloured blocks, a colour for each group along `by`; this rank marked.
 
-        by: a dim, merged dim or view's dim, or a tuple of them. None: the innermost dim.
-        Returns: what prints as text, in colour by rich, as a picture in a notebook; `.save("topo.svg")`.
-        Asks no other rank. Raises UnknownDim.
+        by: dims; None: the innermost dim. Returns: what prints as text, in colour by rich, as a picture in a notebook;
+        `.save("topo.svg")`. Asks no other rank. Raises UnknownDim.
         """
         from meshcomm.show.grid import RankGrid, grid_facts
 

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, final
@@ -47,7 +47,7 @@ from meshcomm.mesh.rank_failure import end_rank, leave_names
 from meshcomm.mesh.rendezvous import Meeting, another_job, blame, claim, meet, of_this_attempt, state_of_rank
 from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching
 from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of
-from meshcomm.mesh.torch_store import prefixed, store_failed
+from meshcomm.mesh.store import prefixed, store_failed
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.transport import Transport
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
@@ -83,7 +83,7 @@ def init(
 
     Args:
         config: a config file, a Config or MeshConfig, or a torch DeviceMesh whose groups are
-            used. None: the keyword arguments, or the config of `meshcomm run`. Where that one would
+            used. None: the keyword arguments, or the config of `meshcomm run`. If that one would
             go unused, as the first mesh of the program says other things, init refuses.
         dims, merge, views, options, rank_order, ranks, device, backend, timeout_s, validate_calls,
             warm_up: the keys of `[mesh]`; they stand in place of a config.
@@ -91,47 +91,47 @@ def init(
         store, rank, world_size: meet through this store instead of the launcher's.
 
     Called by: every process of the job, also those that a mesh on part of the ranks leaves out.
-    Before any group exists, all ranks compare what they are about to create, in five store
-    operations each. With `warm_up` they then use every group once: the mesh's `warm_up_s` has the
-    seconds by name. If torch.distributed is already initialised, its default group and store are
-    used and left as they are at close.
+    Before any group exists, all ranks compare what they are about to create, in five store operations each. With
+    `warm_up` they then use every group once: see `Mesh.warm_up`. If torch.distributed is already initialised, its
+    default group and store are used and left as they are at close.
 
     Raises: ConfigError, LaunchError, and MeshMismatchError, which every rank gets when one differs.
     """
-    grid = {"dims": dims, "merge": merge, "views": views, "rank_order": rank_order, "ranks": ranks}
-    calls = {"timeout_s": timeout_s, "validate_calls": validate_calls, "warm_up": warm_up}
-    keys = given_keys(**grid, options=options, device=device, backend=backend, **calls)
-    return Opening(InitOptions(config, keys, overrides, store, rank, world_size)).run()
-
-
-@dataclass(frozen=True, slots=True)
-class InitOptions:
-    """The arguments of `init`. keys: the given keys of `[mesh]`."""
-
-    config: Source | None
-    keys: Mapping[str, Any]
-    overrides: Sequence[str]
-    store: dist.Store | None
-    rank: int | None
-    world_size: int | None
+    keys = given_keys(
+        dims=dims,
+        merge=merge,
+        views=views,
+        rank_order=rank_order,
+        ranks=ranks,
+        options=options,
+        device=device,
+        backend=backend,
+        timeout_s=timeout_s,
+        validate_calls=validate_calls,
+        warm_up=warm_up,
+    )
+    return Opening(config, keys, overrides, {"store": store, "rank": rank, "world_size": world_size}).run()
 
 
 @final
 class Opening:
     """Makes a mesh in four steps: meet the other ranks, agree with them, start torch's default group, create the groups.
 
-    Raises ConfigError and LaunchError where a single process has no usable configuration; of several, each still meets
-    the others, so that they get the error instead of waiting.
+    A process without a usable configuration still meets the others, so that they get the error instead of waiting.
+    keys: the given keys of `[mesh]`. meets: store, rank and world_size, where the program says how to meet.
     """
 
-    def __init__(self, options: InitOptions) -> None:
-        self._options = options
+    def __init__(
+        self, config: Source | None, keys: dict[str, Any], overrides: Sequence[str], meets: dict[str, Any]
+    ) -> None:
+        self._meets = meets
+        self._existing = config if isinstance(config, DeviceMesh) else None
         self._world = WORLD.get()
         self._pretended = PRETENDED.get()
         self._launch = _launch() if self._world is None else self._world.launch
         self._failure: MeshcommError | None = None
         try:
-            self._settings = settings_of(options.config, dict(options.keys), options.overrides)
+            self._settings = settings_of(config, keys, overrides)
         except MeshcommError as error:
             if self._launch.world_size == 1:
                 raise
@@ -151,14 +151,10 @@ class Opening:
             self._prefix = self._next_prefix()
             self._store = prefixed(self._prefix, self._meeting.store)
             facts = self._facts()
-            began = time.perf_counter()
             self._agreed = self._agree(facts)
-            agreed = time.perf_counter()
             if self._world is None:
                 self._start_default_group()
-            runtime = self._create()
-            seconds = {"agree": agreed - began, "create": time.perf_counter() - agreed}
-            mesh = Mesh(self._plan, runtime, seconds)
+            mesh = Mesh(self._plan, self._create())
             if self._settings.mesh.warm_up and mesh.is_member:
                 opening.callback(mesh.close)
                 mesh.warm_up()
@@ -170,11 +166,10 @@ class Opening:
     # -- first: meet ----------------------------------------------------------------------------
 
     def _meet(self) -> Meeting:
-        options, launch = self._options, self._launch
-        meeting = {"store": options.store, "rank": options.rank, "world_size": options.world_size}
+        settings, launch = self._settings, self._launch
         if self._world is not None:
             # Its ranks have met; whoever says how to meet means another one.
-            if named := ", ".join(name for name, value in meeting.items() if value is not None):
+            if named := ", ".join(name for name, value in self._meets.items() if value is not None):
                 raise LaunchError(
                     f"init was told how to meet the other ranks, which have met: {named} has no effect here",
                     given=named,
@@ -185,25 +180,13 @@ class Opening:
         if dist.is_initialized():
             # On torch's fake backend only this rank exists: there is no store, and no rank to agree with.
             fake = dist.get_backend() == "fake"
-            store = options.store or (dist.HashStore() if fake else default_store())
+            store = self._meets["store"] or (dist.HashStore() if fake else default_store())
             rank, world_size = dist.get_rank(), dist.get_world_size()
             return Meeting(of_this_attempt(store), rank, world_size, launch, fake, kept=True)
-        settings = self._settings
-        return meet(
-            settings.process,
-            launch,
-            settings.mesh.timeout_s,
-            store=options.store,
-            rank=options.rank,
-            world_size=options.world_size,
-        )
+        return meet(settings.process, launch, settings.mesh.timeout_s, **self._meets)
 
     def _next_prefix(self) -> str:
-        """A prefix of this mesh's own in the job's store.
-
-        Each rank counts its own openings there, and the count is the same on all ranks. So no two meshes of a job
-        share a key, after a restart or when a mesh is opened again.
-        """
+        """A prefix of this mesh's own in the job's store: each rank counts its openings, the same on all ranks."""
         store, rank = self._meeting.store, self._meeting.rank
         try:
             claim(store, rank, kept=self._meeting.kept)
@@ -327,9 +310,9 @@ class Opening:
         watch = None
         if meeting.rank in plan.layout:
             whole_world = self._world is None and plan.layout.world_size == meeting.world_size
-            existing = self._options.config if isinstance(self._options.config, DeviceMesh) else None
+            create, existing = self._open_group, self._existing
             self._transports.update(
-                create_transports(plan, meeting.rank, self._device, whole_world, self._open_group, existing)
+                create_transports(plan, meeting.rank, self._device, whole_world, create, existing)
             )
             watch = self._watch(compared)
         roles = getattr(settings, "parallel", None)

@@ -35,23 +35,13 @@ OWN: Final = "meshcomm"
 class OutsideGroups:
     """Watches torch's other groups while a mesh is open, including groups that are created meanwhile.
 
-    A group is watched where all its ranks are in the mesh: all of them open and close it at the same point of the
-    program. It is held by its name, and let go of when torch does. A mesh that nobody closed compares calls until
-    the default group ends, as its ranks are collected as garbage at different times.
-
-    Args:
-        watch: makes the recorders; held weakly.
-        ranks: of the mesh. device: of this rank. who: this rank with its coords, for errors.
-        limit: how many calls on each group are compared; None: all.
+    A group is watched if all its ranks are in the mesh. It is held by its name, and let go of when torch does. A mesh
+    that nobody closed compares calls until the default group ends: its ranks are collected as garbage at different times.
+    watch: held weakly. who: this rank with its coords. limit: how many calls on each group are compared; None: all.
     """
 
     def __init__(
-        self,
-        watch: Watching,
-        ranks: Collection[int],
-        device: torch.device,
-        who: str,
-        limit: int | None,
+        self, watch: Watching, ranks: Collection[int], device: torch.device, who: str, limit: int | None
     ) -> None:
         self._watch = ref(watch)
         self._world: dist.ProcessGroup | None = default_group()

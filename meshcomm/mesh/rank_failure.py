@@ -1,4 +1,4 @@
-"""How a rank ends by an error: it leaves the error to meshcomm's launcher, or prints it if it is the first."""
+"""How a rank ends by an error: the error is explained, and left to meshcomm's launcher, or printed if it is the first."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from types import TracebackType
+from typing import Any, Final, NoReturn, final
 
 import torch.distributed as dist
 
 from meshcomm.comm.callsite import is_ours
+from meshcomm.comm.diagnosis import Reason, reason_of
 from meshcomm.errors import CommunicationError, MeshcommError, StoreTimeout
-from meshcomm.mesh.endings import backend_error
 from meshcomm.mesh.environment import Launch, attempt_of
 from meshcomm.mesh.rank_record import one_line
 from meshcomm.mesh.rendezvous import of_this_attempt
-from meshcomm.mesh.torch_store import within
+from meshcomm.mesh.store import within
 
 # A rank whose peer was lost, or is the mismatched one, waits this long for the peer's error to come first.
 _PATIENCE_S = 3.0
@@ -242,3 +244,76 @@ def _speaks_first(launch: Launch, patience_s: float) -> bool:
         return bool(store.add("meshcomm/spoke", 1) == 1)
     except (dist.DistError, RuntimeError, ValueError, OSError):
         return True
+
+
+# -- errors that another one explains -----------------------------------------------------------------------
+
+# The error that explains another one, by which the thread of this name ("" for the main one) ends; None: there is none.
+Explain = Callable[[BaseException, str], MeshcommError | None]
+
+
+@final
+class ExceptHooks:
+    """Explains what Python reports as uncaught, in the main thread or another one, until `close`.
+
+    The hooks that were there before get the explanation, with the original error as its cause. A hook that the program
+    sets later and that calls this one gets the original.
+    """
+
+    def __init__(self, explain: Explain) -> None:
+        self._explain: Explain = explain
+        self._before, self._before_thread = sys.excepthook, threading.excepthook
+        sys.excepthook, threading.excepthook = self._main, self._thread
+
+    def close(self) -> None:
+        """Stop explaining, and restore the earlier hooks where these are still set."""
+        self._explain = lambda error, thread: None
+        if sys.excepthook == self._main:
+            sys.excepthook = self._before
+        if threading.excepthook == self._thread:
+            threading.excepthook = self._before_thread
+
+    def _main(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        found = self._explained(error, "")
+        if found is None:
+            self._before(kind, error, trace)
+        else:
+            self._before(type(found), found, found.__traceback__)
+
+    def _thread(self, given: Any) -> None:
+        name = given.thread.name if given.thread is not None else "unknown"
+        error = given.exc_value
+        found = None if error is None else self._explained(error, name)
+        if found is not None:
+            given = threading.ExceptHookArgs((type(found), found, found.__traceback__, given.thread))
+        self._before_thread(given)
+
+    def _explained(self, error: BaseException, thread: str) -> MeshcommError | None:
+        try:
+            found = self._explain(error, thread)
+        except Exception:
+            # The program's own error is what has to be seen.
+            return None
+        return None if found is None else caused_by(found, error)
+
+
+def caused_by(explanation: MeshcommError, error: BaseException) -> MeshcommError:
+    """What `raise explanation from error` raises, with the traceback of `error`, which shows how the program came to its call."""
+    explanation.__cause__ = error
+    return explanation.with_traceback(error.__traceback__)
+
+
+def backend_error(error: BaseException) -> RuntimeError | None:
+    """The error of torch about a peer or a timeout that `error` is, or was raised from; None where it is none.
+
+    Of a SystemExit also the one that was being handled. None where it is explained already.
+    """
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or (link.__context__ if isinstance(link, SystemExit) else None)
+    if any(isinstance(link, MeshcommError) for link in chain):
+        return None
+    innermost = next((link for link in reversed(chain) if isinstance(link, RuntimeError)), None)
+    return None if innermost is None or reason_of(innermost) is Reason.OTHER else innermost

@@ -18,7 +18,7 @@ from meshcomm.comm.callsite import is_ours, stack_of
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.spans import host
 from meshcomm.layout.sizes import rank_text
-from meshcomm.mesh.torch_store import wait_for, within
+from meshcomm.mesh.store import wait_for, within
 
 T = TypeVar("T")
 
@@ -27,8 +27,7 @@ _LIBRARY: Final = f"{Path(threading.__file__).parent}{os.sep}"
 # How long a rank whose call failed waits for the others' answers.
 _ANSWER_S: Final = 1.5
 
-# It looks for them again and again. What a look takes beyond this is a busy machine's, on which the others are slow
-# to answer too, and is not held against them; up to so many times the wait.
+# What a look takes beyond this is not held against the others: on a busy machine they are slow to answer too.
 _PAUSE_S: Final = 0.02
 _LOOK_S: Final = 0.03
 _LONGER: Final = 4
@@ -39,11 +38,8 @@ class RankRecord:
     """Made by the main thread of a rank; any thread may read it.
 
     label: the rank with its coords. failed: the first call that failed, see `FailedCall.facts`; None: none has.
-    thread: the error by which another thread of the program ended, "" for none.
-
-    Args:
-        recorders: of the rank's groups; the list may grow.
-        reports: folder of this run for its ranks' reports, inside the folder of all runs; "": no reports.
+    thread: the error by which another thread of the program ended, "" for none. recorders: of its groups; the list may
+    grow. reports: folder of this run, inside the folder of all runs; "": no reports.
     """
 
     def __init__(
@@ -67,7 +63,7 @@ class RankRecord:
 
     @property
     def reports(self) -> str:
-        """The folder with the reports of all runs; this run's folder is the newest in it."""
+        """The folder with the reports of all runs."""
         return os.path.dirname(self._reports) or self._reports
 
     def data(self, differs: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -116,13 +112,10 @@ class RankRecord:
 
 @final
 class RecordExchange:
-    """Asks ranks for their records, answers other ranks, and shares a diagnosis.
+    """Asks ranks for their records, answers other ranks, and shares a diagnosis. look_s: how often ranks look for questions.
 
     Keys: `asked/RANK` counts the questions to a rank, `ask/RANK/N` is one, `answer/RANK/N` its answer, `closed/RANK`
     the last status of a rank. `first/CALL` is the rank that makes the diagnosis of a call, `diagnosis/CALL` its result.
-
-    Args:
-        store: the watchdog's; every rank of the mesh looks at it each `look_s` seconds.
     """
 
     def __init__(self, store: Any, rank: int, look_s: float) -> None:
@@ -132,19 +125,13 @@ class RecordExchange:
         self._answered = 0
 
     def limited(self, call: Callable[[], T]) -> T:
-        """The result of `call`, which uses this exchange; TimeoutError where the store does not answer.
-
-        A store that is served by a stopped rank, or cannot be reached any more, holds its callers for minutes.
-        """
+        """The result of `call`, which uses this exchange; TimeoutError if the store does not answer."""
         within(self._within_s, lambda: self._store.check(["asked"]))
         # In `shared`: until another rank has published, then for answers. Else the store has stopped since.
         return within(3 * _LONGER * self._within_s, call)
 
     def shared(self, call: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The result of `make` on the first rank that names this call; the other ranks read it.
-
-        Where that rank does not publish it in time, each makes its own. Raises RuntimeError where the store fails.
-        """
+        """The result of `make` on the first rank that names this call; if that rank does not publish it, each makes its own."""
         own, published = str(self._rank), f"diagnosis/{call}"
         if self._store.compare_set(f"first/{call}", "", own).decode() == own:
             found = make()
@@ -157,10 +144,7 @@ class RecordExchange:
         return make()
 
     def ask(self, ranks: Sequence[int]) -> dict[int, Any]:
-        """The records of the `ranks` that answer in time. Raises RuntimeError where the store fails.
-
-        A few operations of the store for each rank, however long it takes.
-        """
+        """The records of the `ranks` that answer in time, by a few operations of the store for each."""
         began = last = time.monotonic()
         answers = self._read({rank: f"closed/{rank}" for rank in ranks})
         asked = {rank: self._store.add(f"asked/{rank}", 1) for rank in ranks if rank not in answers}

@@ -56,8 +56,8 @@ def meet(
 ) -> Meeting:
     """Find the other processes: by an explicit store, by `[process]`, or by the launcher.
 
-    Raises LaunchError where nothing says who this process is, or nobody is met within the timeout.
-    Rank 0 warns with ExposedRendezvous where all ranks are on this host and the address is one that others reach.
+    Raises LaunchError if this process has no rank, or nobody is met within the timeout. Rank 0 warns with
+    ExposedRendezvous if all ranks are on this host and others can reach the address.
     """
     if launch.kind == "single" and (world_size, process.world_size) != (None, None):
         launch = launch_by_arguments(os.environ)
@@ -193,14 +193,11 @@ def state_of_rank(store: Any, rank: int) -> str:
 
 
 def claim(store: Any, rank: int, *, kept: bool) -> None:
-    """Say that this process is `rank`; harmless when repeated, and after a process that has ended.
+    """Say that this process is `rank`, by one store operation; harmless when repeated, and after a process that has ended.
 
-    Called by: every process of the job, before anything else that counts its rank in the store.
-    store: of all processes. kept: whether it may hold keys of earlier attempts of the job; then a process of
-    another host, which may have ended, is taken for one of an earlier attempt.
-
-    Costs one store operation. Raises LaunchError naming both processes where another one is this rank;
-    `blame` then tells the others.
+    Called by: every process of the job, before anything else that counts its rank in the store. kept: whether the store
+    may hold keys of earlier attempts of the job: then a process of another host is taken for one of those.
+    Raises LaunchError naming both processes if another one is this rank; `blame` then tells the others.
     """
     key, mine = f"meshcomm/owner/{rank}", process_name()
     first = store.compare_set(key, "", mine).decode()
@@ -225,10 +222,7 @@ def came_twice(store: Any, rank: int, first: str) -> LaunchError:
 
 
 def blame(error: MeshMismatchError, store: Any) -> None:
-    """Where ranks never came, say in `error` which other ranks came twice: they are the mismatched ones.
-
-    store: as for `claim`. Changes nothing where no rank came twice, or the store is gone.
-    """
+    """If ranks never came, say in `error` which other ranks came twice: they are the mismatched ones."""
     if not error.missing:
         return
     try:
@@ -243,10 +237,8 @@ def blame(error: MeshMismatchError, store: Any) -> None:
 
 
 def another_job(store: Any) -> LaunchError | None:
-    """The error where processes of another job came to this store, and this rank may be one of theirs.
-
-    It is not where one process started this rank and rank 0, and none of those that were refused.
-    """
+    """The error if processes of another job came to this store, and this rank may be one of theirs: not if one process
+    started this rank and rank 0, and none of those that were refused."""
     found = _twice(store)
     if not found:
         return None

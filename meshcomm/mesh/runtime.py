@@ -1,18 +1,21 @@
-"""The parts that a mesh is made from, and the worlds other than real processes in which it can be opened."""
+"""The parts that a mesh is made from, its records of calls, and the worlds without real processes that can open it."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 import torch.distributed as dist
 
 from meshcomm.comm.flight_recorder import FlightRecorder
+from meshcomm.comm.spans import Spans
 from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.layout import Group
 from meshcomm.mesh.environment import Launch
@@ -28,10 +31,9 @@ if TYPE_CHECKING:
 class Runtime:
     """One rank's part of a mesh, after all ranks have agreed on it and its groups exist.
 
-    store: the job's, under `prefix`, which no other mesh has. topology: how ranks are placed on machines.
-    validate_calls: how many calls of each kind are compared; None if all, or if the world compares them.
-    create: makes one group; the second argument: whether NCCL may split the world for it.
-    resources: gives everything back, the last first. data_dims: the dims along which samples differ, if the
+    store: the job's, under `prefix`, which no other mesh has. validate_calls: how many calls of each kind are compared;
+    None if all, or if the world compares them. create: makes one group; the second argument: whether NCCL may split the
+    world for it. resources: gives everything back, the last first. data_dims: along which samples differ, if the
     configuration has [parallel]. pretended: no other rank exists.
     """
 
@@ -75,10 +77,9 @@ class Watching(ABC):
         return None
 
     def explain(self, error: BaseException) -> MeshcommError | None:
-        """The error that explains `error`, by which the program leaves the mesh: a call outside the mesh failed.
+        """The error that explains `error`, by which the program leaves the mesh; may wait for seconds.
 
-        None where `error` is no backend's, or no such call on a group of the mesh has failed or is under way. May
-        wait for seconds.
+        None if `error` is no backend's, or no call outside the mesh on a group of it has failed or is under way.
         """
         return None
 
@@ -134,3 +135,37 @@ class Pretended(Protocol):
 
 
 PRETENDED: ContextVar[Pretended | None] = ContextVar("meshcomm_pretended", default=None)
+
+
+@final
+class Metrics:
+    """`mesh.metrics`: what `mesh.stats()`, `mesh.step()` and `mesh.trace()` read and write.
+
+    recorders: of the groups, by the id of the transport. steps: how many are over; number: of the last one, by the
+    program's count. spans: of the trace that is being taken, if any.
+    """
+
+    def __init__(self) -> None:
+        self.recorders: dict[int, FlightRecorder] = {}
+        self.opened = time.perf_counter()
+        self.steps = self.number = 0
+        self.spans: Spans | None = None
+
+    def step(self, number: int, excluded: Collection[int], ended_at: tuple[CodeType, int]) -> None:
+        """The step `number` is over. excluded: ids of recorders that are not compared. See `Mesh.step`."""
+        self.steps, self.number = self.steps + 1, number
+        for recorder in self.recorders.values():
+            recorder.note(self.steps, number, id(recorder) in excluded, ended_at)
+        if self.spans is not None:
+            self.spans.step(number)
+
+    def trace_into(self, spans: Spans | None) -> None:
+        """Add every call to `spans` until the next `trace_into`; None ends it."""
+        self.spans = spans
+        for recorder in self.recorders.values():
+            recorder.trace(spans)
+
+    @property
+    def groups(self) -> dict[str, list[int]]:
+        """The global ranks of this rank's groups, by label as errors show it."""
+        return {recorder.label: recorder.ranks for recorder in self.recorders.values()}

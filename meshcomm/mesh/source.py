@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -19,15 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.config.mesh import DimOptions, MeshConfig
 from meshcomm.config.problems import report
-from meshcomm.config.process import NetworkConfig, ProcessConfig
+from meshcomm.config.process import NetworkConfig, ProcessConfig, TopologyConfig
 from meshcomm.errors import LaunchError, LayoutError, MeshcommError
 from meshcomm.layout import Plan
 from meshcomm.layout.sizes import fold, toml_dims
-from meshcomm.mesh.environment import command_line
 from meshcomm.transport.torch_private import root_of
 
 if TYPE_CHECKING:
-    from meshcomm.config import Config, TopologyConfig
+    from meshcomm.config import Config
 
 CONFIG_VARIABLE: Final = "MESHCOMM_CONFIG"
 OVERRIDES_VARIABLE: Final = "MESHCOMM_SET"
@@ -42,13 +40,7 @@ class MeshOnly:
     mesh: MeshConfig
     process: ProcessConfig = field(default_factory=ProcessConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
-
-    @cached_property
-    def topology(self) -> TopologyConfig:
-        """The default; its model is only loaded when the mesh is shown."""
-        from meshcomm.config.topology import TopologyConfig
-
-        return TopologyConfig()
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
 
     def plan(self, world: int | None) -> Plan:
         """See Config.plan."""
@@ -74,10 +66,9 @@ def given_keys(**keys: Any) -> dict[str, Any]:
 
 
 def settings_of(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Settings:
-    """The configuration that `init` was given or that the job has.
+    """The configuration that `init` was given or that the job has. given: keys of `[mesh]` among the keyword arguments.
 
-    given: keys of `[mesh]` that were given as keyword arguments. Raises ConfigError, LayoutError, and
-    LaunchError where there is none, or where something that was given would have no effect.
+    Raises ConfigError, LayoutError, and LaunchError if there is none, or if something would have no effect.
     """
     if config is None and not given:
         return _of_the_job(overrides)
@@ -111,7 +102,7 @@ def refuse_alone(settings: Settings) -> None:
         return
     if not _fits(settings, needed):
         return  # its number of processes is not what is wrong with it
-    hint = f"{command_line(f'torchrun --nproc-per-node {needed}')}; srun and mpirun do as well"
+    hint = f"torchrun --nproc-per-node {needed} script.py; srun and mpirun do as well"
     if "ipykernel" in sys.modules:
         hint = f"meshcomm.simulate(function, dims={dict(mesh.dims)}): every rank a thread of this notebook"
     elif started or "ray" in sys.modules:
@@ -150,8 +141,6 @@ def new_job() -> Iterator[None]:
 
 
 def _of_the_job(overrides: Sequence[str]) -> Config:
-    from meshcomm.config import load_config
-
     path = os.environ.get(CONFIG_VARIABLE)
     if path is None:
         raise LaunchError(
@@ -161,6 +150,8 @@ def _of_the_job(overrides: Sequence[str]) -> Config:
             hint='meshcomm.init("configs/mesh.toml"), meshcomm.init(dims={"dp": -1}), '
             "or meshcomm run CONFIG script.py",
         )
+    from meshcomm.config import load_config
+
     settings = load_config(path, [*_overrides(), *overrides])
     _TAKEN.set(path)
     return settings
@@ -194,13 +185,10 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
         return MeshOnly(config)
     if isinstance(config, DeviceMesh):
         return MeshOnly(_mesh_config(config))
-    if "options" in given:
-        options = given["options"]
-        if isinstance(options, Mapping):  # what is none is refused with everything else that is wrong
-            options = {
-                name: DimOptions(**own) if isinstance(own, Mapping) else own for name, own in options.items()
-            }
-        given = {**given, "options": options}
+    options = given.get("options")
+    if isinstance(options, Mapping):  # what is none is refused with everything else that is wrong
+        made = {name: DimOptions(**own) if isinstance(own, Mapping) else own for name, own in options.items()}
+        given = {**given, "options": made}
     return MeshOnly(MeshConfig(**given))
 
 
@@ -209,14 +197,12 @@ def _refuse_unused(path: str, own: Settings) -> None:
     from meshcomm.config import load_config
 
     asked = load_config(path, _overrides())
-    lost = []
-    for name in _SECTIONS:
-        section, mine = getattr(asked, name), getattr(own, name)
-        lost += [
-            f"{name}.{key}"
-            for key in type(section).model_fields
-            if key in section.model_fields_set and not _same(getattr(section, key), getattr(mine, key))
-        ]
+    lost = [
+        f"{name}.{key}"
+        for name in _SECTIONS
+        for key, value in getattr(asked, name)
+        if key in getattr(asked, name).model_fields_set and not _same(value, getattr(getattr(own, name), key))
+    ]
     if not lost:
         return
     sets = "".join(f" --set {override}" for override in _overrides())

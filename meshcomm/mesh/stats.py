@@ -26,24 +26,22 @@ _AS: Final[dict[str, Operation]] = {
     "exchange": "sendrecv",
     "shift": "sendrecv",
 }
+_SUMS: Final = ("calls", "nbytes", "seconds", "span_s", "predicted_s")
 # nccl-tests' factors of those that are not modelled.
 _BUS_LIKE: Final[dict[str, Operation]] = {"gather": "all_gather", "scatter": "reduce_scatter"}
 
 
 @dataclass(frozen=True, slots=True)
 class CallStats:
-    """One call on one dim, by this rank, summed up.
+    """One call on one dim, by this rank, summed up; asynchronous calls, once they were waited for, apart from blocking ones.
 
-    ranks:       of the group.
-    async_op:    of asynchronous calls, once they were waited for; the others are blocking ones.
-    nbytes:      of the data as nccl-tests count it: the input of a rank; of all_gather, gather and scatter the
-                 full tensor; of a message the bytes sent, or received where none are sent.
-    seconds:     that the program was blocked in the calls: until they returned, or while starting them and
-                 waiting for them. None where nobody knows: on devices that calls are only enqueued on, and of
-                 calls that were not made through the mesh.
+    nbytes:      as nccl-tests count it: the input of a rank; of all_gather, gather and scatter the full tensor; of a
+                 message the bytes sent, or received if none are sent.
+    seconds:     that the program was blocked in the calls, including waits. None if unknown: on devices on which calls
+                 are only enqueued, and of calls that were not made through the mesh.
     span_s:      from start to the end of the wait, whatever the program did in between; None as above.
-    predicted_s: of the same calls by meshcomm.predict, all as of their mean size; None where the links'
-                 speeds are not known or the operation is not modelled.
+    predicted_s: by meshcomm.predict for the mean size; None if the links' speeds are unknown or the operation is not
+                 modelled.
     """
 
     dim: str
@@ -81,16 +79,6 @@ class CallStats:
         """Of all calls that are summed up together."""
         return self.dim, self.call, self.async_op
 
-    def since(self, earlier: CallStats | None) -> CallStats:
-        """The calls after `earlier`, which has the same key; None: there were none before."""
-        if earlier is None:
-            return self
-        sums = ("calls", "nbytes", "seconds", "span_s", "predicted_s")
-        pairs = {name: (getattr(self, name), getattr(earlier, name)) for name in sums}
-        return replace(
-            self, **{name: a if a is None or b is None else a - b for name, (a, b) in pairs.items()}
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Stats:
@@ -103,7 +91,16 @@ class Stats:
     def since(self, earlier: Stats) -> Stats:
         """The calls after `earlier`, an earlier result of the same mesh."""
         before = {row.key: row for row in earlier.rows}
-        rows = (row.since(before.get(row.key)) for row in self.rows)
+        rows = []
+        for row in self.rows:
+            past = before.get(row.key)
+            pairs = (
+                {} if past is None else {name: (getattr(row, name), getattr(past, name)) for name in _SUMS}
+            )
+            less: dict[str, Any] = {
+                name: None if None in pair else pair[0] - pair[1] for name, pair in pairs.items()
+            }
+            rows.append(replace(row, **less))
         return Stats(self.label, self.seconds - earlier.seconds, tuple(row for row in rows if row.calls))
 
     @property
@@ -133,9 +130,9 @@ def stats(
     plan: Plan,
     machine: Machine | None,
 ) -> Stats:
-    """The table of one rank, from the counters of its groups, without calls that were never made.
+    """The table of one rank, without calls that were never made.
 
-    counters: of each group, and whether its calls return when they are over; else their seconds are not told.
+    counters: of each group, and whether its calls return when they are over: only then are their seconds known.
     machine: the speeds of links; None predicts nothing.
     """
     predict = _predictor(plan, machine)

@@ -1,19 +1,30 @@
-"""`mesh.store`: the job's torch store, for small values that ranks leave for each other."""
+"""`mesh.store`: the job's torch store, for small values that ranks leave for each other; and calls of stores that end."""
 
 from __future__ import annotations
 
+import math
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Final, TypeAlias, TypeVar, final
 
 import torch.distributed as dist
 
+from meshcomm.comm.checks import seconds_of
+from meshcomm.comm.diagnosis import first_line
 from meshcomm.errors import MeshClosed, StoreError, StoreTimeout, UnsupportedOp
-from meshcomm.mesh.torch_store import GRACE_S, kind_of, store_failed, wait_for, within
 
 T = TypeVar("T")
 Value: TypeAlias = str | bytes | bytearray
+
+# What a server that is alive may need beyond the time that it was given.
+GRACE_S: Final = 2.0
+
+# Most waits are shorter; they need no second connection.
+_SOON_S: Final = 0.01
+_POLL_S: Final = 0.001
 
 # No key ever holds this value: comparing with it reads a key without waiting for it, in every store.
 _NOBODY: Final = b"\x00meshcomm: no value\x00"
@@ -21,11 +32,11 @@ _NOBODY: Final = b"\x00meshcomm: no value\x00"
 
 @final
 class MeshStore:
-    """The job's store under a prefix for this mesh: torch's methods, with keys as str, values as bytes.
+    """torch's methods on the job's store, under a prefix for this mesh; `torch_store` has those that are not here.
 
-    Every value comes back as bytes, also one that was set as str. Timeouts are in seconds; None means
-    `timeout`. Every rank of the job may use it, at any time and in any order, also one outside the mesh.
-    It is for small things: the store is one server, and values pass through it one after the other.
+    Keys are str. Every value comes back as bytes, also one that was set as str. timeout_s: seconds to wait for a key,
+    the mesh's timeout by default. Every rank of the job may use it, at any time and in any order, also one outside the
+    mesh. It is for small things: the store is one server, and values pass through it one after the other.
 
     Raises: StoreTimeout naming the key, this rank and the seconds; StoreError where the store
             cannot be reached; UnsupportedOp; MeshClosed after the mesh was closed.
@@ -36,25 +47,16 @@ class MeshStore:
         self._store: Any = store  # torch's annotations leave out half of its methods
         self._alone = alone
         self._label = label
+        self._timeout_s = timeout_s
         self._closed = ""
-        self.kind = kind_of(store)
-        self.set_timeout(timeout_s)
+        self._kind = kind_of(store)
 
     @property
     def torch_store(self) -> dist.Store:
-        """The same keys as a torch store, for what wants one. Its timeout is the job's."""
+        """The same keys as a torch store: its timeout is the job's, and its errors are torch's."""
         self._open("torch_store")
         store: dist.Store = self._store
         return store
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that a call waits for a key unless it is given others."""
-        return self._timeout_s
-
-    def set_timeout(self, timeout_s: float) -> None:
-        """Change `timeout` for this mesh's store on this rank, and for nothing else."""
-        self._timeout_s = self._seconds(timeout_s)
 
     def set(self, key: str, value: Value) -> None:
         """Set `key`, whether or not it was set."""
@@ -62,17 +64,16 @@ class MeshStore:
 
     def get(self, key: str, timeout_s: float | None = None) -> bytes:
         """The value of `key`, waited for."""
-        seconds, deadline = self._until(timeout_s)
+        seconds, deadline = self._until("get", timeout_s)
         while (found := self._peek("get", key)) is None:
             # Another rank may delete the key again between the wait and the look.
             self._wait("get", [key], seconds, deadline)
         return found
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at 0, and return its new value. Counters have 64 bits.
+        """Add to a counter of 64 bits, which begins at 0, and return its new value; `add(key, 0)` reads it.
 
-        `add(key, 0)` reads it. Where the key holds no integer, StoreError is raised; torch's TCPStore would
-        drop the connections of the job.
+        Where the key holds no integer, StoreError is raised; torch's TCPStore would drop the connections of the job.
         """
         held = self._peek("add", key)
         if held is not None and not re.fullmatch(rb"[+-]?[0-9]+", held):
@@ -85,10 +86,10 @@ class MeshStore:
     def append(self, key: str, value: Value) -> None:
         """Append `value` to the value of `key`. Refused on FileStore, which drops an append that equals the value."""
         self._open("append")
-        if self.kind == "FileStore" or not self._store.has_extended_api():
+        if self._kind == "FileStore" or not self._store.has_extended_api():
             raise UnsupportedOp(
-                f"store.append on {self._label}: not possible on a {self.kind}",
-                given=f"the job's {self.kind}",
+                f"store.append on {self._label}: not possible on a {self._kind}",
+                given=f"the job's {self._kind}",
                 expected="a store that appends in one step; torch's FileStore loses an append that equals what is there",
                 hint='give each rank a key of its own: store.set(f"log/{rank}", ...)',
             )
@@ -106,12 +107,8 @@ class MeshStore:
     def delete_key(self, key: str) -> bool:
         """Delete `key`; return whether it was set."""
         # torch's FileStore says True for a key that was not set.
-        there = self.kind != "FileStore" or self.has_key(key)
+        there = self._kind != "FileStore" or self.check([key])
         return bool(self._ask("delete_key", [key], key)) and there
-
-    def has_key(self, key: str) -> bool:
-        """Whether `key` is set."""
-        return self.check([key])
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all `keys` are set. Does not wait."""
@@ -119,32 +116,7 @@ class MeshStore:
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
         """Return when all `keys` are set."""
-        self._wait("wait", keys, *self._until(timeout_s))
-
-    def multi_get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
-        """The values of `keys`, waited for."""
-        seconds, deadline = self._until(timeout_s)
-        self._wait("multi_get", keys, seconds, deadline)
-        if self.kind == "TCPStore":
-            return [*map(bytes, self._ask("multi_get", keys, list(keys)))]
-        return [self.get(key, max(deadline - time.monotonic(), 0.001)) for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
-        """Set several keys."""
-        if len(keys) != len(values):
-            raise self._refused(
-                "multi_set", keys, f"{len(keys)} keys and {len(values)} values", "one for each"
-            )
-        data = [self._bytes("multi_set", key, value) for key, value in zip(keys, values, strict=True)]
-        self._ask("multi_set", keys, list(keys), data)
-
-    def keys(self) -> list[str]:
-        """The keys of this mesh's store, sorted."""
-        return sorted(map(str, self._ask("list_keys", [], call="keys")))
-
-    def num_keys(self) -> int:
-        """How many keys are set now. torch's own counts the whole job's."""
-        return len(self.keys())
+        self._wait("wait", keys, *self._until("wait", timeout_s))
 
     def close(self, why: str = "is closed") -> None:
         """Refuse every further call: the mesh `why`. The keys stay for the other ranks."""
@@ -152,23 +124,24 @@ class MeshStore:
         del self._store  # and with it the connection, where nobody else uses it
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"timeout {self._timeout_s:g} s"
-        return f"MeshStore({self.kind}; {state})"
+        return f"MeshStore({self._kind}; {'closed' if self._closed else f'timeout {self._timeout_s:g} s'})"
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _peek(self, call: str, key: str) -> bytes | None:
-        held = bytes(self._ask("compare_set", [key], key, _NOBODY, _NOBODY, call=call))
+        held = bytes(self._guarded(call, [key], lambda: self._store.compare_set(key, _NOBODY, _NOBODY)))
         return None if held == _NOBODY else held
 
-    def _until(self, timeout_s: float | None) -> tuple[float, float]:
+    def _until(self, call: str, timeout_s: float | None) -> tuple[float, float]:
         """Seconds to wait, and the deadline."""
-        seconds = self._timeout_s if timeout_s is None else self._seconds(timeout_s)
+        seconds = self._timeout_s
+        if timeout_s is not None:
+            seconds = seconds_of(timeout_s, lambda: f"store.{call} on {self._label}")
         return seconds, time.monotonic() + seconds
 
     def _wait(self, call: str, keys: Sequence[str], seconds: float, deadline: float) -> None:
         """Return when all `keys` are set; after the deadline say which were not within `seconds`."""
-        missing = [key for key in keys if self._alone and not self.has_key(key)]
+        missing = [key for key in keys if self._alone and not self.check([key])]
         if missing:
             raise UnsupportedOp(
                 f"store.{call} on {self._label}: only another rank could set {_listed(missing)}, and in a dry run there is none",
@@ -183,33 +156,33 @@ class MeshStore:
         if missing:
             raise StoreTimeout(
                 f"store.{call} on {self._label}: {_listed(missing)} not set within {seconds:g} s",
-                given=f"{len(missing)} of {len(keys)} keys missing, {self.kind}",
+                given=f"{len(missing)} of {len(keys)} keys missing, {self._kind}",
                 expected="another rank to set what is waited for",
                 hint="look at the rank that sets it; or timeout_s=...",
             )
 
-    def _ask(self, method: str, keys: Sequence[str], *given: object, call: str = "") -> Any:
-        """The answer of torch's store to `method`. call: of this store, where it has another name."""
-        return self._guarded(call or method, keys, lambda: getattr(self._store, method)(*given))
+    def _ask(self, method: str, keys: Sequence[str], *given: object) -> Any:
+        """The answer of torch's store to `method`, which is about `keys`."""
+        return self._guarded(method, keys, lambda: getattr(self._store, method)(*given))
 
     def _guarded(self, call: str, keys: Sequence[str], act: Callable[[], T], limit_s: float = 0.0) -> T:
-        """The result of `act`, which is about `keys`. limit_s: seconds; 0: `timeout`."""
+        """The result of `act`. limit_s: seconds; 0: the timeout of the mesh."""
         self._open(call)
         if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
             raise self._refused(call, [], repr(keys), "a list of str")
         limit_s = limit_s or self._timeout_s
         try:
             # torch's client waits without end for a server that was cut off or stopped.
-            return within(limit_s + GRACE_S, act) if self.kind == "TCPStore" else act()
+            return within(limit_s + GRACE_S, act) if self._kind == "TCPStore" else act()
         except TimeoutError:
             raise StoreTimeout(
-                f"store.{call} on {self._label}: the job's {self.kind} has not answered for {limit_s:g} s",
+                f"store.{call} on {self._label}: the job's {self._kind} has not answered for {limit_s:g} s",
                 given=_named(keys),
                 expected="a store that answers; it lives in rank 0 or the launcher",
                 hint="look at the process that holds the store, and at the network between",
             ) from None
         except (RuntimeError, ValueError) as error:
-            what = f"store.{call} on {self._label}: the job's {self.kind} failed"
+            what = f"store.{call} on {self._label}: the job's {self._kind} failed"
             raise store_failed(what, error, f"{_named(keys)}; ") from error
 
     def _refused(self, call: str, keys: Sequence[str], given: str, expected: str) -> StoreError:
@@ -219,11 +192,6 @@ class MeshStore:
         if not isinstance(value, (str, bytes, bytearray)):
             raise self._refused(call, [key], f"a value of type {type(value).__name__}", "bytes or str")
         return value.encode() if isinstance(value, str) else bytes(value)
-
-    def _seconds(self, timeout_s: float) -> float:
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 1e9:
-            raise self._refused("set_timeout", [], f"timeout {timeout_s!r}", "seconds, more than 0")
-        return float(timeout_s)
 
     def _open(self, call: str) -> None:
         if self._closed:
@@ -241,3 +209,82 @@ def _listed(keys: Sequence[str]) -> str:
 
 def _named(keys: Sequence[str]) -> str:
     return f"key {_listed(keys)}" if len(keys) == 1 else f"keys {_listed(keys)}".rstrip()
+
+
+# -- torch's stores, for the mesh itself ----------------------------------------------------------------
+
+
+def store_failed(what: str, error: BaseException, about: str = "") -> StoreError:
+    """The error for a store that failed. what: its first line. about: the keys, for its second."""
+    return StoreError(
+        what,
+        given=f"{about}{first_line(error)}",
+        expected="a store that lives as long as the job: in rank 0, in the launcher, or a file",
+        hint="look for the first error of the process that holds the store",
+    )
+
+
+def prefixed(prefix: str, store: dist.Store) -> dist.Store:
+    """`store` under a prefix; a store with a method `prefixed` makes it."""
+    own = getattr(store, "prefixed", None)
+    found: dist.Store = dist.PrefixStore(prefix, store) if own is None else own(prefix)
+    return found
+
+
+def kind_of(store: dist.Store) -> str:
+    """`TCPStore`, `FileStore`, `HashStore`, or another class: the store below every prefix."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return type(store).__name__
+
+
+def within(limit_s: float, call: Callable[[], T]) -> T:
+    """What `call` returns or raises; TimeoutError after `limit_s` seconds.
+
+    `call` then continues in a daemon thread.
+    """
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            returned.append(call())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="meshcomm-store", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if raised:
+        raise raised[0]
+    if not returned:
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    return returned[0]
+
+
+def wait_for(store: Any, keys: Sequence[str], timeout_s: float) -> bool:
+    """Whether all `keys` were set in time. Raises RuntimeError where the store fails.
+
+    A TCPStore's client lets one call through at a time. A wait would keep out the thread that answers
+    for this rank, and the others would take the rank for dead. So all but short waits have a client of
+    their own, for as long as they last. A FileStore is asked again and again: its own wait takes whole seconds.
+    """
+    kind, started = kind_of(store), time.monotonic()
+    waited_s = 0.0
+    while kind == "FileStore" or (kind == "TCPStore" and waited_s < _SOON_S):
+        if store.check(list(keys)):
+            return True
+        time.sleep(_POLL_S if waited_s < _SOON_S else 10 * _POLL_S)
+        waited_s = time.monotonic() - started
+        if waited_s >= timeout_s:
+            return False
+    if kind == "TCPStore":
+        store = store.clone()
+    try:
+        # torch counts whole milliseconds.
+        store.wait(list(keys), timedelta(milliseconds=max(1, math.ceil((timeout_s - waited_s) * 1000))))
+    except RuntimeError as error:
+        if "timeout" in str(error).lower():
+            return False
+        raise
+    return True

@@ -1,8 +1,4 @@
-"""`mesh.trace(...)`: the calls of every rank inside a block, in one file.
-
-In the JSON format of Chrome's tracing, which Perfetto reads too: "Trace Event Format",
-docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
-"""
+"""`mesh.trace(...)`: the calls of every rank inside a block, in one file in Chrome's "Trace Event Format"."""
 
 from __future__ import annotations
 
@@ -10,8 +6,9 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from time import perf_counter as clock
@@ -19,8 +16,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from meshcomm.comm.spans import Span, Spans, host, stretch
-from meshcomm.errors import StoreError, UnsupportedOp
-from meshcomm.mesh.all_ranks import of_every_rank
+from meshcomm.errors import UnsupportedOp
+from meshcomm.mesh.all_ranks import of_every_rank, on_all_ranks
 
 if TYPE_CHECKING:
     from meshcomm.mesh.mesh import Mesh
@@ -69,37 +66,21 @@ class Trace:
         self.dropped = self._spans.dropped
         for span in self._spans.found:
             span.left = closed if span.left is None else span.left
-        facts: dict[str, Any] = {"meshcomm": dict(mesh.dims)}
         if error is not None:
             # The others may never come: the calls of this rank stand alone, and must not hide the error.
             path = self.path.with_suffix(f".rank{mesh.rank}{self.path.suffix}")
             with suppress(OSError):
-                write(path, [self._part(-self._opened)], {**facts, "alone": True})
+                write(path, [self._part(-self._opened)], {"meshcomm": dict(mesh.dims), "alone": True})
             return
         # Ranks of one host share a monotonic clock; of several, the wall clocks are compared.
         to_wall_clock = time.time() - clock()
         rows = of_every_rank(mesh, (mesh.rank, host(), to_wall_clock, self._opened, self.dropped))
         several = len({at for _, at, *_ in rows}) > 1
         origin = min(opened + to_wall * several for _, _, to_wall, opened, _ in rows)
-        parts = self._gathered(self._part(to_wall_clock * several - origin))
-        facts |= {
-            "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "dropped": {str(rank): dropped for rank, *_, dropped in rows if dropped},
-        }
-        problem = ""
-        if parts is not None:
-            try:
-                write(self.path, parts, facts)
-            except OSError as failed:
-                problem = str(failed)
-        problem = "".join(of_every_rank(mesh, problem))
-        if problem:
-            raise StoreError(
-                f"the trace {self.path} could not be written",
-                given=problem,
-                expected="a path on the first rank's host that can be written",
-                hint='mesh.trace("trace.json")',
-            )
+        dropped = {str(rank): dropped for rank, *_, dropped in rows if dropped}
+        on_all_ranks(
+            mesh, f"write the trace {self.path}", self._writing(to_wall_clock * several - origin, dropped)
+        )
 
     def _part(self, shift_s: float) -> bytes:
         mesh = self._mesh
@@ -109,15 +90,15 @@ class Trace:
             ",\n".join(json.dumps(event, separators=(",", ":")) for event in events).encode(), 1
         )
 
-    def _gathered(self, mine: bytes) -> list[bytes] | None:
-        """All parts, in the order of their ranks' coords, on the first rank of the mesh; None on the others."""
-        parts = [mine]
+    def _writing(self, shift_s: float, dropped: Mapping[str, int]) -> Callable[[], None]:
+        """Gather all parts, in the order of their ranks' coords, on the first rank: there, what writes them."""
+        parts = [self._part(shift_s)]
         for dim in [dim for dim, size in self._mesh.dims.items() if size > 1][::-1]:
             gathered = self._mesh.objects.gather(dim, parts, 0, max_bytes=_MAX_BYTES)
             if gathered is None:
-                return None
+                return lambda: None
             parts = [part for of_rank in gathered for part in of_rank]
-        return parts
+        return partial(write, self.path, parts, {"meshcomm": dict(self._mesh.dims), "dropped": dropped})
 
 
 def write(path: Path, parts: Sequence[bytes], facts: Mapping[str, Any]) -> None:
@@ -144,15 +125,13 @@ def events_of(
     groups: Mapping[str, Sequence[int]],
     shift_s: float,
 ) -> Iterator[Event]:
-    """The events of one rank. lanes: of dims, in their order. groups: global ranks by label. No span is open.
-
-    shift_s: added to the spans' times for the times in the file.
-    """
+    """The events of one rank. lanes: of dims. groups: global ranks by label. shift_s: added to all times. No span is open."""
     # Stretches of the program first, then dims as the plan has them, then any others.
-    used = [span.lane for span in spans]
+    used = dict.fromkeys(span.lane for span in spans)
     first = [span.lane for span in spans if not span.group]
     tids = {
-        lane: tid for tid, lane in enumerate(dict.fromkeys([*first, *(n for n in lanes if n in used), *used]))
+        lane: tid
+        for tid, lane in enumerate(dict.fromkeys([*first, *filter(used.__contains__, lanes), *used]))
     }
     names = [("process", 0, label, rank), *(("thread", tid, lane, tid) for lane, tid in tids.items())]
     for kind, tid, name, order in names:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
@@ -33,10 +33,10 @@ from meshcomm.comm.p2p_log import MessageCheck, PendingMessage
 from meshcomm.errors import CallMismatchError, CollectiveTimeout, MeshcommError, PeerLost
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.desync import DesyncMonitor
-from meshcomm.mesh.endings import ExceptHooks, backend_error, handles_exceptions
+from meshcomm.mesh.rank_failure import ExceptHooks, backend_error
 from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_way, is_library
 from meshcomm.mesh.runtime import Watching
-from meshcomm.mesh.torch_store import within
+from meshcomm.mesh.store import within
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import capturing, overdue_barrier
 
@@ -56,9 +56,6 @@ _CLOSES_S: Final = 10.0
 # Counts the ranks that have created their groups.
 _CREATED: Final = "created"
 
-# After so many looks in a row at which no thread handled the error of a failed call, the program has caught it.
-_UNHANDLED_LOOKS: Final = 4
-
 _COMM: Final = f"{Path(__file__).parents[1] / 'comm'}{os.sep}"
 _TORCH: Final = f"{Path(torch.__file__).parent}{os.sep}"
 _C10D: Final = (f"{_TORCH}distributed/distributed_c10d.py", f"{_TORCH}distributed/_functional_collectives.py")
@@ -66,10 +63,6 @@ _C10D: Final = (f"{_TORCH}distributed/distributed_c10d.py", f"{_TORCH}distribute
 
 def _unknown(rank: int) -> str:
     return ""
-
-
-def _not_refused() -> None:
-    return None
 
 
 @final
@@ -83,7 +76,7 @@ class WatchOptions:
     compared:   how many messages of each pair of ranks are compared at most; None: all.
     alone:      no other rank is a process: no rank asks or answers.
     process_of: the state of a rank's process: "ended", "stopped" or "runs"; "": unknown.
-    refused:    the error where this rank may be of another job than the others; asked at each look.
+    refused:    the error if this rank may be of another job than the others; asked at each look.
     """
 
     timeout_s: float
@@ -92,20 +85,15 @@ class WatchOptions:
     compared: int | None = 0
     alone: bool = False
     process_of: Callable[[int], str] = _unknown
-    refused: Callable[[], MeshcommError | None] = _not_refused
+    refused: Callable[[], MeshcommError | None] = lambda: None
 
 
 @final
 class Watchdog(Watching):
     """Two threads of one rank: one answers other ranks by the rank's record, one looks for calls that do not end.
 
-    A rank whose call failed asks the others, see `RecordExchange`. Every rank looks for questions a few times a
-    second (less often in large worlds, so that the store sees 2,000 looks a second at most). Both threads end when
-    the mesh is closed, or is dropped. own: the record of this rank.
-
-    Args:
-        store: a torch store under a prefix that only this mesh uses.
-        coords: of this rank, by dim.
+    A rank whose call failed asks the others, see `RecordExchange`. Both threads end when the mesh is closed or dropped.
+    own: the record of this rank. store: under a prefix that only this mesh uses. coords: of this rank, by dim.
     """
 
     timed = True
@@ -124,30 +112,26 @@ class Watchdog(Watching):
         self._timer = CallTimer()
         # The Work past the mesh that was last reported: as held, or as failed.
         self._reported: object = None
-        # One that has failed, and at how many looks nobody was handling its error.
-        self._unhandled: tuple[object, int] = (None, 0)
         self._silent = False
         self._failures = 0
         self._process = os.getpid()
         self._stop = threading.Event()
-        if not options.alone:
-            # Without a store the answering thread says so.
-            with contextlib.suppress(RuntimeError):
-                store.add(_CREATED, 1)
-        # Two, as a look at a store that is gone never ends, and the backend must be watched all the same.
-        looks = {"meshcomm-answer": Watchdog._answer, "meshcomm-watchdog": Watchdog._look}
-        self._threads = [
-            threading.Thread(
-                target=_poll, args=(ref(self), look, self._stop, self._interval_s), name=name, daemon=True
-            )
-            for name, look in looks.items()
-            if not options.alone
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        self._hooks: ExceptHooks | None = None
         self._at_exit = partial(_at_exit, ref(self))
         atexit.register(self._at_exit)
-        self._hooks = None if options.alone else ExceptHooks(partial(_explain, ref(self)))
+        if options.alone:
+            return
+        # Without a store the answering thread says so.
+        with contextlib.suppress(RuntimeError):
+            store.add(_CREATED, 1)
+        # Two, as a look at a store that is gone never ends, and the backend must be watched all the same.
+        looks = {"meshcomm-answer": Watchdog._answer, "meshcomm-watchdog": Watchdog._look}
+        for name, look in looks.items():
+            polled = (ref(self), look, self._stop, self._interval_s)
+            self._threads.append(threading.Thread(target=_poll, args=polled, name=name, daemon=True))
+            self._threads[-1].start()
+        self._hooks = ExceptHooks(partial(_explain, ref(self)))
 
     # -- for the mesh -----------------------------------------------------------------------------------
 
@@ -184,8 +168,9 @@ class Watchdog(Watching):
         return None if found is None else self._explained(found, cause)
 
     def report_failed(self) -> None:
-        """Print in one line why a call past the mesh failed, where the program has not seen an explanation."""
-        found = None if self._stop.is_set() else self._last_failed()
+        """Print in one line why the latest call past the mesh failed, if the program has not seen an explanation."""
+        past = [] if self._stop.is_set() or capturing() else self._calls_past()
+        found = next((call for call in reversed(past) if call.error is not None), None)
         if found is not None and found.error is not None and self._reported is not found.call:
             _report(self._explained(found, found.error))
 
@@ -207,9 +192,8 @@ class Watchdog(Watching):
         waits_s = 5.0
         try:
             # Nobody waits for a store that has stopped answering, least of all for one that was found so.
-            within(
-                0.0 if self._silent else _CLOSES_S, partial(self._leave, self._store, self._exchange, last)
-            )
+            leave = partial(self._leave, self._store, self._exchange, last)
+            within(0.0 if self._silent else _CLOSES_S, leave)
         except TimeoutError:
             waits_s = 0.0
         except RuntimeError:
@@ -221,8 +205,8 @@ class Watchdog(Watching):
             recorder.close()
         # One where nobody answers, in place of a connection; and no Work, which holds the group's.
         self._store = dist.HashStore()
-        self._options = replace(self._options, process_of=_unknown, refused=_not_refused)
-        self._reported, self._unhandled = None, (None, 0)
+        self._options = WatchOptions(self._options.timeout_s, self._options.end)
+        self._reported = None
         self._exchange = RecordExchange(self._store, self.own.rank, self._interval_s)
         self._desync.let_go()
 
@@ -266,7 +250,6 @@ class Watchdog(Watching):
 
     def _look(self) -> bool:
         """Look for calls that their backend holds; whether to look again."""
-        self._look_for_unhandled()
         now = time.monotonic()
         error = self._held_barrier(now) or self._held_call(now) or self._held_queue(now)
         if error is not None:
@@ -274,10 +257,7 @@ class Watchdog(Watching):
         return error is None
 
     def _held_call(self, now: float) -> MeshcommError | None:
-        """The error of a call that a thread is blocked in past its timeout.
-
-        A Work of a call past the mesh is reported in one line where the program is elsewhere.
-        """
+        """The error of a call that a thread is blocked in past its timeout; a Work past the mesh is else only reported."""
         for recorder, call in self._timer.overdue(self._recorders, now):
             past = call is recorder.work
             inside = _C10D if past else _COMM
@@ -352,11 +332,6 @@ class Watchdog(Watching):
                 found.append(_Past(message.began, recorder, message, lost))
         return sorted(found, key=lambda past: past.began)
 
-    def _last_failed(self) -> _Past | None:
-        """The latest call past the mesh that its backend gave up."""
-        past = [] if capturing() else self._calls_past()
-        return next((call for call in reversed(past) if call.error is not None), None)
-
     def _explained(self, past: _Past, error: BaseException) -> MeshcommError:
         self._reported = past.call
         with _waiting_for(past.recorder, past.message):
@@ -368,21 +343,6 @@ class Watchdog(Watching):
         call = status["messages"]["waiting"] or status["last"] or {"call": "a call", "dim": "?"}
         where = f'{call["call"]} made past the mesh along "{call["dim"]}" on {self.own.label}'
         return FailedCall.last_of(self.own.rank, recorder, where, error)
-
-    def _look_for_unhandled(self) -> None:
-        """Report a call past the mesh whose error the program has caught, and did not end by.
-
-        Not while some thread still handles an exception, which may be that of the call.
-        """
-        found = self._last_failed()
-        failed = None if found is None else found.call
-        if failed is None or failed is self._reported or handles_exceptions():
-            self._unhandled = None, 0
-            return
-        looks = self._unhandled[1] + 1 if failed is self._unhandled[0] else 1
-        self._unhandled = failed, looks
-        if looks > _UNHANDLED_LOOKS:
-            self.report_failed()
 
     # -- asking -----------------------------------------------------------------------------------------
 
@@ -465,7 +425,7 @@ class Queued(NamedTuple):
 
 @dataclass(slots=True)
 class _Timed:
-    """The last look at a group. call, since: under way, and when it was first seen; next: when `queued` is asked again."""
+    """The last look at a group. since: when `call` was first seen under way. next: when `queued` is asked again."""
 
     call: Any
     since: float
@@ -475,20 +435,14 @@ class _Timed:
 
 @final
 class CallTimer:
-    """How long has each group's blocking call, or the wait for one, been under way?
-
-    Asked again and again, from another thread than the blocked one; a call counts from when it was first seen.
-    """
+    """How long has each group's blocking call, or the wait for one, been under way since it was first seen?"""
 
     def __init__(self) -> None:
         # Weak, as groups come and go.
         self._groups: WeakKeyDictionary[FlightRecorder, _Timed] = WeakKeyDictionary()
 
     def overdue(self, recorders: Sequence[FlightRecorder], now: float) -> list[tuple[FlightRecorder, Any]]:
-        """The calls that are under way for longer than their group's timeout and a grace. now: in seconds.
-
-        A call is a sequence number, a message, a wait for an asynchronous call, or the Work of a collective past the mesh.
-        """
+        """The calls that are under way for longer than their group's timeout and a grace, see `_under_way`."""
         found = []
         for recorder in list(recorders):
             call, seen = _under_way(recorder), self._groups.setdefault(recorder, _Timed(None, now))
@@ -500,10 +454,10 @@ class CallTimer:
         return found
 
     def stuck(self, recorders: Sequence[FlightRecorder], now: float) -> list[tuple[FlightRecorder, Queued]]:
-        """The calls of groups with ordered calls that are queued for longer than their group's timeout.
+        """The calls that are queued for longer than their group's timeout.
 
-        A backend is asked eight times in a timeout, as that may disturb the capture of a CUDA graph. It is the same
-        call that is asked for until it is over, however many the program queues behind it.
+        A backend is asked eight times in a timeout, as that may disturb the capture of a CUDA graph, for the same call
+        until it is over.
         """
         found = []
         for recorder in list(recorders):
@@ -529,7 +483,7 @@ class CallTimer:
 
 
 def _under_way(recorder: FlightRecorder) -> Any:
-    """The call or message that blocks the rank now, or the last Work past the mesh; None: none is known."""
+    """What blocks the rank now: a sequence number, a message, a wait, or the last Work past the mesh; None: nothing."""
     if recorder.under_way is not None:
         return recorder.started
     if recorder.messages.waiting is not None:

@@ -16,7 +16,7 @@ from meshcomm.errors import ConfigError, MeshcommError
 from meshcomm.models.spec import ModelSpec
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.transformer import BuiltIn
-from meshcomm.parallel.model import Model, on_meta
+from meshcomm.parallel.build import Model, on_meta
 
 
 def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model:

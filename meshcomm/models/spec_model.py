@@ -17,10 +17,9 @@ from meshcomm.errors import UnsupportedOp
 from meshcomm.models.spec import Here, ModelSpec, blocks_of, check_names, cut, default_values
 from meshcomm.models.weights import Folder, Names, write
 from meshcomm.parallel.batch_norm import batch_norms, synchronise
-from meshcomm.parallel.build import along
+from meshcomm.parallel.build import Model, Splits, along, cast, on_meta
 from meshcomm.parallel.dropout import Dropout, Drops, drop_apart
 from meshcomm.parallel.expert.experts import EXPERT_NAMES, Experts
-from meshcomm.parallel.model import Model, Splits, cast, on_meta
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.recompute import run
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy, tensor_parallel
@@ -184,63 +183,53 @@ class SpecModel(Model):
 
     def check(self, splits: Splits, stages: int) -> None:
         """See Model."""
-        spec, wanted = self.spec, []
+        spec, train, split = self.spec, self._train, splits.tensor
         used = {
-            "tensor": splits.tensor.size > 1,
-            "sequence_parallel": splits.tensor.sequence_parallel,
-            "context": splits.context.size > 1,
-            "pipeline": stages > 1,
-            "expert": splits.expert is not None,
+            "parallel.tensor": split.size > 1,
+            "parallel.options.sequence_parallel": split.sequence_parallel,
+            "parallel.context": splits.context.size > 1,
+            "parallel.pipeline": stages > 1,
+            "parallel.expert": splits.expert is not None,
+            "train.activation_checkpointing": bool(train.activation_checkpointing),
+            "train.compile": train.compile,
         }
-        own = {}
+        cannot = {f"parallel.{part}": why for part, why in spec.cannot.items()}
         if self._batch_norms:
-            why = f"{self._batch_norms[0]} takes means over all tokens of a batch, of which a rank has a part"
-            own = {"tensor": why, "context": why}
-        if self._batch_norms and self._train.activation_checkpointing:
-            own["activation_checkpointing"] = f"{self._batch_norms[0]} would follow each batch twice"
-            used["activation_checkpointing"] = True
-        for part, why in {**own, **spec.cannot}.items():
+            norm = self._batch_norms[0]
+            why = f"{norm} takes means over all tokens of a batch, of which a rank has a part"
+            again = f"{norm} would follow each batch twice"
+            cannot = {"parallel.tensor": why, "parallel.context": why, "train.activation_checkpointing": again, **cannot}
+        for part, why in cannot.items():
             if used.get(part):
                 raise UnsupportedOp(
-                    f"this model cannot be trained with {_SECTION.get(part, 'parallel')}.{part}",
+                    f"this model cannot be trained with {part}",
                     given=why,
                     expected="numbers that are the same on every mesh",
-                    hint=f"remove {_SECTION.get(part, 'parallel')}.{part}",
+                    hint=f"remove {part}",
                 )
-        if splits.tensor.size > 1 and not spec.split:
-            wanted.append(("parallel.tensor", "split", "a plan that says how each layer is split"))
-        if splits.tensor.sequence_parallel and spec.sequence is None:
-            wanted.append(("parallel.options.sequence_parallel", "sequence", "what works on slices of the sequence"))
-        if splits.context.size > 1 and (spec.attention is None or spec.forward is None):
-            wanted.append(("parallel.context", "attention and forward", "where attention is computed"))
-        if stages > 1 and (not spec.layers or spec.forward is None):
-            wanted.append(
-                ("parallel.pipeline", "layers and forward", "which blocks are divided among stages")
-            )
-        if splits.tensor.size > 1 and not self._divides(splits) and spec.undivided is None:
-            size = f"vocab_size = {self.vocab_size} is not divisible by {splits.tensor.size}"
-            wanted.append(
-                ("parallel.tensor", "undivided", f"an embedding and a head that stay whole, as {size}")
-            )
-        if self.drops and (not spec.layers or spec.forward is None):
-            wanted.append(("ModelSpec.dropped", "layers and forward", "blocks that are told their samples"))
-        if self._train.activation_checkpointing and (not spec.layers or spec.forward is None):
-            wanted.append(("train.activation_checkpointing", "layers and forward", "which blocks run again in backward"))
-        if self._train.compile and not spec.layers:
-            wanted.append(("train.compile", "layers", "which blocks are compiled"))
-        if splits.expert and spec.experts is None:
-            wanted.append(("parallel.expert", "experts", "which weights are an expert's"))
-        if wanted:
-            part, names, what = wanted[0]
-            raise UnsupportedOp(
-                f"this model cannot be trained with {part}",
-                given=f"a ModelSpec without {names}",
-                expected=what,
-                hint=f"ModelSpec({names.split()[0]}=...), or remove {part}",
-            )
-
-
-_SECTION = {"activation_checkpointing": "train"}
+        blocks = bool(spec.layers) and spec.forward is not None
+        size = f"vocab_size = {self.vocab_size} is not divisible by {split.size}"
+        # What is used, what the spec has to have for it, in words, and whether it has.
+        needed = (
+            ("parallel.tensor", "split", "a plan that says how each layer is split", spec.split),
+            ("parallel.options.sequence_parallel", "sequence", "what works on slices of the sequence", spec.sequence is not None),
+            ("parallel.context", "attention and forward", "where attention is computed", spec.attention and spec.forward),
+            ("parallel.pipeline", "layers and forward", "which blocks are divided among stages", blocks),
+            ("parallel.tensor", "undivided", f"an embedding and a head that stay whole, as {size}",
+             self._divides(splits) or spec.undivided is not None),
+            ("ModelSpec.dropped", "layers and forward", "blocks that are told their samples", blocks or not self.drops),
+            ("train.activation_checkpointing", "layers and forward", "which blocks run again in backward", blocks),
+            ("train.compile", "layers", "which blocks are compiled", spec.layers),
+            ("parallel.expert", "experts", "which weights are an expert's", spec.experts),
+        )  # fmt: skip
+        for part, names, what, there in needed:
+            if used.get(part, True) and not there:
+                raise UnsupportedOp(
+                    f"this model cannot be trained with {part}",
+                    given=f"a ModelSpec without {names}",
+                    expected=what,
+                    hint=f"ModelSpec({names.split()[0]}=...), or remove {part}",
+                )
 
 
 class _Facts:

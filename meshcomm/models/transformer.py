@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.models.spec import normal
+from meshcomm.parallel.build import Model, Splits, on_meta
 from meshcomm.parallel.dropout import Dropout, Drops
 from meshcomm.parallel.expert import Experts
-from meshcomm.parallel.model import Model, Splits, on_meta
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.recompute import Recompute, run
 from meshcomm.parallel.tensor import (
@@ -23,7 +23,6 @@ from meshcomm.parallel.tensor import (
     TensorSplit,
     VocabParallelEmbedding,
     assign,
-    columns,
     local,
     whole_shape,
 )
@@ -126,8 +125,8 @@ class Attention(nn.Module):
         """(batch, sequence, width), whole or split along the sequence -> the same shape; rotary (2, sequence, head / 2)
         of these tokens.
         """
-        rows = columns(self.split, x, self.wq, self.wk, self.wv)
-        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in rows)
+        x = self.split.enter(x)
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         y = self.context.attend(rotate(q, rotary), rotate(k, rotary), v)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out
@@ -145,8 +144,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
-        gate, up = columns(self.split, x, self.w1, self.w3)
-        out: Tensor = self.w2(F.silu(gate) * up)
+        x = self.split.enter(x)
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
         return out
 
 

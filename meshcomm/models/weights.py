@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import ShapeError, TrainingError
-from meshcomm.layout.names import did_you_mean
+from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.parallel.tensor import assign, local, whole_shape
 from meshcomm.parallel.tensor.parameters import fused_sizes, kept, parts_of, units
 from meshcomm.parallel.torch_private import offsets
@@ -35,7 +35,6 @@ _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 # A file is mapped; what has been read of it counts as this process's memory until it is closed.
 _MAPPED_BYTES: Final = 32 << 20
 _LARGEST: Final = 8  # bytes of an element
-_SHOWN: Final = 6
 
 
 @torch.no_grad()
@@ -128,7 +127,7 @@ class Folder:
             raise TrainingError(
                 f"the weights in {self._path} are not those of the model",
                 given="\n".join(
-                    f"{len(some)} {what}: {', '.join(some[:_SHOWN])}{', ...' if len(some) > _SHOWN else ''}"
+                    f"{len(some)} {what}: {listed(some)}"
                     for what, some in (("missing", missing), ("that it does not have", extra))
                     if some
                 ),
@@ -138,9 +137,8 @@ class Folder:
             )
 
     def read(self, names: Names, shape: tuple[int, ...], transposed: bool = False) -> Stored:
-        """What reads slices of a parameter of this shape, when they are asked for.
+        """What reads slices of a parameter of this shape. transposed: its two axes lie the other way round in the file.
 
-        transposed: its two axes lie the other way round in the file.
         Raises: TrainingError for a name that is not there, or no floating-point numbers; ShapeError.
         """
         if isinstance(names, str):
@@ -157,10 +155,6 @@ class Folder:
         first, *more = [name for name in names if self._called(name) in self._places] or names[:1]
         stored = self.read(first, shape, transposed)
         return _Twice(stored, self.read(more[0], shape, transposed), names, self._path) if more else stored
-
-    def names(self) -> list[str]:
-        """Of all tensors in it."""
-        return list(self._places)
 
     def piece(self, name: str) -> Any:
         """A tensor of which slices can be read, as the package gives it."""

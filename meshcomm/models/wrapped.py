@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import UnsupportedOp
 from meshcomm.parallel.batch_norm import synchronise
-from meshcomm.parallel.build import along
+from meshcomm.parallel.build import Model, Splits, along, cast
 from meshcomm.parallel.dropout import drop_apart
-from meshcomm.parallel.model import Model, Splits, cast
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.tensor.parameters import split_dims

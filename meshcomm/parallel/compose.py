@@ -14,9 +14,8 @@ from meshcomm.config import Config
 from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank
-from meshcomm.parallel.build import LocalModel, sections
+from meshcomm.parallel.build import LocalModel, Model, sections
 from meshcomm.parallel.data import Sharded
-from meshcomm.parallel.model import Model
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.optimizer import MakeOptimizer, Update, check_patterns
 from meshcomm.parallel.results import Done, Results, check_inputs
@@ -28,12 +27,11 @@ LossOf: TypeAlias = Callable[[Any, Tensor], Tensor]
 
 @final
 class Engine:
-    """One rank's share of a hybrid-parallel training step. Order of things, outermost first:
+    """One rank's share of a hybrid-parallel training step.
 
-    the pipeline's dim selects the layers that this rank builds, as one stage or several; the tensor's dim
-    splits their weights while they are built, the context's dim their sequence, the expert's dim
-    their experts; the data's dims sum gradients, shard's keeps a part of everything on each rank. The
-    optimiser then acts on this rank's parts.
+    The pipeline's dim selects the layers that this rank builds, the tensor's dim splits their weights, the context's
+    their sequence, the expert's their experts; the data's dims sum gradients, shard's keeps a part of everything on
+    each rank. The optimiser then acts on this rank's parts.
 
     Args:
         mesh: an open mesh that this rank is a member of.
@@ -106,11 +104,11 @@ class Engine:
         Shape:     (microbatches * microbatch, ...). Of tokens: (.., sequence) int64 both; targets of -100 do not count.
         lr:        the value of train.lr for this step; None: the optimiser's groups have it.
         number:    of the step, which random numbers are drawn for; None: the one after `done`.
-        Called by: every rank; inputs and targets are equal along tensor, pipeline and context.
-        Raises:    ShapeError for another number of samples; TrainingError where a parameter got no gradient, and in
-                   the first `checked_steps` steps, 2, where ranks along these dims have different samples. Where the
-                   loss or the gradient norm is not finite the step is not applied, and with train.on_nonfinite = "stop"
-                   no later step is.
+        Called by: every rank; inputs and targets are equal along tensor, pipeline and context, which the first
+                   `checked_steps` steps compare.
+        Raises:    ShapeError for another number of samples; TrainingError where a parameter got no gradient, or these
+                   ranks have different samples. A step whose loss or gradient norm is not finite is not applied, and
+                   with train.on_nonfinite = "stop" no later one is.
         """
         number = self.done + 1 if number is None else number
         self._check(inputs, targets)
@@ -195,14 +193,13 @@ class Engine:
         return float((sums[0] / (sums[1] / context.size)).item())
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that a step changes: this rank's weights, and the state of optimizer, modules and scheduler, by global names.
+        """Everything that a step changes: this rank's weights, and the state of optimizer and modules, by global names.
 
         Whole tensors, as DTensors where they are split: `model.layers.3.attn.wq.weight`,
-        `optimizer.layers.3.attn.wq.weight.exp_avg`. Names and whole tensors do not depend on the
-        mesh; a weight that embedding and head share is `embed.weight`. Their memory is shared. Plain data is encoded in
-        uint8 tensors under `plain.`: see `meshcomm.parallel.state`. Nothing is changed by a look: state that the first step
-        makes does not exist before it. The learning rate is not among them where every
-        step is given its own; nor are random numbers, which follow from the seed and the step.
+        `optimizer.layers.3.attn.wq.weight.exp_avg`. Names and whole tensors do not depend on the mesh; a weight that
+        embedding and head share is `embed.weight`. Their memory is shared. Plain data is encoded in uint8 tensors under
+        `plain.`: see `meshcomm.parallel.state`. The learning rate is not among them where every step is given its own;
+        nor are random numbers, which follow from the seed and the step.
 
         Raises: TrainingError that names what cannot be saved.
         """

@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Final, final
-from weakref import finalize, ref
+from typing import Any, final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from meshcomm.errors import TrainingError
 from meshcomm.layout import Dims
+from meshcomm.layout.names import listed
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.expert import ExpertWeights
 from meshcomm.parallel.expert.routing import Router
 from meshcomm.parallel.tensor import local
 from meshcomm.transport.torch_private import storage_id
-
-OPS: Final = ("avg", "sum")
 
 
 @final
@@ -39,15 +36,12 @@ class GradientSync:
                 loss_of(model(x), y).backward()
             optimizer.step()
 
-    Parameters fill buckets of at most `bucket_mb` (a larger parameter fills a bucket alone)
-    in reverse order of registration, which is about the order in which backward reaches them.
-    Each `.grad` is a view of its bucket's flat buffer, so backward accumulates in place and
-    nothing is packed or unpacked. When every gradient of a bucket has received `microbatches`
-    contributions, and all buckets before it have been sent, one asynchronous all_reduce of the
-    buffer starts. Every rank along `dims` sends the same buckets in the same order.
+    Parameters fill buckets of at most `bucket_mb` in reverse order of registration, which is about the order in which
+    backward reaches them; a larger parameter fills a bucket alone. Each `.grad` is a view of its bucket's flat buffer,
+    so nothing is packed or unpacked. When every gradient of a bucket has received `microbatches` contributions, and all
+    buckets before it have been sent, one asynchronous all_reduce of the buffer starts: in the same order on all ranks.
 
-    Buffers follow DDP: after each step, those of coord 0 become those of all ranks, so that buffers that follow from
-    a rank's own samples, such as running statistics, stay equal. Without `broadcast` nothing is sent.
+    Buffers follow DDP: after each step, those of coord 0 become those of all ranks.
 
     Called by: every rank along `dims`. Raises TrainingError where a parameter gets no gradient in a step, where
     backward runs outside of one, where a `.grad` is replaced, and where `with` begins before the gradients of the last
@@ -61,9 +55,9 @@ class GradientSync:
         microbatches: backward passes per step. Their gradients add up, whatever `op` is.
         bucket_mb: size of a bucket in 10^6 bytes.
         broadcast: whether the values of coord 0 become those of all ranks, as with DDP: parameters now, a module's
-            buffers now and after each step. Without it the caller sees to it that they are equal.
-        hooks: whether backward calls the hooks of accumulated gradients. Where it does
-            not, as under a pipeline that splits backward, all buckets are sent by `finish`.
+            buffers now and after each step.
+        hooks: whether backward calls the hooks of accumulated gradients. If not, as under a pipeline that splits
+            backward, `finish` sends all buckets.
     """
 
     def __init__(
@@ -78,11 +72,11 @@ class GradientSync:
         broadcast: bool = True,
         hooks: bool = True,
     ) -> None:
-        if op not in OPS:
+        if op not in ("avg", "sum"):
             raise TrainingError(
                 "GradientSync cannot reduce gradients by this operation",
                 given=f"op={op!r}",
-                expected=" or ".join(OPS),
+                expected="avg or sum",
                 hint='"avg" where each rank\'s loss is a mean over its own samples, "sum" where it is a share of the sum',
             )
         self._op, self._hooks, self._mesh = op, hooks, mesh
@@ -90,50 +84,42 @@ class GradientSync:
         self._microbatches, self._bucket_mb = microbatches, bucket_mb
         self._broadcast = broadcast and self._dims is not None
         self._module = model if isinstance(model, nn.Module) else None
-        self._given = [] if isinstance(model, nn.Module) else list(model)
-        self._known: set[nn.Parameter] = set()
-        self._handles: list[RemovableHandle] = []
-        self._buckets: list[_Bucket] = []
-        self._slots: list[_Slot] = []
-        self._plan()
+        self._named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
+        if self._broadcast:
+            self._send_values([parameter for _, parameter in self._named])
         self._send_buffers()
+        needed = {parameter: name for name, parameter in reversed(self._named) if parameter.requires_grad}
+        self._buckets = [
+            _Bucket(place, [(needed[each], each) for each in run])
+            for place, run in enumerate(_cut(needed, bucket_mb))
+        ]
+        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        for place, slot in enumerate(self._slots if hooks else ()):
+            slot.parameter.register_post_accumulate_grad_hook(_hook(ref(self), place))
         self._sent = 0
         self._active = False
         # The gradients of a step that nobody has used yet; see `__enter__`.
         self._unused = False
-        used = ref(self)
-        hook = register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(used(), optimizer))
-        finalize(self, hook.remove)
 
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return self._given if self._module is None else list(self._module.named_parameters())
-
-    def _plan(self) -> None:
-        """Divide the parameters that need gradients among buckets. Those that were not there before are broadcast."""
-        named = self._named()
-        if self._broadcast:
-            self._send_values([parameter for _, parameter in named if parameter not in self._known])
-        self._known = {parameter for _, parameter in named}
-        for handle in self._handles:
-            handle.remove()
-        for slot in self._slots:
-            if slot.parameter.grad is slot.grad:
-                slot.parameter.grad = None
-        needed = {parameter: name for name, parameter in reversed(named) if parameter.requires_grad}
-        runs = _cut(needed, self._bucket_mb)
-        self._buckets = [
-            _Bucket(place, [(needed[each], each) for each in run]) for place, run in enumerate(runs)
+    def _check_unchanged(self) -> None:
+        """Raises TrainingError where the buckets are not those of the parameters as they are."""
+        named = self._named if self._module is None else self._module.named_parameters()
+        known = {slot.parameter: slot for slot in self._slots}
+        now = {parameter: name for name, parameter in named}
+        changed = [
+            name
+            for parameter, name in now.items()
+            if parameter.requires_grad != (parameter in known)
+            or (parameter in known and not known[parameter].fits())
         ]
-        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        self._handles = [
-            slot.parameter.register_post_accumulate_grad_hook(_hook(ref(self), place))
-            for place, slot in enumerate(self._slots if self._hooks else ())
-        ]
-
-    def _fits(self) -> bool:
-        """Whether the buckets are those of the parameters as they are: of their dtypes and devices, each with its gradient."""
-        needed = {parameter for _, parameter in self._named() if parameter.requires_grad}
-        return {slot.parameter for slot in self._slots} == needed and all(slot.fits() for slot in self._slots)
+        changed += [slot.name for parameter, slot in known.items() if parameter not in now]
+        if changed:
+            raise TrainingError(
+                "the module has changed since its GradientSync was made",
+                given=listed(changed),
+                expected="the same parameters, frozen or not, of the same dtype and on the same device",
+                hint="a new GradientSync behind the change, on every rank",
+            )
 
     def _send_buffers(self) -> None:
         if self._broadcast and self._module is not None:
@@ -160,7 +146,7 @@ class GradientSync:
         return self
 
     def _still_there(self) -> bool:
-        """Whether gradients are neither gone, as after zero_grad, nor such that a loss scaler leaves out the step."""
+        """Whether gradients are neither gone, as after zero_grad, nor used, nor such that a loss scaler leaves out the step."""
         flats = [bucket.flat for bucket in self._buckets]
         return (
             all(slot.parameter.grad is slot.grad for slot in self._slots)
@@ -179,13 +165,8 @@ class GradientSync:
             self._active = False
 
     def start(self) -> None:
-        """Begin a step: every gradient is zero. Call before the first backward of the step.
-
-        Where the module was moved or cast, or parameters were frozen, unfrozen, added or removed since the last step,
-        buckets are made anew: every rank must have changed its own in the same way.
-        """
-        if not self._fits():
-            self._plan()
+        """Begin a step: every gradient is zero. Raises TrainingError where the module was moved or cast, or has other parameters."""
+        self._check_unchanged()
         self._unused = False
         self._sent = 0
         self._active = True
@@ -216,7 +197,7 @@ class GradientSync:
         if replaced:
             raise TrainingError(
                 f"the .grad of {replaced[0]} was replaced during the step",
-                given=", ".join(replaced[:8]),
+                given=listed(replaced),
                 expected="gradients accumulated in place, into the views that start() attached",
                 hint="do not call zero_grad, set .grad or move the module between start() and finish()",
             )
@@ -268,14 +249,6 @@ def _hook(sync: ref[GradientSync], place: int) -> Callable[[Tensor], None]:
             owner._accumulated(owner._slots[place])
 
     return accumulated
-
-
-def _stepped(sync: GradientSync | None, optimizer: torch.optim.Optimizer) -> None:
-    """After a step of any optimizer, also of one that changes parameters where autograd does not see it."""
-    if sync is not None and sync._unused:
-        mine = {id(parameter) for parameter in sync._known}
-        stepped = (id(each) for group in optimizer.param_groups for each in group["params"])
-        sync._unused = mine.isdisjoint(stepped)
 
 
 def broadcast_values(
@@ -342,7 +315,7 @@ def check_complete(missing: Sequence[str], total: int) -> None:
     if missing:
         raise TrainingError(
             f"{len(missing)} of {total} parameters got no gradient",
-            given=", ".join(missing[:8]) + (", ..." if len(missing) > 8 else ""),
+            given=listed(missing),
             expected="every parameter of the model to take part in the loss",
             hint="remove them, use them in forward, or set requires_grad = False",
         )
@@ -354,9 +327,8 @@ class Sharded:
 
     Each of a module's `layers`, a ModuleDict or ModuleList, is gathered before it is used and let go after; its
     gradients are summed and scattered as soon as backward is through it. With copies of the shards along a second
-    dim (hybrid sharding) gradients are summed over them too. Ranks that have other tokens of the same samples need
-    the same weights and the sum of the same gradients: so their dim is a part of a merged one. Experts that are
-    spread are sharded along the dims of their own view: they are gathered by themselves, inside of their layer (as in
+    dim (hybrid sharding) gradients are summed over them too. The dim of ranks that have other tokens of the same samples
+    is a part of a merged one. Experts that are spread are gathered by themselves, inside of their layer (as in
     torchtitan's apply_fsdp, models/llama4/infra/parallelize.py).
 
     Args:
@@ -368,8 +340,7 @@ class Sharded:
         experts: the dims along which gradients of experts' weights are summed; None: experts are as all weights.
             The last one of size above 1 shards, an earlier one replicates; where there is none, experts stay whole.
         reshard: layers are let go after each pass. False: they stay gathered from a step's first forward pass to its
-            last backward pass. Needed where a backward pass runs in halves (zero_bubble): the second half looks for
-            the very parameters that the forward pass used.
+            last backward pass, as zero_bubble needs: its second half looks for the parameters of the forward pass.
     """
 
     def __init__(

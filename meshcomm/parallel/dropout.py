@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from meshcomm.errors import ShapeError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor import TensorSplit
-from meshcomm.parallel.tensor.modules import Attention
 from meshcomm.transport.torch_private import outside_graphs
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -66,18 +66,13 @@ class Drops(NamedTuple):
 
 @final
 class Dropout(nn.Module):
-    """Sets elements to zero with probability `p` and divides the others by 1 - p.
+    """Sets elements to zero with probability `p` and divides the others by 1 - p; in eval(), or with p = 0, x is returned.
 
     Whether an element is dropped follows from (seed, step, site, sample, position, feature) alone,
     so any mesh drops exactly what one process drops, with no generator, state or communication.
-    p is kept to 2^-32. In eval(), or with p = 0, x is returned as it is.
 
-    Args:
-        p: 0 <= p < 1.
-        site: the place in the model, such as "3.attn", counted through all stages. Two places with one
-            name drop alike.
-
-    Raises TrainingError for another p.
+    p:    0 <= p < 1, kept to 2^-32. Raises TrainingError for another.
+    site: the place in the model, such as "3.attn", counted through all stages. Two places with one name drop alike.
     """
 
     def __init__(self, p: float, site: str) -> None:
@@ -130,10 +125,6 @@ class Dropout(nn.Module):
         bits = _number(tokens[..., None], words).view(torch.int32)
         return bits[..., first_feature % 2 :][..., : shape[2]] >= self._threshold
 
-    def extra_repr(self) -> str:
-        """Part of the module's repr."""
-        return f"p={self.p}, site={self.site!r}"
-
 
 def _hash(text: str) -> int:
     return _signed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
@@ -175,8 +166,6 @@ class Draws:
         self._key: tuple[int | str, ...] = ()
         self._often = 0
         self._blocks: Counter[int] = Counter()
-        # False where a block is computed again: nobody else is there to compare with.
-        self.comparing = True
 
     @contextmanager
     def step(self, name: str, first: int) -> Iterator[None]:
@@ -193,19 +182,11 @@ class Draws:
     def seeded(self, number: int, block: Callable[..., Any]) -> Callable[..., Any]:
         """The number-th block of the model, for one forward pass: called again, it draws the same again."""
         self._blocks[number] += 1
-        key = (*self._key[:3], f"block {number}", self._blocks[number])
-        again = False
+        return partial(self._run, (*self._key[:3], f"block {number}", self._blocks[number]), block)
 
-        def run(*args: Any, **named: Any) -> Any:
-            nonlocal again
-            self.seed(key)
-            self.comparing, again = not again, True
-            try:
-                return block(*args, **named)
-            finally:
-                self.comparing = True
-
-        return run
+    def _run(self, key: tuple[int | str, ...], block: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        self.seed(key)
+        return block(*args, **named)
 
     def seed(self, key: tuple[int | str, ...]) -> None:
         """Set the generators by `key` and this rank's coords."""
@@ -222,9 +203,7 @@ class Draws:
 
     def _forked(self) -> AbstractContextManager[None]:
         device = self._mesh.device
-        if device.type == "cpu":
-            return torch.random.fork_rng([])
-        return torch.random.fork_rng([device], device_type=device.type)
+        return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
     def _set(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
@@ -243,48 +222,35 @@ def drop_apart(module: nn.Module, split: TensorSplit, draws: Draws) -> None:
     A module that knows nothing of meshes does not say which is which: the first activations that a dropout gets are
     compared along the dim. `torch.nn.functional.dropout` is not seen: it drops the same on all ranks.
     """
-    parts: list[Any] = list(module.modules()) if split.size > 1 else []
-    for part in parts:
-        share = part.p if isinstance(part, DROPOUTS) else part.dropout if isinstance(part, Attention) else 0
-        if share > 0:
-            part.forward = _DropApart(part, split, draws)
+    dropouts: list[Any] = [part for part in module.modules() if isinstance(part, DROPOUTS) and part.p > 0]
+    for part in dropouts if split.size > 1 else ():
+        part.forward = _DropApart(part, split, draws)
 
 
 @final
 class _DropApart:
-    """The forward of a dropout, or of an attention that drops, in a module that is split."""
+    """The forward of a dropout in a module that is split."""
 
     def __init__(self, part: Any, split: TensorSplit, draws: Draws) -> None:
         self._part, self._split, self._draws = part, split, draws
-        # A module may be split for one trainer after the other.
-        self.plain: Any = part.forward.plain if isinstance(part.forward, _DropApart) else part.forward
-        # By the shape of an activation: whether ranks have parts of it. Attention drops weights of its own heads.
-        self._parts: dict[torch.Size, bool] | None = None if isinstance(part, Attention) else {}
+        # By the shape of an activation: whether ranks have parts of it.
+        self._parts: dict[torch.Size, bool] = {}
 
     @outside_graphs
     def __call__(self, *args: Any, **named: Any) -> Any:
         """As without a mesh. The first activation of each shape is compared: this waits for the device."""
-        if not self._part.training or not self._is_part(*args, *named.values()):
-            return self.plain(*args, **named)
+        (x,), plain = (*args, *named.values()), type(self._part).forward
+        if not self._part.training or not self._is_part(x.detach()):
+            return plain(self._part, x)
         with self._draws.on_this_rank(self._split.dim):
-            return self.plain(*args, **named)
+            return plain(self._part, x)
 
-    def _is_part(self, x: Tensor, *_: Any) -> bool:
-        if self._parts is None:
-            return True
-        known = self._parts.get(x.shape)
-        if known is None and self._draws.comparing:
-            known = _differs(self._split, x.detach())
-            if known is not None:
-                self._parts[x.shape] = known
-        return bool(known)
-
-
-def _differs(split: TensorSplit, x: Tensor) -> bool | None:
-    """Whether ranks have different activations; None where they have nothing but zeros, of which none can be dropped."""
-    ends = split.mesh.all_reduce(split.dim, torch.stack([x, -x]).double(), op="max")
-    most, fewest = ends[0], -ends[1]
-    largest = ends.max()
-    if not largest:
-        return None
-    return bool((most - fewest).max() > _ROUNDING * largest)
+    def _is_part(self, x: Tensor) -> bool:
+        """Whether ranks have different activations; not known of zeros, of which none can be dropped."""
+        if x.shape not in self._parts:
+            ends = self._split.mesh.all_reduce(self._split.dim, torch.stack([x, -x]).double(), op="max")
+            most, fewest, largest = ends[0], -ends[1], ends.max()
+            if not largest:
+                return False
+            self._parts[x.shape] = bool((most - fewest).max() > _ROUNDING * largest)
+        return self._parts[x.shape]

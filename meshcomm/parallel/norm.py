@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import LayoutError, TrainingError
-from meshcomm.layout.names import did_you_mean
+from meshcomm.layout.names import listed
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.parameters import local, split_dims
 from meshcomm.parallel.torch_private import norms, scale_all
@@ -37,12 +37,10 @@ class GradientNorm:
     every other dim its gradient is the same on all ranks and counts once.
 
     Args:
-        model: a module, or (name, parameter). A DTensor is split as its placements say, also in the simulator; any
-            other tensor is the same on all ranks. Parameters without a gradient are left out, and one with two names
-            counts once. After fully_shard: the parameters that it put into the module.
+        model: a module, or (name, parameter). A DTensor, or what a TensorSplit made in the simulator, is split as it
+            says itself; any other tensor is the same on all ranks. Parameters without a gradient are left out, and one
+            with two names counts once. After fully_shard: the parameters that it put into the module.
         pipeline: the dim along which ranks hold different parameters.
-        split: the dims along which you have split plain tensors yourself, by name; without it such a
-            tensor counts as the same on all ranks, and the norm is wrong.
         skip: parameters of the model that another coord along the pipeline counts (tied embeddings); they are clipped.
 
     Called by: every rank, with parameters that are split in the same way.
@@ -56,33 +54,19 @@ class GradientNorm:
         model: nn.Module | Iterable[tuple[str, nn.Parameter]],
         *,
         pipeline: str | None = None,
-        split: Mapping[str, Sequence[str]] | None = None,
         skip: Iterable[nn.Parameter] = (),
     ) -> None:
         self._mesh = mesh
         self._pipeline = pipeline if pipeline is not None and mesh.size(pipeline) > 1 else None
         named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
         skipped = {id(parameter) for parameter in skip}
-        cut, names = dict(split or {}), [name for name, _ in named]
-        unknown = skipped - {id(parameter) for _, parameter in named}
-        strange = [name for name, parameter in named if name in cut and split_dims(parameter)]
-        what = ""
-        if unknown:
-            what = "a parameter is to be skipped that is not there"
-            given = f"{len(unknown)} of {len(skipped)} in skip are not among the parameters"
-            expected = "parameters of this rank"
-            hint = "skip=[parameter] only on the rank that holds the second copy"
-        elif strange:
-            what = f"parameter {strange[0]} says itself along which dims it is split"
-            own = split_dims(dict(named)[strange[0]])
-            given = f"split={{{strange[0]!r}: {tuple(cut[strange[0]])}}}; its own are {own}"
-            expected, hint = "plain tensors in split", f"leave {strange[0]} out of split"
-        elif unnamed := sorted(cut.keys() - set(names)):
-            what, given = "split names parameters that are not there", ", ".join(unnamed)
-            expected = "names of model.named_parameters()"
-            hint = did_you_mean(unnamed[0], names) or "list(dict(model.named_parameters()))"
-        if what:
-            raise LayoutError(what, given=given, expected=expected, hint=hint)
+        if unknown := skipped - {id(parameter) for _, parameter in named}:
+            raise LayoutError(
+                "a parameter is to be skipped that is not there",
+                given=f"{len(unknown)} of {len(skipped)} in skip are not among the parameters",
+                expected="parameters of this rank",
+                hint="skip=[parameter] only on the rank that holds the second copy",
+            )
         needed = {parameter: name for name, parameter in reversed(named) if parameter.requires_grad}
         self._frozen = [_Named(name, parameter) for name, parameter in named if parameter not in needed]
         classes: dict[tuple[str, ...], list[_Named]] = {}
@@ -92,7 +76,7 @@ class GradientNorm:
             if id(parameter) in skipped:
                 uncounted.append(counted)
             else:
-                classes.setdefault(_dims_of(mesh, counted, pipeline, cut.get(name, ())), []).append(counted)
+                classes.setdefault(_dims_of(mesh, counted, pipeline), []).append(counted)
         # Classes and dims are sorted: ranks may have met their parameters in different orders.
         self._dims = sorted({dim for dims in classes for dim in dims})
         self._classes = {dims: len(classes[dims]) for dims in sorted(classes)}
@@ -164,7 +148,7 @@ class GradientNorm:
         if unfrozen := [held.name for held in self._frozen if held.parameter.requires_grad]:
             raise TrainingError(
                 f"{unfrozen[0]} needs a gradient since GradientNorm was made, and would not be counted",
-                given=", ".join(unfrozen[:8]) + (", ..." if len(unfrozen) > 8 else ""),
+                given=listed(unfrozen),
                 expected="parameters that are frozen, or not, as they were",
                 hint="a new GradientNorm; with a Trainer: save, and load in a new one",
             )
@@ -172,7 +156,7 @@ class GradientNorm:
         if missing:
             raise TrainingError(
                 f"{len(missing)} of {len(self._held)} parameters have no gradient, so there is no norm",
-                given=", ".join(missing[:8]) + (", ..." if len(missing) > 8 else ""),
+                given=listed(missing),
                 expected="a .grad on every parameter that needs one",
                 hint="call norm() after backward and before zero_grad, or set requires_grad = False",
             )
@@ -189,9 +173,9 @@ class GradientNorm:
                 )
 
 
-def _dims_of(mesh: Mesh, held: _Named, pipeline: str | None, cut: Sequence[str]) -> tuple[str, ...]:
-    """The dims of more than one rank along which a parameter is split, sorted. cut: those that the user gives."""
-    dims = tuple(sorted(dim for dim in split_dims(held.parameter) or cut if mesh.size(dim) > 1))
+def _dims_of(mesh: Mesh, held: _Named, pipeline: str | None) -> tuple[str, ...]:
+    """The dims of more than one rank along which a parameter is split, sorted."""
+    dims = tuple(sorted(dim for dim in split_dims(held.parameter) if mesh.size(dim) > 1))
     if pipeline in mesh.layout.expand(dims):
         raise LayoutError(
             f"parameter {held.name} cannot be split along {pipeline} twice",

@@ -105,22 +105,15 @@ class Pipelined:
 
     Args:
         mesh, dim: ranks of the pipeline lie along `dim`, 2 or more.
-        modules: this rank's stages, one tensor in, one tensor out; a module alone is its only one.
-            Stage s lies on coord s % ranks, so the i-th is stage i * ranks + coord (see
-            `stages_of_rank`). As many on every rank.
+        modules: this rank's stages, one tensor in, one tensor out; a module alone is its only one. As many on every
+            rank: the i-th is stage i * ranks + coord (see `stages_of_rank`).
         loss: (last stage's output, targets of a microbatch) -> (), already scaled: gradients of
             the microbatches are summed. Its result is detached once the backward pass has run.
-        microbatches: per step; see `meshcomm.config.parallel.runs` for the numbers that a
-            schedule runs.
-        schedule: the order of passes; `meshcomm plan CONFIG --schedule` draws it. Its rules
-            for gradients and their hooks: `schedule_properties`.
+        microbatches: per step; see `meshcomm.config.parallel.runs` for the numbers that a schedule runs.
+        schedule: the order of passes; its rules for gradients and their hooks: `schedule_properties`.
         shapes: of one microbatch at each boundary: into stage 0, between stages, out of the last.
-            So no trial step is needed to find them.
         dtype: of tensors sent between stages, gradients included, and of the last output. A module that returns
             another one is refused by torch, or read wrongly: cast at its end.
-        on_stage_done: called with the position in `modules` of a stage when its gradients of this
-            step are complete, which is while other stages of the rank still run. As an order of
-            calls it is the same on every rank with this coord along `dim`.
         draws: sets the default generators before each forward pass of a stage, if given.
 
     Raises LayoutError where the sizes do not fit the schedule, UnsupportedOp where a module that
@@ -138,7 +131,6 @@ class Pipelined:
         schedule: PipelineSchedule,
         shapes: tuple[Shape, Shape, Shape],
         dtype: torch.dtype,
-        on_stage_done: Callable[[int], None] | None = None,
         draws: Draws | None = None,
     ) -> None:
         mine = [modules] if isinstance(modules, nn.Module) else list(modules)
@@ -163,8 +155,7 @@ class Pipelined:
                 output_args=boundary(last if index == count - 1 else between),
                 group=mesh.group(dim),
             )
-            stage.position, stage.on_done, stage.mesh = position, on_stage_done, mesh
-            stage.draws = draws
+            stage.mesh, stage.draws = mesh, draws
             stages.append(stage)
         self._mesh, self._dim, self._loss, self._microbatches = mesh, dim, loss, microbatches
         self._stages, self._between = stages, (between, dtype)
@@ -218,12 +209,10 @@ class Pipelined:
 
 
 class _PipelineStage(PipelineStage):
-    """A stage that reports when its gradients are complete, and records when each of its passes runs."""
+    """A stage that sets the generators before its forward passes, and records when each of its passes runs."""
 
     mesh: Mesh
-    position: int = 0
     draws: Draws | None = None
-    on_done: Callable[[int], None] | None = None
 
     def seed(self, microbatch: int) -> None:
         """Set the default generators for a forward pass."""
@@ -245,12 +234,6 @@ class _PipelineStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
         with self._span("weights", bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **more)
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        # Every schedule calls this right after the stage's last backward pass of a step.
-        super().perform_reduce_grad(grad_scale_factor)
-        if self.on_done is not None:
-            self.on_done(self.position)
 
 
 def _schedule(schedule: PipelineSchedule, stages: list[_PipelineStage], microbatches: int, loss: Loss) -> Any:
@@ -308,12 +291,9 @@ def _check(schedule: PipelineSchedule, microbatches: int, ranks: int, each: int,
 class TiedWeight:
     """The embedding on coord 0 along a pipeline and the head on its last coord are one weight.
 
-    The two holders exchange their gradients and add them up; ranks between them do nothing, where an all_reduce
-    would send zeros of the whole table through all of them. Both compute own + other, so the sums are equal to
-    the last bit, and equal optimisers keep the copies equal.
-
-    Where the weight is split along other dims (vocabulary, data) each rank exchanges its part, so
-    both holders must split it in the same way; it is the same parameter twice, not a transposed one.
+    The two holders exchange their gradients and add them up; ranks between them do nothing. Both compute own + other, so
+    the sums are equal to the last bit, and equal optimisers keep the copies equal. A weight that is split along other
+    dims (vocabulary, data) must be split in the same way by both; it is the same parameter twice, not a transposed one.
 
     Args:
         mesh, dim: the pipeline's.

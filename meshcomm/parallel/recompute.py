@@ -14,33 +14,24 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Recompute: TypeAlias = bool | Literal["selective"] | int
-"""False: everything is kept. True: of every block its inputs. N: of every N-th. "selective": the results of `KEPT` too."""
+"""False: everything is kept. True: of every block its inputs. N: of every N-th. "selective": the results of `_KEPT` too."""
 
 # Why a call on a group is in it: its peers would have to make it again at the same place, and wait.
-KEPT: Final = {
-    "products of matrices": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "convolution"),
-    "attention": (
+_KEPT: Final = frozenset(
+    {
+        *("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "convolution"),
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_attention_math_for_mps",
-    ),
-    "calls on groups": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "once"),
-}
+        *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "once"),
+    }
+)
 """Operators of which "selective" keeps the result, as torchtitan's does; the rest is cheap for its memory.
 
 Not kept: scores of attention that is written out (Korthikanti et al. 2022), and products that ranks add up, of which
 the sum is kept."""
-
-_BATCHED: Final = ("bmm", "baddbmm")
-
-
-def is_recomputed(activation_checkpointing: Recompute, block: int) -> bool:
-    """Whether `block`, counted from 0 through the whole model, is run a second time, wholly or selectively."""
-    if isinstance(activation_checkpointing, bool) or activation_checkpointing == "selective":
-        return bool(activation_checkpointing)
-    return (block + 1) % activation_checkpointing == 0
 
 
 def run(activation_checkpointing: Recompute, number: int, block: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
@@ -48,11 +39,13 @@ def run(activation_checkpointing: Recompute, number: int, block: Callable[..., A
 
     Nothing random is kept: a block must draw the same numbers when it is called again with the same arguments.
     """
-    if not torch.is_grad_enabled() or not is_recomputed(activation_checkpointing, number):
-        return block(*args, **named)
-    more: dict[str, Any] = {}
     if activation_checkpointing == "selective":
-        more["context_fn"] = _contexts
+        more: dict[str, Any] = {"context_fn": _contexts}
+    else:
+        # True is 1: every block.
+        more, activation_checkpointing = {}, activation_checkpointing and (number + 1) % activation_checkpointing == 0
+    if not activation_checkpointing or not torch.is_grad_enabled():
+        return block(*args, **named)
     return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **more, **named)
 
 
@@ -92,17 +85,14 @@ _CALLS: Final[dict[str, Callable[[], Sequence[Tensor]]]] = {}
 
 def _policy(_: object, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
     name = op.name().partition("::")[2].partition(".")[0]
-    kept = op.namespace in ("aten", "meshcomm", "meshcomm_recompute") and name in _NAMES
-    if kept and name in _BATCHED:
+    kept = op.namespace in ("aten", "meshcomm", "meshcomm_recompute") and name in _KEPT
+    if kept and name in ("bmm", "baddbmm"):
         a, b = args[-2:]
         # Scores: queries by keys, more than both.
         kept = a.shape[1] * b.shape[2] <= a.shape[1] * a.shape[2] + b.shape[1] * b.shape[2]
     if kept and _ADDED_UP.get():
         kept = op.namespace != "aten"
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-_NAMES: Final = frozenset(name for names in KEPT.values() for name in names)
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -68,9 +68,8 @@ class Done(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A step at whose results nobody has looked.
-
-    values: loss, a sum of values that are not finite elsewhere, norm. ids: lowest and highest. counted: number of targets, over all ranks.
+    """A step at whose results nobody has looked: values are loss, a sum of values that are not finite elsewhere, norm;
+    counted the number of targets over all ranks; ids the lowest and highest.
     """
 
     number: int
@@ -180,16 +179,15 @@ class Results:
 
     @torch.no_grad()
     def _blamed(self, norms: Mapping[str, float], lost: bool, outside: str) -> str:
-        """One line or more: the first gradient, in the order of backward, that is not finite, and its rank.
+        """One line or more, the same on every rank: the first gradient, in the order of backward, that is not finite.
 
         First is the one nearest to the loss, since backward carries it on to those before it. Gradients that are
         summed along a dim are the same on all its ranks, where the losses of the ranks' own samples are more specific.
 
-        norms:      of this rank's parts of the gradients, summed over ranks.
-        lost:       whether the loss of this rank's own samples is not finite.
-        outside:    why this rank's tokens are wrong.
-        Called by:  every rank of the mesh. One gather of objects per dim.
-        Returns:    the same text on every rank.
+        norms:     of this rank's parts of the gradients, summed over ranks.
+        lost:      whether the loss of this rank's own samples is not finite.
+        outside:   why this rank's tokens are wrong.
+        Called by: every rank of the mesh. One gather of objects per dim.
         """
         mesh, parameters = self._mesh, self._parameters
         bad = [

@@ -1,4 +1,4 @@
-"""Carry a recipe out on a tensor: local steps by torch, the others by communicators."""
+"""Carry a recipe out on a tensor: local steps by einops, the others by communicators."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias, final
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
@@ -46,12 +47,7 @@ class _Calls:
 class Rearranger:
     """`rearrange` for one rank of one mesh. Recipes are cached, the last 1024 of them.
 
-    Args:
-        layout:     the mesh's. A mesh that gets further dims needs a new Rearranger, as a name
-                    that was a tensor's axis may have become a dim.
-        at:         the communicators, by dim.
-        functional: their differentiable forms.
-        who:        this rank with its coords, for errors.
+    A mesh that gets further dims needs a new Rearranger: a tensor's axis may have become a dim.
     """
 
     def __init__(self, layout: Layout, at: CommunicatorCache, functional: Functional, who: str) -> None:
@@ -216,7 +212,8 @@ def _through(functional: Functional, calls: _Calls, x: Tensor) -> Tensor:
 
 
 def _local(step: Step, x: Tensor) -> Tensor:
-    return x.permute(step.args) if step.kind == "permute" else x.reshape(step.shape or ())
+    pattern, lengths = step.args
+    return rearrange(x, pattern, **dict(lengths))
 
 
 def _needs_grad(x: Tensor) -> bool:

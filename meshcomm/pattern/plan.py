@@ -6,9 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import index
-from typing import Literal, final
-
-from einops.array_api import rearrange
+from typing import Any
 
 from meshcomm.errors import LayoutError, PatternError
 from meshcomm.layout import Layout
@@ -142,26 +140,6 @@ def _without(side: Side, names: set[str]) -> Side:
     return tuple(tuple(name for name in group if name not in names) for group in side)
 
 
-@final
-class _Noted:
-    """An array without values, of the array API standard: it notes the reshapes and permutations that einops asks for."""
-
-    def __init__(self, shape: Sequence[int]) -> None:
-        self.shape, self.ndim = tuple(shape), len(shape)
-        self.steps: list[tuple[Literal["reshape", "permute"], tuple[int, ...]]] = []
-
-    def __array_namespace__(self) -> _Noted:
-        return self
-
-    def reshape(self, _: _Noted, shape: Sequence[int]) -> _Noted:
-        self.steps.append(("reshape", tuple(shape)))
-        return self
-
-    def permute_dims(self, _: _Noted, order: Sequence[int]) -> _Noted:
-        self.steps.append(("permute", tuple(order)))
-        return self
-
-
 class _Route:
     """Steps as they are put together. `axes` is what the local tensor's axes are by now."""
 
@@ -181,7 +159,7 @@ class _Route:
         """The axis that has `name` in it."""
         return next(number for number, group in enumerate(self.axes) if name in group)
 
-    def _step(self, kind: Kind, axes: Side, *args: int | str, dim: str = "") -> None:
+    def _step(self, kind: Kind, axes: Side, *args: Any, dim: str = "") -> None:
         known, size = self._known, self._mesh.get(dim, 1)
         whole = kind == "all_gather"
         if known is None:
@@ -196,35 +174,22 @@ class _Route:
     # -- local steps ----------------------------------------------------------------------------
 
     def arrange(self, target: Side) -> None:
-        """Bring the axes into the form `target`, which has the same names, by the steps that einops takes."""
+        """Bring the axes into the form `target`, which has the same names, by einops."""
         if target == self.axes:
             return
-        runs = _runs(self.axes, target)
-        lengths = self._known or dict.fromkeys(names_of(self.axes), 1)
-        run_of = {name: f"run{number}" for number, run in enumerate(runs) for name in run}
+        runs = {name: at for at, run in enumerate(_runs(self.axes, target)) for name in run}
+        self._packed = self._packed and names_of(target) == names_of(self.axes)
+        if not self._packed and any(len({runs[name] for name in group}) > 1 for group in target):
+            self.copies += 1
+            self._packed = True
+        # Names that einops takes: those of an ellipsis are none.
+        plain = {name: f"x{at}" for at, name in enumerate(names_of(self.axes))}
         sides = (
-            tuple(tuple(dict.fromkeys(run_of[name] for name in group)) for group in side)
-            for side in (self.axes, target)
+            tuple(tuple(plain[name] for name in group) for group in side) for side in (self.axes, target)
         )
-        noted = _Noted([math.prod(lengths[name] for name in group) for group in self.axes])
-        rearrange(
-            noted,
-            " -> ".join(map(text_of, sides)),
-            **{f"run{number}": math.prod(map(lengths.__getitem__, run)) for number, run in enumerate(runs)},
-        )
-        # Without a permutation the last reshape is enough.
-        reorders = any(kind == "permute" for kind, _ in noted.steps)
-        for kind, args in noted.steps if reorders else noted.steps[-1:]:
-            if kind == "permute":
-                self._step(kind, tuple(self.axes[axis] for axis in args), *args)
-                self._packed = reorders = False
-                continue
-            axes = runs if reorders else target
-            home = {name: number for number, group in enumerate(self.axes) for name in group}
-            if not self._packed and any(len({home[name] for name in group}) > 1 for group in axes):
-                self.copies += 1
-                self._packed = True
-            self._step(kind, axes)
+        known = self._known or {}
+        lengths = tuple((plain[name], known[name]) for name in plain if name in known)
+        self._step("rearrange", target, " -> ".join(map(text_of, sides)), lengths)
 
     def lead(self, name: str) -> int:
         """The axis that `name` is the outermost part of, after splitting one where need be."""

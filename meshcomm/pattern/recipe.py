@@ -9,7 +9,7 @@ from meshcomm.layout.sizes import coords_text
 from meshcomm.pattern.parse import Side, text_of
 
 Role: TypeAlias = Literal["gather", "slice", "reduce_scatter", "move", "stay"]
-Kind: TypeAlias = Literal["reshape", "permute", "slice", "all_gather", "reduce_scatter", "all_to_all"]
+Kind: TypeAlias = Literal["rearrange", "slice", "all_gather", "reduce_scatter", "all_to_all"]
 
 _ROLES: Final[dict[Role, str]] = {
     "gather": "gathered from all ranks along it",
@@ -19,8 +19,7 @@ _ROLES: Final[dict[Role, str]] = {
     "stay": "stays where it is, nothing is sent",
 }
 _STEPS: Final[dict[Kind, str]] = {
-    "reshape": "reshape",
-    "permute": "permute",
+    "rearrange": "rearrange",
     "slice": "slice along {dim}, axis {0}",
     "all_gather": "all_gather along {dim}, axis {0}",
     "reduce_scatter": "reduce_scatter ({1}) along {dim}, axis {0}",
@@ -33,11 +32,10 @@ _STEPS: Final[dict[Kind, str]] = {
 class Step:
     """One thing done to the local tensor.
 
-    kind:  reshape (axes split and joined, values in order), permute, slice (this rank's of `size` equal parts),
-           or a collective along `dim`.
+    kind:  rearrange (by einops, on this rank), slice (this rank's of `size` equal parts), or a collective along `dim`.
     axes:  what the tensor's axes are afterwards. shape: their lengths, None for a recipe without a shape.
-    dim, size: the mesh dim and its size; "" and 1 for a reshape or permute.
-    args:  permute: axis i is what axis args[i] was. slice, all_gather: (axis,). reduce_scatter: (axis, op).
+    dim, size: the mesh dim and its size; "" and 1 for a rearrange.
+    args:  rearrange: einops' pattern, and the lengths of its names. slice, all_gather: (axis,). reduce_scatter: (axis, op).
            all_to_all: (split axis, concat axis). As the methods of a communicator take them.
     piece: elements of one slice that is sent; the names of its axes, "b*s", for a recipe without a shape.
     """
@@ -69,23 +67,17 @@ class Step:
         )
 
     def __str__(self) -> str:
-        if self.kind == "permute":
-            return f"permute {' '.join(map(str, self.args))}"
         return _STEPS[self.kind].format(*self.args, dim=self.dim)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The steps of a pattern, in order; made by `explain_pattern`, or inside `mesh.rearrange`.
+    """The steps of a pattern, in order. `str` of it is a table of them with axes, shapes and what each rank sends.
 
-    text:   the pattern.
-    dims:   (name, size) of every dim of the mesh that the pattern names.
-    roles:  (name, role) of the same dims; a role follows from the pattern alone, not from sizes.
-    before: the local tensor's axes at the start, and their lengths, None without a shape.
+    text:   the pattern. dims, roles: (name, size) and (name, role) of every dim of the mesh that it names.
+    before: the local tensor's axes at the start; shape: their lengths, None without a shape.
     copies: how often the local tensor is copied in memory, at most, if it comes contiguous.
-
-    `str` of it is a table of the steps with axes, shapes and what each rank sends.
     """
 
     text: str

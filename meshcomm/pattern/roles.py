@@ -49,12 +49,10 @@ def check_apart(pattern: Pattern, layout: Layout) -> None:
 
 
 def roles(pattern: Pattern, mesh: MeshDims, partial: object, sizes: Sizes) -> dict[str, Role]:
-    """The role of every mesh dim that the pattern names, in the order of `mesh`.
+    """The role of every mesh dim that the pattern names, in the order of `mesh`. Raises PatternError.
 
     right only: gather. left only: slice, or reduce_scatter where `partial` is given. Both: stay
     where its neighbours are the same on both sides, else move.
-    Raises PatternError where a tensor axis is on one side only, where `partial` or a size is wrong
-    or would have no effect, or where it is unclear whether a dim moves.
     """
     left, right = names_of(pattern.left), names_of(pattern.right)
     _check_both_sides(left, right, mesh)

@@ -9,19 +9,149 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
-from meshcomm.config import Config
-from meshcomm.config.parallel import Part
+from meshcomm.config import Config, ModelConfig, TrainConfig
+from meshcomm.config.parallel import ParallelConfig, Part
+from meshcomm.errors import ConfigError
 from meshcomm.predict.passes import microbatches_held
+from meshcomm.predict.stages import PartCosts, part_costs
 from meshcomm.predict.times import Operation
-from meshcomm.predict.workload import BASE, Sizes, Workload, workload
 
+_BYTES: Final = {"float32": 4, "float64": 8, "bfloat16": 2}
+# The parts that lie along dims of the base, outermost first where nothing else decides.
+BASE: Final[tuple[Part, ...]] = ("pipeline", "data", "shard", "context", "tensor")
 # Parts, or dims, whose ranks make a call together. The copies of experts, edp, are "replica", and with shard "expert shard",
 # as they hold shards of them.
 Along: TypeAlias = tuple[str, ...]
 REPLICA: Final = "replica"
 EXPERT_SHARD: Final = "expert shard"
+
+
+class Sizes(NamedTuple):
+    """Sizes of the dims that play the parts; 1 where none does. microbatches: of a rank and step. expert_copies: of
+    experts' shards.
+    """
+
+    pipeline: int = 1
+    data: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    microbatches: int = 1
+    expert_copies: int = 1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a configuration trains. parts: those that it plays. model: with all sizes. expert_layers: layers with experts.
+
+    activation_bytes: of an element in a message, in memory, and of a weight that FSDP has gathered; weight_bytes: of a
+    weight; reduced_bytes: of a gradient that FSDP adds up.
+    """
+
+    parts: tuple[Part, ...]
+    parallel: ParallelConfig
+    model: ModelConfig
+    train: TrainConfig
+    seq_len: int
+    costs: PartCosts
+    expert_layers: int
+    activation_bytes: int
+    weight_bytes: int
+    reduced_bytes: int
+
+    @property
+    def ulysses(self) -> bool:
+        """Heads are split along context in place of tokens."""
+        return self.parallel.options.attention == "ulysses"
+
+    def tokens(self, sizes: Sizes) -> float:
+        """Tokens of a micro-batch on one rank."""
+        return self.train.micro_batch_size * self.seq_len / sizes.context
+
+    def layers_of_rank(self, sizes: Sizes) -> int:
+        """Layers of the rank that has most, as if stages were cut evenly."""
+        each = self.parallel.options.stages_per_rank if sizes.pipeline > 1 else 1
+        return -(-self.model.num_layers // (sizes.pipeline * each)) * each
+
+    def with_experts(self, layers: int) -> int:
+        """Of so many layers the ones with experts: where only every n-th has them, a rank's share, rounded up."""
+        return -(-layers * self.expert_layers // self.model.num_layers)
+
+    def layers_again(self, sizes: Sizes) -> int:
+        """Layers of that rank whose whole forward pass runs a second time; none where it does so selectively."""
+        activation_checkpointing, layers = self.train.activation_checkpointing, self.layers_of_rank(sizes)
+        if isinstance(activation_checkpointing, bool) or activation_checkpointing == "selective":
+            return layers if activation_checkpointing is True else 0
+        return layers // activation_checkpointing
+
+    def shards(self, sizes: Sizes) -> int:
+        """Ranks that weights are sharded over: those of shard and, with them, of context."""
+        return sizes.shard * (sizes.context if "shard" in self.parts else 1)
+
+    def expert_shards(self, sizes: Sizes) -> int:
+        """Ranks that experts' weights are sharded over: with the others, or what their own view leaves for it."""
+        if "shard" not in self.parts or "expert" not in self.parts:
+            return self.shards(sizes)
+        return sizes.data * sizes.shard * sizes.context // sizes.expert // sizes.expert_copies
+
+    def flops(self, sizes: Sizes) -> float:
+        """Floating-point operations of one micro-batch on the rank with most layers and the head: 6 for each
+        multiply-add of a forward pass and token, as backward costs twice as much as forward; 2 more in layers that are
+        computed again.
+        """
+        layer = sum(self.costs.layers) / self.model.num_layers
+        macs = (
+            6 * (self.layers_of_rank(sizes) * layer + self.costs.head) + 2 * self.layers_again(sizes) * layer
+        )
+        return self.tokens(sizes) * macs / sizes.tensor
+
+
+def workload(settings: Config) -> Workload:
+    """What `settings` trains. Raises ConfigError where it does not train, or fixes who sits where."""
+    parallel, model, data, train = settings.parallel, settings.model, settings.data, settings.train
+    if parallel is None or model is None or data is None or train is None:
+        raise ConfigError(
+            f"{settings.source} says nothing about training",
+            given="a mesh without [parallel], [model], [data] and [train]",
+            expected="all four sections: bytes and memory follow from them",
+            hint="configs/quickstart.toml has them all",
+        )
+    model = model.sized("bytes and memory")
+    _check_mesh(settings, parallel)
+    return Workload(
+        parts=tuple(parallel.parts),
+        parallel=parallel,
+        model=model,
+        train=train,
+        seq_len=data.seq_len,
+        costs=part_costs(model, data.seq_len),
+        expert_layers=sum(model.has_experts(layer) for layer in range(model.num_layers)),
+        activation_bytes=_BYTES[train.compute_dtype or train.dtype],
+        weight_bytes=_BYTES[train.dtype],
+        reduced_bytes=_BYTES[parallel.options.reduce_dtype or train.dtype],
+    )
+
+
+def _check_mesh(settings: Config, parallel: ParallelConfig) -> None:
+    """Raise ConfigError for what would not fit other sizes, or would undo another order."""
+    mesh = settings.mesh
+    fixed = [f"mesh.{name}" for name in ("ranks", "rank_order") if getattr(mesh, name) is not None]
+    fixed += [f"mesh.views.{name}" for name in mesh.views if name != settings.expert_view]
+    fixed += [f"mesh.dims.{dim}" for dim in mesh.dims if dim not in parallel.parts.values()]
+    if fixed:
+        raise ConfigError(
+            f"{fixed[0]} belongs to one mesh, and place looks for another",
+            given=f"{settings.source} with {fixed[0]}",
+            expected="dims that play the parts of [parallel], and the view of its expert, alone",
+            hint=f"--set {fixed[0]}=   (nothing behind = removes it)",
+        )
+
+
+# -- memory -----------------------------------------------------------------------------------------
 
 
 class Weights(NamedTuple):
@@ -41,6 +171,82 @@ class Memory(NamedTuple):
     optimizer: float
     activations: float
     gathered: float
+
+
+def weights(work: Workload, sizes: Sizes) -> Weights:
+    """Experts are split along expert and tensor, the others along tensor; a pipeline puts the two tables on two ranks."""
+    model, layers = work.model, work.layers_of_rank(sizes)
+    with_experts, norms = work.with_experts(layers), 2 * model.hidden_size
+    attention = model.hidden_size * model.head_size * (2 * model.num_heads + 2 * model.num_kv_heads) / sizes.tensor
+    dense = model.ff_matrices * model.hidden_size * model.intermediate_size / sizes.tensor
+    experts = model.experts * dense / sizes.expert
+    tables = model.hidden_size * model.vocab_size * (1 if sizes.pipeline > 1 or model.tied_embeddings else 2)
+    # Ranks that do not divide the vocabulary have all of it.
+    ends = tables / (1 if model.vocab_size % sizes.tensor else sizes.tensor) + model.hidden_size
+    routers = with_experts * model.hidden_size * model.experts
+    plain = layers * (attention + norms) + (layers - with_experts) * dense + ends + routers
+    layer = attention + norms + (experts if work.expert_layers else dense)
+    return Weights(plain, with_experts * experts, layer, ends)
+
+
+def memory(work: Workload, sizes: Sizes) -> Memory:
+    """Bytes of the largest rank. Weights, gradients and Adam's two moments are of one dtype.
+
+    Sharded (FSDP, ZeRO-3: Rajbhandari et al. 2020), each is divided by the shards. Gathered are two layers, the tables and
+    the last norm, or all weights without `reshard`. Gradients of several micro-batches accumulate unsharded.
+    """
+    here = weights(work, sizes)
+    shards, spread = work.shards(sizes), work.expert_shards(sizes)
+    share = (here.plain / shards + here.experts / spread) * work.weight_bytes
+    activations = _activations(work, sizes)
+    if shards == spread == 1:
+        # Autocast keeps its copies of weights for the backward pass.
+        if work.activation_bytes != work.weight_bytes and not work.train.activation_checkpointing:
+            activations += work.layers_of_rank(sizes) * here.layer * work.activation_bytes
+        return Memory(share, share, 2 * share, activations, 0.0)
+    every = here.plain + here.experts
+    gathered = min(every, 2 * here.layer + here.ends) if work.parallel.reshards(sizes.pipeline) else every
+    gradients = share + here.layer * work.reduced_bytes
+    if sizes.microbatches > 1:
+        gradients = every * work.reduced_bytes
+    return Memory(share, gradients, 2 * share, activations, gathered * work.activation_bytes)
+
+
+def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float]:
+    """Bytes that a layer keeps of a micro-batch for backward: with recompute, with selective recompute, without.
+
+    In the manner of Korthikanti et al. 2022; attention keeps no scores, experts are evenly loaded.
+    """
+    model, split, with_experts = work.model, sizes.tensor, work.expert_layers / work.model.num_layers
+    rows = with_experts * min(model.experts_per_token, model.experts)
+    inner = (model.ff_matrices - 1) * (1 - with_experts + rows) * model.intermediate_size / split
+    queries, keys = model.num_heads * model.head_size / split, model.num_kv_heads * model.head_size / split
+    whole = model.hidden_size
+    entry = whole / split if work.parallel.options.sequence_parallel else whole
+    selective = 3 * entry + 2 * queries + 2 * keys + inner + (3 if sizes.expert > 1 else 1) * rows * whole
+    if work.parallel.options.sequence_parallel:
+        selective += 2 * whole
+    everything = 2 * entry + 2 * whole + 3 * queries + 2 * keys + 2 * inner + 2 * rows * whole
+    element = work.tokens(sizes) * work.activation_bytes
+    return entry * element, selective * element, everything * element
+
+
+def _activations(work: Workload, sizes: Sizes) -> float:
+    """The larger of two ranks of a pipeline: the first has the most micro-batches in flight, the last has the logits."""
+    entry, selective, everything = layer_activations(work, sizes)
+    layers, again, parallel = work.layers_of_rank(sizes), work.layers_again(sizes), work.parallel
+    usual = selective if work.train.activation_checkpointing == "selective" else everything
+    kept = (layers - again) * usual + again * entry
+    recomputed = everything - (entry if again else usual)
+    split = 1 if work.model.vocab_size % sizes.tensor else sizes.tensor
+    logits = work.tokens(sizes) * work.model.vocab_size / split * max(4, work.activation_bytes)
+    first = microbatches_held(parallel.options.schedule, sizes.pipeline, parallel.options.stages_per_rank, sizes.microbatches)
+    last = first if parallel.options.schedule in ("gpipe", "zero_bubble") else 1
+    # Logits, their logarithms and gradients.
+    return max(first * kept, last * (kept + 2 * logits) + logits) + recomputed
+
+
+# -- calls ------------------------------------------------------------------------------------------
 
 
 class Flow(NamedTuple):
@@ -63,79 +269,6 @@ class Flow(NamedTuple):
         return self.calls * (microbatches if self.each_microbatch else 1)
 
 
-def weights(work: Workload, sizes: Sizes) -> Weights:
-    """Experts are split along expert and tensor, the others along tensor; a pipeline puts the two tables on two ranks."""
-    layers, with_experts = work.layers_of_rank(sizes), work.expert_layers_of_rank(sizes)
-    norms, attention = 2 * work.hidden_size, work.attention_weights / sizes.tensor
-    dense = work.expert_weights / sizes.tensor
-    experts = work.experts * dense / sizes.expert
-    tables = work.hidden_size * work.vocab_size * (1 if sizes.pipeline > 1 or work.tied else 2)
-    # Ranks that do not divide the vocabulary have all of it.
-    ends = tables / (1 if work.vocab_size % sizes.tensor else sizes.tensor) + work.hidden_size
-    routers = with_experts * work.hidden_size * work.experts
-    plain = layers * (attention + norms) + (layers - with_experts) * dense + ends + routers
-    layer = attention + norms + (experts if work.expert_layers else dense)
-    return Weights(plain, with_experts * experts, layer, ends)
-
-
-def memory(work: Workload, sizes: Sizes) -> Memory:
-    """Bytes of the largest rank. Weights, gradients and Adam's two moments are of one dtype.
-
-    Sharded (FSDP, ZeRO-3: Rajbhandari et al. 2020), each is divided by the shards. Gathered are two layers, the tables and
-    the last norm, or all weights without `reshard`. Gradients of several micro-batches accumulate unsharded.
-    """
-    here = weights(work, sizes)
-    shards, spread = work.shards(sizes), work.expert_shards(sizes)
-    share = (here.plain / shards + here.experts / spread) * work.weight_bytes
-    activations = _activations(work, sizes)
-    if shards == spread == 1:
-        # Autocast keeps its copies of weights for the backward pass.
-        if work.activation_bytes != work.weight_bytes and not work.activation_checkpointing:
-            activations += work.layers_of_rank(sizes) * here.layer * work.activation_bytes
-        return Memory(share, share, 2 * share, activations, 0.0)
-    every = here.plain + here.experts
-    gathered = min(every, 2 * here.layer + here.ends) if work.reshards(sizes) else every
-    gradients = share + here.layer * work.reduced_bytes
-    if sizes.microbatches > 1:
-        gradients = every * work.reduced_bytes
-    return Memory(share, gradients, 2 * share, activations, gathered * work.activation_bytes)
-
-
-def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float]:
-    """Bytes that a layer keeps of a micro-batch for backward: with recompute, with selective recompute, without.
-
-    In the manner of Korthikanti et al. 2022; attention keeps no scores, experts are evenly loaded.
-    """
-    split, with_experts = sizes.tensor, work.expert_layers / work.num_layers
-    rows = with_experts * work.experts_per_token
-    inner = (work.ff_matrices - 1) * (1 - with_experts + rows) * work.intermediate_size / split
-    queries, keys = work.num_heads * work.head_size / split, work.num_kv_heads * work.head_size / split
-    entry = work.hidden_size / split if work.sequence_parallel else work.hidden_size
-    selective = (
-        3 * entry + 2 * queries + 2 * keys + inner + (3 if sizes.expert > 1 else 1) * rows * work.hidden_size
-    )
-    if work.sequence_parallel:
-        selective += 2 * work.hidden_size
-    everything = 2 * entry + 2 * work.hidden_size + 3 * queries + 2 * keys + 2 * inner + 2 * rows * work.hidden_size
-    element = work.tokens(sizes) * work.activation_bytes
-    return entry * element, selective * element, everything * element
-
-
-def _activations(work: Workload, sizes: Sizes) -> float:
-    """The larger of two ranks of a pipeline: the first has the most micro-batches in flight, the last has the logits."""
-    entry, selective, everything = layer_activations(work, sizes)
-    layers, again = work.layers_of_rank(sizes), work.layers_again(sizes)
-    usual = selective if work.activation_checkpointing == "selective" else everything
-    kept = (layers - again) * usual + again * entry
-    recomputed = everything - (entry if again else usual)
-    split = 1 if work.vocab_size % sizes.tensor else sizes.tensor
-    logits = work.tokens(sizes) * work.vocab_size / split * max(4, work.activation_bytes)
-    first = microbatches_held(work.schedule, sizes.pipeline, work.stages_per_rank, sizes.microbatches)
-    last = first if work.schedule in ("gpipe", "zero_bubble") else 1
-    # Logits, their logarithms and gradients.
-    return max(first * kept, last * (kept + 2 * logits) + logits) + recomputed
-
-
 def flows(work: Workload, sizes: Sizes) -> list[Flow]:
     """All calls of the largest rank."""
     makers = {
@@ -155,15 +288,14 @@ def expected(settings: Config, world: int) -> list[Flow]:
     Raises ConfigError where `settings` does not train.
     """
     work = workload(settings)
-    mesh, parallel = settings.resolved(world).mesh, settings.parallel
-    assert parallel is not None
+    mesh, parallel = settings.resolved(world).mesh, work.parallel
     view = parallel.expert_view(mesh.views)
     sizes = {**mesh.dims, **(mesh.views[view] if view is not None else {})}
     dims: dict[str, Along] = {part: (dim,) for part, dim in parallel.parts.items()}
     copies = tuple(dim for dim in parallel.expert_gradient_dims(mesh.views) if sizes[dim] > 1)
     shards = copies[-1:] if "shard" in work.parts else ()
     dims |= {REPLICA: copies[: len(copies) - len(shards)], EXPERT_SHARD: shards}
-    number = work.global_batch_size // (parallel.copies(mesh.dims) * work.micro_batch_size)
+    number = work.train.global_batch_size // (parallel.copies(mesh.dims) * work.train.micro_batch_size)
     played = {part: sizes[dims[part][0]] for part in (*BASE, "expert") if part in dims}
     replicas = math.prod(sizes[dim] for dim in dims[REPLICA]) if shards else 1
     found = []
@@ -183,9 +315,9 @@ def _tensor(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     """
     layers, again = work.layers_of_rank(sizes), work.layers_again(sizes)
     tables = 1 if sizes.pipeline > 1 else 2
-    sums = 4 * layers + again + (0 if work.vocab_size % sizes.tensor else tables)
-    size = work.tokens(sizes) * work.hidden_size * work.activation_bytes
-    if not work.sequence_parallel:
+    sums = 4 * layers + again + (0 if work.model.vocab_size % sizes.tensor else tables)
+    size = work.tokens(sizes) * work.model.hidden_size * work.activation_bytes
+    if not work.parallel.options.sequence_parallel:
         yield Flow("tensor", ("tensor",), "all_reduce", sums, size, True, "activations")
         return
     gathers = 4 * layers + 2 * again + tables
@@ -194,19 +326,17 @@ def _tensor(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 
 def _context(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    layers, along = work.layers_of_rank(sizes), ("context",)
+    layers, along, model = work.layers_of_rank(sizes), ("context",), work.model
     passes = 2 * layers + work.layers_again(sizes)
-    rows = work.tokens(sizes) * work.head_size
+    rows = work.tokens(sizes) * model.head_size
     if work.ulysses:
         # Keys and values are repeated where the dim has more ranks than there are heads of them.
-        queries, keys = work.num_heads / sizes.tensor, max(work.num_kv_heads / sizes.tensor, sizes.context)
-        size = rows * work.activation_bytes
-        yield Flow(
-            "context", along, "all_to_all", passes, size * (queries + 2 * keys), True, "q, k, v for heads"
-        )
+        queries, keys = model.num_heads / sizes.tensor, max(model.num_kv_heads / sizes.tensor, sizes.context)
+        size, there = rows * work.activation_bytes, "q, k, v for heads"
+        yield Flow("context", along, "all_to_all", passes, size * (queries + 2 * keys), True, there)
         yield Flow("context", along, "all_to_all", passes, size * queries, True, "results for tokens")
         return
-    block, turns = rows * 2 * work.num_kv_heads / sizes.tensor, sizes.context - 1
+    block, turns = rows * 2 * model.num_kv_heads / sizes.tensor, sizes.context - 1
     size = block * work.activation_bytes
     yield Flow("context", along, "sendrecv", turns * passes, size, True, "keys and values")
     back, size = layers * sizes.context if turns else 0, block * max(work.activation_bytes, 4)
@@ -215,41 +345,42 @@ def _context(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 def _expert(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     """The rows of each token to its experts and back, twice forward and twice backward."""
-    size = work.tokens(sizes) * work.experts_per_token * work.hidden_size * work.activation_bytes
-    calls = 4 * work.expert_layers_of_rank(sizes) + 2 * work.expert_layers_again(sizes)
+    rows = work.tokens(sizes) * min(work.model.experts_per_token, work.model.experts)
+    layers, again = work.layers_of_rank(sizes), work.layers_again(sizes)
+    calls = 4 * work.with_experts(layers) + 2 * work.with_experts(again)
+    size = rows * work.model.hidden_size * work.activation_bytes
     yield Flow("expert", ("expert",), "all_to_all", calls, size, True, "tokens to experts and back")
 
 
 def _pipeline(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     """Each stage receives and sends an activation and a gradient; of two ranks each lacks one neighbour."""
-    calls = 4 * work.stages_per_rank - (2 if sizes.pipeline == 2 else 0) if sizes.pipeline > 1 else 0
-    split = sizes.tensor if work.sequence_parallel else 1
-    size = work.tokens(sizes) * work.hidden_size * work.activation_bytes / split
+    stages = work.parallel.options.stages_per_rank
+    calls = 4 * stages - (2 if sizes.pipeline == 2 else 0) if sizes.pipeline > 1 else 0
+    split = sizes.tensor if work.parallel.options.sequence_parallel else 1
+    size = work.tokens(sizes) * work.model.hidden_size * work.activation_bytes / split
     what = "activations and their gradients"
     yield Flow("pipeline", ("pipeline",), "sendrecv", calls, size, True, what, sent=0.5)
 
 
 def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """Each layer is gathered forward and backward, or once a step; gradients are scattered once a step."""
-    here, again, piped = weights(work, sizes), work.reshards(sizes), sizes.pipeline > 1
+    """Each layer is gathered forward and backward, or once a step; gradients are scattered once a step. The tables count
+    as one layer more.
+    """
+    here, again, piped = weights(work, sizes), work.parallel.reshards(sizes.pipeline), sizes.pipeline > 1
     # In a pipeline a layer stays gathered from a backward pass to the pass that follows.
     often = (sizes.microbatches + 1 if piped else 2) if again else 1
     spread = here.experts if "expert" in work.parts else 0.0
-    layers, with_experts = work.layers_of_rank(sizes), work.expert_layers_of_rank(sizes)
+    layers = work.layers_of_rank(sizes)
     together = tuple(part for part in ("shard", "context") if part in work.parts)
-    for count, along, number, what in (
-        (here.plain + here.experts - spread - here.ends, together, layers, "weights"),
-        (spread, (EXPERT_SHARD,), with_experts, "experts"),
-        (here.ends, together, 1, "tables"),
+    for count, along, units, what in (
+        (here.plain + here.experts - spread, together, layers + 1, "weights"),
+        (spread, (EXPERT_SHARD,), work.with_experts(layers), "experts"),
     ):
         if count:
-            size, each = count / number, again and not piped and what != "tables"
-            times, narrow = 1 if what == "tables" else often, size * work.activation_bytes
-            yield Flow("shard", along, "all_gather", times * number, narrow, each, f"{what} gathered")
-            wide = size * work.reduced_bytes
-            yield Flow(
-                "shard", along, "reduce_scatter", number, wide, False, f"gradients of {what} scattered"
-            )
+            size, gathers, each = count / units, units * often, again and not piped
+            gathered, scattered = f"{what} gathered", f"gradients of {what} scattered"
+            yield Flow("shard", along, "all_gather", gathers, size * work.activation_bytes, each, gathered)
+            yield Flow("shard", along, "reduce_scatter", units, size * work.reduced_bytes, False, scattered)
 
 
 def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:
@@ -263,13 +394,13 @@ def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:
         plain, experts = plain / work.shards(sizes), experts / work.expert_shards(sizes)
         copies = tuple(part for part in copies if part == "data")
     first: Part = "data" if "data" in work.parts else "context"
-    layers, with_experts = work.layers_of_rank(sizes), work.expert_layers_of_rank(sizes)
+    layers = work.layers_of_rank(sizes)
     rows: tuple[tuple[Part, Along, float, int, str], ...] = (
         (first, copies, plain, layers + 1, "gradients"),
-        ("expert", (REPLICA,), experts, with_experts, "experts' gradients"),
+        ("expert", (REPLICA,), experts, work.with_experts(layers), "experts' gradients"),
     )
     for part, along, count, units, what in rows:
         if count and along:
             size = count * (work.reduced_bytes if sharded else work.weight_bytes)
-            calls = units if sharded else max(1, math.ceil(size / work.bucket_bytes))
+            calls = units if sharded else max(1, math.ceil(size / (work.parallel.options.bucket_mb * 1e6)))
             yield Flow(part, along, "all_reduce", calls, size / calls, False, what)

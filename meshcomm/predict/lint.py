@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from meshcomm.config import Config, TopologyConfig
-from meshcomm.config.parallel import Part
+from meshcomm.config.parallel import PARTS, Part
 from meshcomm.config.rules_mesh import chosen
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Layout, Plan
@@ -26,20 +26,10 @@ NCCL_MB: Final = 688
 # Descriptors of one idle Gloo group; measured on Linux by tests/doctor.
 GLOO_DESCRIPTORS: Final = 4
 # What dims are usually called, where no [parallel] says what they do.
-_NAMES: Final[dict[str, Part]] = {
-    "tp": "tensor",
-    "tensor": "tensor",
-    "pp": "pipeline",
-    "pipeline": "pipeline",
-    "dp": "data",
-    "data": "data",
-    "fsdp": "shard",
-    "dp_shard": "shard",
-    "cp": "context",
-    "context": "context",
+_NAMES: Final[dict[str, Part]] = {part: part for part in PARTS} | {
+    "tp": "tensor", "pp": "pipeline", "dp": "data", "fsdp": "shard", "dp_shard": "shard", "cp": "context",
     "ep": "expert",
-    "expert": "expert",
-}
+}  # fmt: skip
 
 
 class Finding(NamedTuple):
@@ -53,19 +43,12 @@ class Finding(NamedTuple):
 
     def facts(self) -> dict[str, Any]:
         """As plain data, with the keys rule, what, given, expected, try."""
-        return {
-            "rule": self.rule,
-            "what": self.what,
-            "given": self.given,
-            "expected": self.expected,
-            "try": self.hint,
-        }
+        facts = self._asdict()
+        return facts | {"try": facts.pop("hint")}
 
     def __str__(self) -> str:
-        error = MeshcommError(
-            f"{self.rule}: {self.what}", given=self.given, expected=self.expected, hint=self.hint
-        )
-        return str(error)
+        what = f"{self.rule}: {self.what}"
+        return str(MeshcommError(what, given=self.given, expected=self.expected, hint=self.hint))
 
 
 class Footprint(NamedTuple):
@@ -135,7 +118,7 @@ def lint(
     else:
         spans = {f.name: span(plan.layout.groups(f.name), where) for f in plan.families if f.size > 1}
         case = _Case(settings, plan, topology, where, spans, roles(settings), size)
-        for rule in (_devices, _last_node, _tensor, _pipeline, _uneven):
+        for rule in (_devices, _last_node, _tensor, _pipeline):
             found.extend(rule(case))
     found.extend(_communicators(settings, plan, topology, size, descriptor_limit))
     return found
@@ -162,9 +145,18 @@ class _Case(NamedTuple):
 
     def of(self, part: Part) -> tuple[str, Span] | None:
         """The dim of a part, where it has groups."""
-        return next(
-            ((d, self.spans[d]) for d, p in self.roles.items() if p == part and d in self.spans), None
-        )
+        dim = next((dim for dim, p in self.roles.items() if p == part and dim in self.spans), None)
+        return None if dim is None else (dim, self.spans[dim])
+
+    @property
+    def dims_in_order(self) -> dict[str, int]:
+        """Dims whose order may change; none where the ranks' order is given."""
+        mesh = self.settings.mesh
+        return dict(mesh.dims) if mesh.rank_order is None else {}
+
+    def laid_out(self, dims: Mapping[str, int], along: str) -> Span:
+        """Where the groups along a dim would lie with these dims on the same ranks."""
+        return span(Layout(dims, rank_order=self.plan.layout.ranks.tolist()).groups(along), self.machine)
 
 
 def _devices(case: _Case) -> Iterator[Finding]:
@@ -201,8 +193,7 @@ def _tensor(case: _Case) -> Iterator[Finding]:
     dim, spans = found
     crossing = sum(n for name, n in spans.crosses.items() if name != "node")
     # Those that cross lie on two nodes at least, also where others do not cross.
-    fewest = max(spans.fewest, 2)
-    number = f"{fewest}" if fewest == spans.most else f"{fewest} to {spans.most}"
+    number = _range(spans._replace(fewest=max(spans.fewest, 2)))
     yield Finding(
         "tensor-across-nodes",
         f"{dim} crosses nodes: its all_reduces (or gathers and scatters), four or more in each layer and "
@@ -216,25 +207,18 @@ def _tensor(case: _Case) -> Iterator[Finding]:
 
 def _moved(case: _Case, dim: str) -> str | None:
     """Dims with `dim` innermost, and smaller where needed; only such as keep it inside a node."""
-    dims = dict(case.settings.mesh.dims)
-    if dim not in dims or case.settings.mesh.rank_order is not None:
+    dims = case.dims_in_order
+    if dim not in dims:
         return None
     others = {name: size for name, size in dims.items() if name != dim}
-    growing = (n for n, p in case.roles.items() if p in ("pipeline", "data", "shard") and n in others)
-    grown = next(growing, None)
-    for size in reversed(divisors(dims[dim])[1:]):
-        if size < dims[dim] and grown is None:
-            break
+    grows = ("pipeline", "data", "shard")
+    grown = next((n for n, part in case.roles.items() if part in grows and n in others), None)
+    for size in reversed(divisors(dims[dim])[1:] if grown is not None else [dims[dim]]):
         mended = {n: number * (dims[dim] // size if n == grown else 1) for n, number in others.items()}
         mended[dim] = size
-        if _laid_out(case, mended, dim).most == 1:
+        if case.laid_out(mended, dim).most == 1:
             return f"mesh.dims = {toml_dims(mended)}"
     return None
-
-
-def _laid_out(case: _Case, dims: Mapping[str, int], along: str) -> Span:
-    """Where the groups along a dim would lie with these dims on the same ranks."""
-    return span(Layout(dims, rank_order=case.plan.layout.ranks.tolist()).groups(along), case.machine)
 
 
 def _pipeline(case: _Case) -> Iterator[Finding]:
@@ -242,42 +226,20 @@ def _pipeline(case: _Case) -> Iterator[Finding]:
     if pipeline is None or data is None or pipeline[1].most > 1 or data[1].most == 1:
         return
     dim, other = pipeline[0], data[0]
-    dims = case.settings.mesh.dims
     hint = None
-    if dim in dims and case.settings.mesh.rank_order is None:
+    if dim in (dims := case.dims_in_order):
         mended = {dim: dims[dim], **{name: size for name, size in dims.items() if name != dim}}
-        if _laid_out(case, mended, other).most < data[1].most:
+        if case.laid_out(mended, other).most < data[1].most:
             hint = f"mesh.dims = {toml_dims(mended)}"
     yield Finding(
         "pipeline-inside-node",
         f"{dim} stays inside nodes while {other} crosses them: stages exchange one activation for each micro-batch, "
         f"{other} the gradients of all weights, so the fast links carry the lesser traffic",
-        f"{dim} = {dims.get(dim, pipeline[1].size)} on {_range(pipeline[1])} node, {other} = {data[1].size} on "
+        f"{dim} = {pipeline[1].size} on {_range(pipeline[1])} node, {other} = {data[1].size} on "
         f"{_range(data[1])} nodes",
         f"{dim} outside {other}: the pipeline is what crosses nodes first",
         hint,
     )
-
-
-def _uneven(case: _Case) -> Iterator[Finding]:
-    per_node = case.machine.ranks_per_node
-    for name, found in case.spans.items():
-        if found.route.even:
-            continue
-        unequal = found.fewest != found.most
-        what = (
-            f"groups along {name} lie on unequal numbers of nodes: the ones on more nodes are slower, and all wait"
-            if unequal
-            else f"groups along {name} have more ranks on one node than on another: no hierarchical all_reduce over "
-            "it, and links shared unequally"
-        )
-        yield Finding(
-            "uneven-span",
-            what,
-            f"{name} = {found.size}, {per_node} ranks on a node: a group lies on {_range(found)} nodes",
-            f"sizes whose products, from the innermost dim outwards, divide {per_node} or are its multiples",
-            f"sizes out of {', '.join(map(str, divisors(per_node)))} for the dims inside a node",
-        )
 
 
 def _communicators(

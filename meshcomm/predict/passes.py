@@ -29,15 +29,13 @@ class Pass(NamedTuple):
 
 
 class ScheduleProperties(NamedTuple):
-    """What whoever trains must know about how a schedule runs backward passes. All add gradients in place.
+    """How a schedule runs backward passes. All add gradients in place.
 
     several_stages: a rank runs two stages or more; otherwise one.
     splits_backward: inputs and weights have passes of their own, on all stages but stage 0: a node
-        of the graph that both need may run twice, as may what is recomputed; modules from
-        torch.compile are refused by torch.
+        of the graph that both need may run twice, as may what is recomputed; torch refuses modules from torch.compile.
     hooks_fire: register_post_accumulate_grad_hook is called once for each microbatch and parameter.
-        Where not, only stage 0 does so, and `Pipelined(on_stage_done=...)` says when a stage's
-        gradients are complete; it does for every schedule.
+        Where not, only stage 0 does so.
     """
 
     several_stages: bool
@@ -48,8 +46,7 @@ class ScheduleProperties(NamedTuple):
 def schedule_properties(schedule: PipelineSchedule) -> ScheduleProperties:
     """See `ScheduleProperties`."""
     zero_bubble = schedule == "zero_bubble"
-    several = zero_bubble or schedule == "interleaved_1f1b"
-    return ScheduleProperties(several, splits_backward=zero_bubble, hooks_fire=not zero_bubble)
+    return ScheduleProperties(zero_bubble or schedule == "interleaved_1f1b", zero_bubble, not zero_bubble)
 
 
 def orders(schedule: PipelineSchedule, ranks: int, each: int, microbatches: int) -> list[list[Pass]]:
@@ -69,7 +66,7 @@ class Costs(NamedTuple):
     backward_weight: float = 1
 
     def of(self, each: Pass) -> float:
-        """One pass of a stage of weight 1."""
+        """The time of one pass."""
         halves = self.backward_input, self.backward_weight
         return {"F": self.forward, "B": sum(halves), "I": halves[0], "W": halves[1]}[each.kind]
 
@@ -114,47 +111,35 @@ class Timeline:
         return most
 
 
-def timeline(
-    orders: Sequence[Sequence[Pass]],
-    costs: Costs | Sequence[Costs] | None = None,
-    weights: Sequence[float] | None = None,
-) -> Timeline:
+def timeline(orders: Sequence[Sequence[Pass]], costs: Sequence[Costs] | None = None) -> Timeline:
     """Run the passes of each rank in their order, each as soon as its rank is free and its input there.
 
     A forward pass needs that of the stage before, a backward pass that of the stage behind, and
     the loss is part of the last stage's forward pass. Messages take no time.
 
-    Args:
-        orders: as `orders` of this module gives them.
-        costs: of all stages, or of each; None: 1 slot forward, 2 backward.
-        weights: of each stage, what its passes take beside those of another; None: all equal.
-
-    Raises AssertionError where the orders wait for each other in a circle: no schedule's do.
+    costs: of each stage; None: 1 slot forward, 2 backward. Raises AssertionError where the orders wait for each other in
+    a circle: no schedule's do.
     """
-    costs = costs or Costs()
     stages = 1 + max(each.stage for order in orders for each in order)
-    weights = weights or [1] * stages
-    of_stage = [costs] * stages if isinstance(costs, Costs) else costs
+    costs = costs or [Costs()] * stages
     ends: dict[tuple[str, int, int], float] = {}
     slots: list[list[Slot]] = [[] for _ in orders]
-
-    def ready(each: Pass) -> float | None:
-        """When what it needs from other ranks is there; None: not known yet."""
-        kind, other = ("F", each.stage - 1) if each.kind == "F" else ("B", each.stage + 1)
-        if each.kind == "W" or not 0 <= other < stages:
-            return 0
-        return ends.get((kind, other, each.microbatch))
-
     waiting = True
     while waiting:
         waiting = False
         for order, done in zip(orders, slots, strict=True):
-            while len(done) < len(order) and (there := ready(each := order[len(done)])) is not None:
+            while len(done) < len(order):
+                each = order[len(done)]
+                # When what it needs from other ranks is there; None: not known yet.
+                kind, other = ("F", each.stage - 1) if each.kind == "F" else ("B", each.stage + 1)
+                alone = each.kind == "W" or not 0 <= other < stages
+                there = 0 if alone else ends.get((kind, other, each.microbatch))
+                if there is None:
+                    break
                 start = max(there, done[-1].end if done else 0)
-                end = start + of_stage[each.stage].of(each) * weights[each.stage]
-                done.append(Slot(each, start, end))
+                done.append(Slot(each, start, start + costs[each.stage].of(each)))
                 if each.kind != "W":
-                    ends["F" if each.kind == "F" else "B", each.stage, each.microbatch] = end
+                    ends["F" if each.kind == "F" else "B", each.stage, each.microbatch] = done[-1].end
                 waiting = True
     assert all(len(done) == len(order) for order, done in zip(orders, slots, strict=True)), "a circle"
     return Timeline(tuple(tuple(done) for done in slots))
@@ -228,20 +213,16 @@ def _halve(order: list[Pass], delay: int) -> list[Pass]:
     """
     halved: list[Pass] = []
     waiting: list[Pass] = []
-
-    def weights() -> Pass:
-        due = waiting.pop(0)
-        return due._replace(kind="W" if due.stage else "B")
-
-    for each in order:
-        if each.kind != "B":
+    # Behind the last backward pass, those for the weights that are left.
+    for each in (*order, *[None] * len(order)):
+        if each is not None and each.kind != "B":
             halved.append(each)
             continue
-        waiting.append(each)
-        if each.stage:
-            halved.append(each._replace(kind="I"))
-        if len(waiting) > delay:
-            halved.append(weights())
-    while waiting:
-        halved.append(weights())
+        if each is not None:
+            waiting.append(each)
+            if each.stage:
+                halved.append(each._replace(kind="I"))
+        if waiting and (each is None or len(waiting) > delay):
+            due = waiting.pop(0)
+            halved.append(due._replace(kind="W" if due.stage else "B"))
     return halved

@@ -1,20 +1,36 @@
-"""Every legal mesh of a world, ranked by the step time that the model predicts."""
+"""Every legal mesh of a world, ranked by the step time that the model predicts; and the chosen one as a file that loads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Final, NamedTuple, TypeAlias
+from itertools import permutations
+from math import prod
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from meshcomm.config.parallel import Part
+from meshcomm.config import Config, TopologyConfig, load_config
+from meshcomm.config.parallel import Part, runs
+from meshcomm.config.parse import parse_toml
+from meshcomm.config.write import check_ending, plain, toml_text, write_whole
 from meshcomm.errors import ConfigError
-from meshcomm.predict.estimate import Flow, flows, memory
+from meshcomm.layout.names import did_you_mean
+from meshcomm.layout.sizes import divisors
+from meshcomm.predict.estimate import (
+    BASE,
+    EXPERT_SHARD,
+    REPLICA,
+    Flow,
+    Sizes,
+    Workload,
+    flows,
+    memory,
+    workload,
+)
 from meshcomm.predict.links import Span, span, strided
-from meshcomm.predict.machine import Machine
-from meshcomm.predict.meshes import Order, orders, strides, trainable
+from meshcomm.predict.machine import Machine, known_machine
 from meshcomm.predict.passes import bubble
 from meshcomm.predict.times import Operation, backend_lines, fastest
-from meshcomm.predict.workload import BASE, Sizes, Workload
 
 # Stated where [topology] does not say them: what Llama 3 405B reached on an H100 in bfloat16 (380 to 430,
 # Grattafiori et al. 2024), and that device's memory.
@@ -22,29 +38,31 @@ ASSUMED_TFLOPS: Final = 400.0
 ASSUMED_MEMORY_GB: Final = 80.0
 # Times that differ by less are the same to the model.
 _SAME: Final = 1e-9
+# The parts whose ranks experts are spread over.
+_BLOCK: Final[tuple[Part, ...]] = ("data", "shard", "context")
+# The name of the dim along which experts are copies, where the file has none.
+_REPLICA: Final = "edp"
 # The dims that a group lies along, as (size, stride).
 _Dims: TypeAlias = tuple[tuple[int, int], ...]
+# The base's parts, outermost first.
+_Order: TypeAlias = tuple[Part, ...]
 
 
 class Share(NamedTuple):
-    """What one kind of call takes of a step. along: parts. link: the slowest that its group crosses.
-    calls and size_bytes: of one rank in a step, and of one call. algorithm: as in meshcomm.predict.times.
+    """What one kind of call takes of a step. link: the slowest that its group of `ranks` crosses. calls: of one rank in a
+    step. algorithm: as in meshcomm.predict.times.
     """
 
-    part: Part
-    along: tuple[str, ...]
-    operation: Operation
-    what: str
+    flow: Flow
     link: str
     ranks: int
     calls: int
-    size_bytes: float
     seconds: float
     algorithm: str
 
 
 class Placement(NamedTuple):
-    """One mesh. dims: part -> size of the base, outermost first; expert, experts_inside: the view.
+    """One mesh. dims: part -> size of the base, outermost first; expert: size of the dim of experts, the innermost of its view.
 
     step_s = compute_s + bubble_s + the seconds of all shares. microbatches: of a rank in a step.
     memory_bytes: weights, gradients, optimizer, activations of the largest rank. also: how many other
@@ -53,7 +71,6 @@ class Placement(NamedTuple):
 
     dims: Mapping[Part, int]
     expert: int
-    experts_inside: bool
     microbatches: int
     step_s: float
     compute_s: float
@@ -85,7 +102,6 @@ class _Found(NamedTuple):
 
     step_s: float
     order: tuple[int, ...]
-    outside: bool
     row: int
     also: int
 
@@ -93,20 +109,18 @@ class _Found(NamedTuple):
 def rank_placements(
     work: Workload,
     world: int,
-    machine: Machine,
-    *,
-    tflops: float | None = None,
-    memory_gb: float | None = None,
+    topology: TopologyConfig,
     keep: Mapping[Part, int] | None = None,
     top: int = 10,
 ) -> Ranking:
     """The `top` meshes with the shortest predicted step among all legal ones.
 
-    tflops, memory_gb: of a rank; None: those of an H100. keep: sizes that are not changed. Raises ConfigError where no mesh of `world` ranks can train this,
-    or none that can fits into memory.
+    topology: with ranks_per_node; what it does not say of a rank is that of an H100. keep: sizes that are not changed.
+    Raises ConfigError where no mesh of `world` ranks can train this, or none that can fits into memory.
     """
-    assumed = tuple(key for key, value in (("tflops", tflops), ("memory_gbytes", memory_gb)) if value is None)
-    tflops, memory_gb = tflops or ASSUMED_TFLOPS, memory_gb or ASSUMED_MEMORY_GB
+    machine = known_machine(topology, "[topology]")
+    assumed = tuple(key for key in ("tflops", "memory_gbytes") if getattr(topology, key) is None)
+    tflops, memory_gb = topology.tflops or ASSUMED_TFLOPS, topology.memory_gbytes or ASSUMED_MEMORY_GB
     kept = (keep or {}).items()
     legal = [each for each in trainable(work, world) if all(getattr(each, part) == n for part, n in kept)]
     if not legal:
@@ -114,7 +128,7 @@ def rank_placements(
         raise ConfigError(
             f"no sizes that multiply to {world} can train this",
             given=f"{world} ranks along {', '.join(work.parts) or 'no part'}{fixed}, "
-            f"global_batch_size = {work.global_batch_size}, micro_batch_size = {work.micro_batch_size}",
+            f"global_batch_size = {work.train.global_batch_size}, micro_batch_size = {work.train.micro_batch_size}",
             expected="sizes that divide heads, layers, tokens and samples as the checks of a config want it",
             hint="a larger train.global_batch_size, or more parts in [parallel]",
         )
@@ -140,8 +154,7 @@ def rank_placements(
             if (at := next(same, None)) is not None:
                 of_row[at] = of_row[at]._replace(also=of_row[at].also + 1)
             else:
-                places = tuple(BASE.index(part) for part in order.parts)
-                of_row.append(_Found(step_s, places, not order.experts_inside, row, 0))
+                of_row.append(_Found(step_s, tuple(map(BASE.index, order)), row, 0))
         found += of_row
     best = tuple(model.explained(fitting[each.row], each) for each in sorted(found)[:top])
     too_large = len(legal) - len(fitting)
@@ -156,7 +169,7 @@ class _Model:
         self.span: Callable[[_Dims], Span] = cache(lambda dims: span(strided(dims, world, machine), machine))
         self._lines: dict[tuple[Operation, _Dims], list[tuple[float, float]]] = {}
 
-    def steps(self, sizes: Sizes) -> list[tuple[Order, float]]:
+    def steps(self, sizes: Sizes) -> list[tuple[_Order, float]]:
         """Seconds of a step for every order of these sizes."""
         listed = flows(self.work, sizes)
         compute_s, idle = self._compute(sizes)
@@ -171,7 +184,7 @@ class _Model:
 
     def explained(self, sizes: Sizes, found: _Found) -> Placement:
         """A mesh with all that its time is made of."""
-        order = Order(tuple(BASE[at] for at in found.order), not found.outside)
+        order = tuple(BASE[at] for at in found.order)
         compute_s, idle = self._compute(sizes)
         shares = []
         of_microbatch = compute_s
@@ -179,13 +192,11 @@ class _Model:
             where, calls = self.span(dims), flow.in_a_step(sizes.microbatches)
             line = fastest(flow.operation, where.route, flow.size_bytes)
             seconds = calls * line.seconds(flow.size_bytes)
-            about, sent = (flow.part, flow.along, flow.operation, flow.what), (calls, flow.size_bytes)
-            shares.append(Share(*about, str(where.slowest), where.size, *sent, seconds, line.name))
+            shares.append(Share(flow, str(where.slowest), where.size, calls, seconds, line.name))
             of_microbatch += seconds / sizes.microbatches if flow.each_microbatch else 0
         return Placement(
-            dims={part: getattr(sizes, part) for part in order.parts},
+            dims={part: getattr(sizes, part) for part in order},
             expert=sizes.expert,
-            experts_inside=order.experts_inside,
             microbatches=sizes.microbatches,
             step_s=found.step_s,
             compute_s=compute_s * sizes.microbatches,
@@ -197,10 +208,10 @@ class _Model:
 
     def _compute(self, sizes: Sizes) -> tuple[float, float]:
         """Seconds of one micro-batch's arithmetic, and how many micro-batches' time a rank stands idle."""
-        idle = bubble(self.work.schedule, sizes.pipeline, self.work.stages_per_rank)
+        idle = bubble(self.work.parallel.options.schedule, sizes.pipeline, self.work.parallel.options.stages_per_rank)
         return self.work.flops(sizes) / (self.tflops * 1e12), idle
 
-    def _calls(self, listed: Sequence[Flow], sizes: Sizes, order: Order) -> Iterator[tuple[Flow, _Dims]]:
+    def _calls(self, listed: Sequence[Flow], sizes: Sizes, order: _Order) -> Iterator[tuple[Flow, _Dims]]:
         """The flows of which a group has two ranks or more, with the dims that it lies along."""
         lie = strides(self.work, sizes, order)
         for flow in listed:
@@ -214,3 +225,163 @@ class _Model:
             self._lines[flow.operation, dims] = [(float(line.fixed_s), float(line.byte_s)) for line in exact]
         lines = self._lines[flow.operation, dims]
         return flow.calls * min(fixed_s + byte_s * flow.size_bytes for fixed_s, byte_s in lines)
+
+
+def place_config(
+    settings: Config, world: int, topology: TopologyConfig, keep: Sequence[str] = (), top: int = 10
+) -> Ranking:
+    """Rank the meshes of `world` ranks for what `settings` trains.
+
+    topology: as `discovered` gives it. keep: dims whose sizes in the file stay. Raises ConfigError.
+    """
+    work = workload(settings)
+    known_machine(topology, settings.source)
+    return rank_placements(work, world, topology, _kept(settings, keep), top)
+
+
+def _kept(settings: Config, keep: Sequence[str]) -> dict[Part, int]:
+    assert settings.parallel is not None
+    parts = {dim: part for part, dim in settings.parallel.parts.items()}
+    sizes = {**settings.mesh.dims, **settings.mesh.views.get(settings.expert_view or "", {})}
+    for dim in keep:
+        if dim not in parts or sizes[dim] == -1:
+            open_size = dim in parts
+            raise ConfigError(
+                f"the size of {dim} is open" if open_size else f"no part of the training uses a dim {dim}",
+                given=f"--keep {dim}" + (f", {dim} = -1" if open_size else ""),
+                expected="a dim with a size" if open_size else "one of " + ", ".join(parts),
+                hint=f"--set mesh.dims.{dim}=2" if open_size else did_you_mean(dim, parts),
+            )
+    return {parts[dim]: sizes[dim] for dim in keep}
+
+
+# -- which meshes ------------------------------------------------------------------------------------
+
+
+def trainable(work: Workload, world: int) -> Iterator[Sizes]:
+    """All sizes of the parts that are played whose product is `world`, and that the checks of a configuration
+    would let pass, with their microbatches; those of expert divide the ranks beside pipeline and tensor.
+    """
+    played = [part for part in BASE if part in work.parts]
+    for factors in _factors(world, len(played)):
+        sizes = Sizes(**dict(zip(played, factors, strict=True)))
+        copies = sizes.data * sizes.shard
+        number, rest = divmod(work.train.global_batch_size, copies * work.train.micro_batch_size)
+        if rest or not _splits(work, sizes):
+            continue
+        sizes = sizes._replace(microbatches=number)
+        if "pipeline" in work.parts and not runs(work.parallel.options.schedule, sizes.microbatches, sizes.pipeline):
+            continue
+        experts = divisors(copies * sizes.context) if "expert" in work.parts else [1]
+        yield from (sizes._replace(expert=n) for n in experts if n == 1 or work.model.experts % n == 0)
+
+
+def orders(work: Workload, sizes: Sizes) -> Iterator[_Order]:
+    """Every order of the base's dims that is a mesh of its own, and one that a configuration may have.
+
+    A dim of size 1 changes no group wherever it stands: it stands outermost, in BASE's order. Experts
+    share the block of ranks that data, shard and context form, so nothing stands between those.
+    """
+    played = [part for part in BASE if part in work.parts]
+    ones = [part for part in played if getattr(sizes, part) == 1]
+    for parts in permutations(part for part in played if part not in ones):
+        at = {part: place for place, part in enumerate(parts)}
+        block = [at[part] for part in _BLOCK if part in at]
+        if "expert" not in work.parts or not block or max(block) - min(block) < len(block):
+            yield (*ones, *parts)
+
+
+def strides(work: Workload, sizes: Sizes, order: _Order) -> dict[str, tuple[int, int]]:
+    """(size, stride) of every part's dim, and where experts are spread of expert, REPLICA, and with shard EXPERT_SHARD."""
+    found: dict[str, tuple[int, int]] = {}
+    step = 1
+    for part in reversed(order):
+        found[part] = getattr(sizes, part), step
+        step *= found[part][0]
+    if "expert" in work.parts:
+        # Their block begins where the innermost of those that have groups does.
+        shared = [found[part] for part in _BLOCK if part in found]
+        block = min((stride for size, stride in shared if size > 1), default=1)
+        copies = prod(size for size, _ in shared) // sizes.expert
+        # All copies of experts are shards of them.
+        beside = EXPERT_SHARD if "shard" in work.parts else REPLICA
+        found |= {"expert": (sizes.expert, block), REPLICA: (1, 1), beside: (copies, block * sizes.expert)}
+    return found
+
+
+def _factors(world: int, count: int) -> Iterator[Sequence[int]]:
+    """All ways to write `world` as a product of `count` factors, in their order, the first ascending."""
+    if count <= 1:
+        yield from [[world]] if count else [[]] * (world == 1)
+        return
+    for first in divisors(world):
+        for rest in _factors(world // first, count - 1):
+            yield [first, *rest]
+
+
+def _splits(work: Workload, sizes: Sizes) -> bool:
+    """Whether heads, layers and tokens can be split so: the rules of meshcomm.config.rules."""
+    model, tensor, context, pipeline = work.model, sizes.tensor, sizes.context, sizes.pipeline
+    whole = 0 if not model.is_built_in else model.vocab_size
+    if any(number % tensor for number in (model.num_heads, model.num_kv_heads, model.intermediate_size, whole)):
+        return False
+    if pipeline > 1 and model.num_layers < pipeline * work.parallel.options.stages_per_rank:
+        return False
+    if work.seq_len % (context * (2 if context > 1 and not work.ulysses else 1)):
+        return False
+    if work.parallel.options.sequence_parallel and work.seq_len // context % tensor:
+        return False
+    if work.ulysses and context > 1:
+        # Heads are split evenly, and kv heads too or each equally often.
+        mine = model.num_kv_heads // tensor
+        return model.num_heads // tensor % context == 0 and (mine % context == 0 or context % mine == 0)
+    return True
+
+
+# -- as a file ---------------------------------------------------------------------------------------
+
+
+def write_placement(settings: Config, ranking: Ranking, path: Path) -> Config:
+    """Write the first placement as a TOML file, and return what `load` makes of it.
+
+    Raises ConfigError where the file's name does not end in .toml, or it cannot be written.
+    """
+    check_ending(path, "--write", ".toml")
+    data = placed_data(settings, ranking.placements[0])
+    text = toml_text([f"{settings.source} on {ranking.world} ranks, by `meshcomm tune`"], data)
+    # What is written must say what was chosen, before anyone trains by it.
+    assert parse_toml(text, str(path))["mesh"]["dims"] == data["mesh"]["dims"]
+    load_config(data).resolved(ranking.world)
+    write_whole(path, text, given=f"--write {path}")
+    return load_config(path)
+
+
+def placed_data(settings: Config, placement: Placement) -> dict[str, Any]:
+    """`settings` as a mapping, with the dims, and the expert's view, of `placement`: the same training on them."""
+    parallel = settings.parallel
+    if parallel is None:
+        raise ConfigError("a configuration without training cannot be placed", given=settings.source)
+    data: dict[str, Any] = plain(settings.model_dump(exclude_unset=True))
+    data["mesh"]["dims"] = {parallel.parts[part]: size for part, size in placement.dims.items()}
+    if parallel.expert is not None and settings.expert_view is not None:
+        data["mesh"]["views"] = {settings.expert_view: _expert_view(settings, placement)}
+    return data
+
+
+def _expert_view(settings: Config, placement: Placement) -> dict[str, int]:
+    """The view in which the block of data, shard and context is factored into copies and experts."""
+    parallel = settings.parallel
+    assert parallel is not None and parallel.expert is not None
+    old = settings.mesh.views[settings.expert_view or ""]
+    kept = {parallel.pipeline, parallel.tensor, parallel.expert}
+    copies = next((name for name in old if name not in kept and name not in settings.mesh.dims), _REPLICA)
+    total = prod(placement.dims.get(part, 1) for part in _BLOCK)
+    pair = {copies: total // placement.expert, parallel.expert: placement.expert}
+    found: dict[str, int] = {}
+    inside = [part for part in _BLOCK if placement.dims.get(part, 1) > 1]
+    for part, size in placement.dims.items():
+        if part in inside:
+            found |= pair
+        elif part in ("pipeline", "tensor"):
+            found[parallel.parts[part]] = size
+    return found if inside else {**pair, **found}

@@ -76,18 +76,18 @@ def split_layers(
             expected="at least one stage, and at least one layer per stage",
             hint=f"layers = {max(stages, 1)}, or {max(layers, 1)} stages",
         )
-    each = _whole_numbers(layers, [1.0] * layers if costs is None else costs, first, last)
+    each = _exact_costs(layers, [1] * layers if costs is None else costs, first, last)
     sums = [0, *accumulate(each)]
     # The cost of the largest stage where that is least: of the first `stop` layers, one stage after the other.
-    least: list[float] = [0.0, *[math.inf] * layers]
+    least: list[float] = [0, *[math.inf] * layers]
     for _ in range(stages):
         least = [math.inf] + [
             min(max(least[start], sums[stop] - sums[start]) for start in range(stop))
             for stop in range(1, layers + 1)
         ]
-    # best[stop]: of splits of the first `stop` layers whose stages cost no more, the best one's bounds, and what is
-    # least of it, first things first: squares, the last stage, the first stage, layers in late stages.
-    best: dict[int, tuple[list[int], tuple[int, ...]]] = {0: ([0, 0, 0, 0], (0,))}
+    # best[stop]: of splits of the first `stop` layers whose stages cost no more, what is least of it, first things first
+    # (squares, the last stage, the first stage, layers in late stages), and its bounds.
+    best: dict[int, tuple[list[int], tuple[int, ...]]] = {0: ([0] * 4, (0,))}
     for stage in range(stages):
         found: dict[int, tuple[list[int], tuple[int, ...]]] = {}
         for start, (so_far, bounds) in best.items():
@@ -144,22 +144,15 @@ def model_stages(model: ModelConfig, seq_len: int, stages: int) -> list[range]:
     return split_layers(model.num_layers, stages, costs.layers, first=costs.embedding, last=costs.head)
 
 
-def _whole_numbers(layers: int, costs: Sequence[float], first: float, last: float) -> list[int]:
-    """The layers' costs, the ends' with the first and the last, in a unit in which all are whole: exact to compare."""
-    if len(costs) != layers:
-        raise LayoutError(
-            "every layer has one cost",
-            given=f"{len(costs)} costs, layers = {layers}",
-            expected=f"{layers} costs",
-            hint="costs=None where all layers cost the same",
-        )
+def _exact_costs(layers: int, costs: Sequence[float], first: float, last: float) -> list[int]:
+    """The layers' costs, the ends' with the first and the last, in a unit in which all are ints: exact to compare."""
     wrong = [cost for cost in (*costs, first, last) if not (math.isfinite(cost) and cost >= 0)]
-    if wrong:
+    if wrong or len(costs) != layers:
         raise LayoutError(
-            "a stage cannot be balanced by this cost",
-            given=f"{wrong[0]}",
-            expected="costs of 0 or more, finite",
-            hint="multiply-adds per token, or measured times",
+            "a stage cannot be balanced by this cost" if wrong else "every layer has one cost",
+            given=f"{wrong[0]}" if wrong else f"{len(costs)} costs, layers = {layers}",
+            expected=f"{layers} costs of 0 or more, finite",
+            hint="multiply-adds per token, or measured times; costs=None where all layers cost the same",
         )
     exact = [Fraction(cost) for cost in costs]
     exact[0] += Fraction(first)

@@ -7,8 +7,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from meshcomm.layout.sizes import coords_text
-from meshcomm.predict.fit import Fitted
-from meshcomm.predict.times import Operation, bus_factor
+from meshcomm.predict.fit import Fit, Fitted
+from meshcomm.predict.times import Operation
+from meshcomm.show.costs import bandwidths
 from meshcomm.show.page import Cells, Line, Part, page_view
 from meshcomm.show.units import seconds_text, size_text
 
@@ -35,61 +36,48 @@ def row_facts(
 ) -> Facts:
     """One row. ours_s, torch_s: seconds per call of each round, of the slowest rank.
 
-    Times are medians over the rounds, ratio the median of the round-by-round ratios, bandwidths GB/s
-    (10^9) of the median times: algbw = bytes / time, busbw as nccl-tests counts it.
+    Times are medians over the rounds, ratio the median of the round-by-round ratios, bandwidths those of the median times.
     """
-    facts: Facts = {
-        "dim": dim,
-        "operation": operation,
-        "bytes": size_bytes,
-        "calls": calls,
-        "ratio": median(a / b for a, b in zip(ours_s, torch_s, strict=True)),
-    }
+    ratio = median(a / b for a, b in zip(ours_s, torch_s, strict=True))
+    facts: Facts = {"dim": dim, "operation": operation, "bytes": size_bytes, "calls": calls, "ratio": ratio}
     for who, times in (("meshcomm", ours_s), ("torch", torch_s)):
-        algbw = size_bytes / median(times) / 1e9
-        facts[who] = {
-            "seconds": median(times),
-            "least_s": min(times),
-            "most_s": max(times),
-            "algbw_gbytes_s": algbw,
-            "busbw_gbytes_s": algbw * float(bus_factor(operation, ranks)),
-        }
+        seconds = median(times)
+        spread = {"seconds": seconds, "least_s": min(times), "most_s": max(times)}
+        facts[who] = spread | bandwidths(operation, ranks, size_bytes, seconds)
     return facts
 
 
 def fit_facts(fitted: Fitted, notes: Sequence[str] = ()) -> Facts:
     """Latency, bandwidth and how far the model is off: by dim, and by link class; notes to show with it."""
-    by_class = {
-        key: {
-            name: {
-                "dims": list(found.dims),
-                "latency_us": found.latency_s * 1e6,
-                "bandwidth_gbytes_s": found.bytes_s / 1e9,
-                "times": found.times,
-                "median_error": found.error,
-                "worst_error": found.worst,
-                "notes": list(found.notes),
-            }
-            for name, found in fits.items()
-        }
-        for key, fits in (("dims", fitted.dims), ("links", fitted.links))
-    }
     left = [dict(zip(("dim", "operation", "why"), each, strict=True)) for each in fitted.left_out]
-    return {**by_class, "left_out": left, "notes": list(notes)}
+    return {
+        "dims": {name: _fit_facts(found) for name, found in fitted.dims.items()},
+        "links": {name: _fit_facts(found) for name, found in fitted.links.items()},
+        "left_out": left,
+        "notes": list(notes),
+    }
+
+
+def _fit_facts(found: Fit) -> Facts:
+    return {
+        "dims": list(found.dims),
+        "latency_us": found.latency_s * 1e6,
+        "bandwidth_gbytes_s": found.bytes_s / 1e9,
+        "times": found.times,
+        "median_error": found.error,
+        "worst_error": found.worst,
+        "notes": list(found.notes),
+    }
 
 
 def bench_view(facts: Mapping[str, Any]) -> Group:
-    """What `meshcomm bench` measured, for a rich console.
-
-    facts: machine, mesh, rounds, alone, dims, rows (`row_facts`), skipped, and fit (`fit_facts`, or None).
-    """
+    """`measured_facts` for a rich console, with fit: that of `fit_facts`, or None."""
     machine, mesh = facts["machine"], facts["mesh"]
-    groups = "one group along a dim at a time" if facts["alone"] else "all groups along a dim at once"
     head = (
         f"mesh {coords_text(mesh['dims'])}: {mesh['world_size']} ranks on {machine['hosts']} host{'s' * (machine['hosts'] > 1)}, "
         f"{machine['device']}, torch {machine['torch']}\n"
         f"{machine['cpus']} cores on rank 0's host, load {machine['load']:.1f} before it began\n"
-        f"medians of {facts['rounds']} rounds, each round's slowest rank; {groups}"
+        f"medians of {facts['rounds']} rounds, each round's slowest rank; all groups along a dim at once"
     )
     dims = {each["dim"]: {**each, "over": each["link"] or each["backend"]} for each in facts["dims"]}
     table = Cells.of(

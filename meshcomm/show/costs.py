@@ -18,17 +18,20 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 
+def bandwidths(operation: Operation, ranks: int, size_bytes: int, seconds: float) -> Facts:
+    """GB/s (10^9): algbw = bytes / time, busbw as nccl-tests counts it."""
+    algbw = size_bytes / seconds / 1e9
+    return {"algbw_gbytes_s": algbw, "busbw_gbytes_s": algbw * float(bus_factor(operation, ranks))}
+
+
 def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], sizes: Sequence[int]) -> Facts:
     """What `meshcomm costs` shows, as data that JSON can hold.
 
-    Keys: links (text of each level), call_us, dims: for each name with groups and each operation its
-    rows (bytes, algorithm, chunks, seconds, algbw and busbw in GB/s) and `from_bytes`: which algorithm
-    is least from which size on. busbw as nccl-tests counts it.
+    dims: an entry for each name with groups and each operation; `from_bytes`: which algorithm is fastest from which size.
     """
+    families = [family for family in plan.families if family.size > 1]
     listed: list[Facts] = []
-    for family in plan.families:
-        if family.size == 1:
-            continue
+    for family in families:
         found = span(plan.layout.groups(family.name), machine)
         for operation in operations:
             every = lines(operation, found.route)
@@ -36,44 +39,23 @@ def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], si
             for size in sizes:
                 line = best(every, size)
                 seconds = line.seconds(size)
-                algbw = size / seconds / 1e9
-                rows.append(
-                    {
-                        "bytes": size,
-                        "algorithm": line.name,
-                        "chunks": line.chunks,
-                        "seconds": seconds,
-                        "algbw_gbytes_s": algbw,
-                        "busbw_gbytes_s": algbw * float(bus_factor(operation, family.size)),
-                    }
-                )
-            crossings = fastest_by_size(every)
-            listed.append(
-                {
-                    "dim": family.name,
-                    "size": family.size,
-                    "link": found.slowest,
-                    "levels": [hop.ranks for hop in found.route.hops],
-                    "operation": operation,
-                    "rows": rows,
-                    "from_bytes": [
-                        {"bytes": float(size), "algorithm": line.name, "chunks": line.chunks}
-                        for size, line in crossings
-                    ],
-                }
-            )
-    return {
-        "links": [str(level) for level in machine.levels],
-        "call_us": float(machine.call_s * 10**6),
-        "dims": listed,
-    }
+                row = {"bytes": size, "algorithm": line.name, "chunks": line.chunks, "seconds": seconds}
+                rows.append(row | bandwidths(operation, family.size, size, seconds))
+            crossings = [
+                {"bytes": float(size), "algorithm": line.name, "chunks": line.chunks}
+                for size, line in fastest_by_size(every)
+            ]
+            facts = {"dim": family.name, "size": family.size, "link": found.slowest, "operation": operation}
+            levels = [hop.ranks for hop in found.route.hops]
+            listed.append(facts | {"levels": levels, "rows": rows, "from_bytes": crossings})
+    call_us = float(machine.call_s * 10**6)
+    return {"links": [str(level) for level in machine.levels], "call_us": call_us, "dims": listed}
 
 
 def cost_view(facts: Facts) -> Group:
     """`cost_facts` for a rich console."""
-    rows = [each | row for each in facts["dims"] for row in each["rows"]]
     table = Cells.of(
-        rows,
+        [each | row for each in facts["dims"] for row in each["rows"]],
         {
             "dim": "{dim} {size:,} {link}",
             "operation": "operation",
@@ -86,13 +68,13 @@ def cost_view(facts: Facts) -> Group:
         once=2,
     )
     call = f"; {facts['call_us']:g} us for each call" if facts["call_us"] else ""
-    least = [f"{e['operation']} along {e['dim']}: {_crossings(e['from_bytes'])}" for e in facts["dims"]]
+    fastest = [f"{e['operation']} along {e['dim']}: {_crossings(e['from_bytes'])}" for e in facts["dims"]]
     notes = (
         "GB/s; busbw as nccl-tests counts it; what a model says, not what was measured; "
         "by: the algorithm that the model finds fastest. A backend chooses its own: NCCL may take another"
     )
     head = Line(f"links: {'; '.join(facts['links'])}{call}")
-    return page_view([head, table, Line("\n".join([notes, *least]))])
+    return page_view([head, table, Line("\n".join([notes, *fastest]))])
 
 
 def _crossings(found: list[Facts]) -> str:

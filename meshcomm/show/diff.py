@@ -1,4 +1,4 @@
-"""What differs between two meshes: settings, groups and their options, and who sits where."""
+"""What differs between two meshes: settings, groups, and who sits where."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from meshcomm.config import Config
 from meshcomm.config.write import key_path, toml
-from meshcomm.layout import Family, Layout, Plan, Ranks
+from meshcomm.layout import Layout, Plan, Ranks
 from meshcomm.layout.sizes import coords_text, fold
 from meshcomm.show.page import Cells, Line, Part
 
@@ -23,15 +23,10 @@ _GROUPS: Final = 3
 def diff_facts(a: Config, b: Config, plan_a: Plan, plan_b: Plan) -> Facts:
     """What `meshcomm plan --diff` shows, as data that JSON can hold. a, b: with every -1 filled in.
 
-    Keys: sources, equal; world_size and fingerprint, each a pair; dims: a pair of name -> size;
-    settings: [key, a, b] of every setting that differs, None where one side has none; options: [name,
-    option, a, b] of groups that both have; groups: for each name of either side that differs its
-    status ("only in a", "only in b", "changed"), also (where only one side has it: the name that has
-    the same groups on the other), size and count (pairs), same, reordered (same ranks in another
-    order), only_a and only_b (numbers of groups), and examples of those two; ranks: common (on both
-    sides), moved (how many of them have other coords), only_a, only_b, and examples of moved ones.
-    Coords are those of base dims, and of views' dims that both have. A base dim that one side does not
-    have counts as one of size 1: every rank's coord is 0.
+    Pairs and rows end with the values of a and b, None where one side has none. groups: every name whose groups differ;
+    "also": the name that has the same groups on the other side, "reordered": groups of the same ranks in another order.
+    ranks: "moved" ones have other coords, by base dims and by views' dims that both have; a base dim that one side lacks
+    counts as one of size 1.
     """
     settings = [*_differing(_given(a.model_dump()), _given(b.model_dump()), ())]
     sizes = {
@@ -47,7 +42,6 @@ def diff_facts(a: Config, b: Config, plan_a: Plan, plan_b: Plan) -> Facts:
         "fingerprint": [plan_a.fingerprint, plan_b.fingerprint],
         "dims": [dict(plan_a.layout.dims), dict(plan_b.layout.dims)],
         "settings": settings,
-        "options": _options(plan_a, plan_b),
         "groups": _groups(plan_a, plan_b),
         "ranks": _ranks(plan_a.layout, plan_b.layout),
     }
@@ -68,19 +62,6 @@ def _given(value: Any) -> Any:
         inside = {key: _given(item) for key, item in value.items()}
         return {key: item for key, item in inside.items() if item is not None and item != {}}
     return list(value) if isinstance(value, tuple) else value
-
-
-def _options(a: Plan, b: Plan) -> list[list[Any]]:
-    """Options of groups that both have."""
-    ours, theirs = ({family.name: _option_facts(family) for family in plan.families} for plan in (a, b))
-    both = [name for name in ours if name in theirs]
-    return [[name, *row] for name in both for row in _differing(ours[name], theirs[name], ())]
-
-
-def _option_facts(family: Family) -> Facts:
-    facts = family.options.facts()
-    extra = facts.pop("extra")
-    return {**facts, **extra, "shares": family.shares}
 
 
 def _groups(a: Plan, b: Plan) -> list[Facts]:
@@ -167,45 +148,37 @@ def diff_page(facts: Facts) -> list[Part]:
     first, second = facts["fingerprint"]
     if facts["equal"]:
         text = f"equal: {facts['world_size'][0]:,} ranks, plan {first}; every setting is the same"
-        return [Line(text, heading=True), *sources]
+        return [Line(text), *sources]
     meshes = f"the meshes are equal, plan {first}" if first == second else f"plans {first} and {second}"
-    parts: list[Part] = [Line(f"different: {meshes}", heading=True), *sources]
-    for title, rows, columns in (
-        ("settings", facts["settings"], ("setting", "a", "b")),
-        ("options of groups that both have", facts["options"], ("dim", "option", "a", "b")),
-    ):
+    parts: list[Part] = [Line(f"different: {meshes}"), *sources]
+    if facts["settings"]:
         # The last two are values.
-        texts = [(*row[:-2], *("-" if value is None else toml(value) for value in row[-2:])) for row in rows]
-        parts += [Line(title), Cells(columns, tuple(texts))] if rows else []
+        texts = (
+            (key, *("-" if value is None else toml(value) for value in pair))
+            for key, *pair in facts["settings"]
+        )
+        parts += [Line("settings"), Cells(("setting", "a", "b"), tuple(texts))]
     if facts["groups"]:
-        parts += [Line("groups"), _groups_table(facts["groups"])]
-    return [*parts, *_ranks_lines(facts["ranks"])]
+        columns = ("dim", "groups", "a", "b", "same", "gone, as", "new, as")
+        parts += [Line("groups"), Cells(columns, tuple(map(_group_row, facts["groups"])))]
+    ranks = facts["ranks"]
+    only = (f"{ranks[f'only_{side}']:,} ranks are only in {side}" for side in "ab" if ranks[f"only_{side}"])
+    parts += [*map(Line, only), Line(f"{ranks['moved']:,} of {ranks['common']:,} ranks have other coords")]
+    if moved := tuple(map(_moved_row, ranks["examples"])):
+        parts.append(Cells(("rank", "a", "b"), moved, right=("rank",)))
+    rest = ranks["moved"] - len(moved)
+    return [*parts, Line(f"and {rest:,} more")] if rest else parts
 
 
-def _groups_table(found: list[Facts]) -> Cells:
-    rows = []
-    for each in found:
-        sides = [
-            "-" if size is None else f"{count:,} x {size:,}"
-            for count, size in zip(each["count"], each["size"], strict=True)
-        ]
-        also = f"; the groups of {each['also']}" if each["also"] else ""
-        reordered = f" + {each['reordered']:,} reordered" if each["reordered"] else ""
-        examples = ["; ".join(map(fold, groups[:2])) or "-" for groups in each["examples"]]
-        rows.append((each["name"], each["status"] + also, *sides, f"{each['same']:,}{reordered}", *examples))
-    return Cells(("dim", "groups", "a", "b", "same", "gone, as", "new, as"), tuple(rows))
+def _group_row(each: Facts) -> tuple[str, ...]:
+    sides = zip(each["count"], each["size"], strict=True)
+    shapes = ("-" if size is None else f"{count:,} x {size:,}" for count, size in sides)
+    also = f"; the groups of {each['also']}" if each["also"] else ""
+    reordered = f" + {each['reordered']:,} reordered" if each["reordered"] else ""
+    examples = ("; ".join(map(fold, groups[:2])) or "-" for groups in each["examples"])
+    return (each["name"], each["status"] + also, *shapes, f"{each['same']:,}{reordered}", *examples)
 
 
-def _ranks_lines(ranks: Facts) -> Iterator[Part]:
-    for side in ("a", "b"):
-        if ranks[f"only_{side}"]:
-            yield Line(f"{ranks[f'only_{side}']:,} ranks are only in {side}")
-    yield Line(f"{ranks['moved']:,} of {ranks['common']:,} ranks have other coords")
-    rows = []
-    for moved in ranks["examples"]:
-        before, after = ({name: pair[side] for name, pair in moved["coords"].items()} for side in (0, 1))
-        rows.append((str(moved["rank"]), coords_text(before), coords_text(after)))
-    if rows:
-        yield Cells(("rank", "a", "b"), tuple(rows), right=("rank",))
-    if ranks["moved"] > len(rows):
-        yield Line(f"and {ranks['moved'] - len(rows):,} more")
+def _moved_row(moved: Facts) -> tuple[str, ...]:
+    coords = ({name: pair[side] for name, pair in moved["coords"].items()} for side in (0, 1))
+    return (str(moved["rank"]), *map(coords_text, coords))

@@ -20,17 +20,14 @@ _SHOWN: Final = 12
 # A scale, one row and the letters: without a pipeline there is nothing to see.
 _ALONE: Final = 3
 _UNITS: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
-# More stages than that are shown as the first, the last and the largest.
-_STAGES: Final = 20
 
 
 def dry_view(facts: Facts) -> Group:
-    """`dry_facts` for a rich console."""
-    return page_view(list(dry_page(facts)))
+    """The facts of a dry run for a rich console."""
+    return page_view(list(_page(facts)))
 
 
-def dry_page(facts: Facts) -> Iterator[Part]:
-    """The same as paragraphs and tables."""
+def _page(facts: Facts) -> Iterator[Part]:
     ran = facts["ran"]
     world = facts["world_size"]
     whole = len(ran) == world
@@ -41,11 +38,11 @@ def dry_page(facts: Facts) -> Iterator[Part]:
     yield from _verdicts(facts, whole)
     yield from _memory(facts["memory"])
     if facts["calls"]:
-        yield Line(f"calls of {facts['part']}, of the rank that moves most along each dim", heading=True)
+        yield Line(f"calls of {facts['part']}, of the rank that moves most along each dim")
         yield _calls(facts["calls"])
     yield from _step(facts["step"], facts["part"])
     if len(facts["timeline"]) > _ALONE:
-        yield Line("the step, stage by stage", heading=True)
+        yield Line("the step, stage by stage")
         yield Line("\n".join(facts["timeline"]), drawing=True)
 
 
@@ -57,7 +54,7 @@ def _verdicts(facts: Facts, whole: bool) -> Iterator[Part]:
             f"all calls meet: same operation, shape, dtype and root on the ranks of each group, nobody waits in vain{rest}"
         )
     else:
-        yield Line(f"{count(len(findings), 'thing')} that would go wrong", heading=True)
+        yield Line(f"{count(len(findings), 'thing')} that would go wrong")
         for each in findings[:_SHOWN]:
             more = f" (in {each['groups']} groups that were looked at)" if each["groups"] > 1 else ""
             yield Line(
@@ -73,17 +70,11 @@ def _verdicts(facts: Facts, whole: bool) -> Iterator[Part]:
 
 def _memory(memory: Facts) -> Iterator[Part]:
     stages = memory["stages"]
-    largest = memory["largest_stage"]
-    top = next(each for each in stages if each["stage"] == largest)
-    shown = stages
-    if len(stages) > _STAGES:
-        shown = [
-            each for each in stages if each["stage"] in (stages[0]["stage"], stages[-1]["stage"], largest)
-        ]
+    top = next(each for each in stages if each["stage"] == memory["largest_stage"])
     names = [name for name in stages[0]["parts"] if any(each["parts"][name] for each in stages)]
     # Stages one after the other that hold as much have one row.
     rows: list[Facts] = []
-    for each in shown:
+    for each in stages:
         if rows and rows[-1]["parts"] == each["parts"]:
             rows[-1]["last"] = each["stage"]
         else:
@@ -92,18 +83,15 @@ def _memory(memory: Facts) -> Iterator[Part]:
     unit, size = next((each for each in _UNITS if top["peak_bytes"] >= 0.9995 * each[1]), _UNITS[-1])
     columns: dict[str, Any] = {}
     if len(stages) > 1:
-        columns[">stage"] = lambda row: (
-            f"{row['stage']}" if row["stage"] == row["last"] else f"{row['stage']} to {row['last']}"
-        )
+        columns[">stage"] = _stages
     columns |= {">rank": "rank", ">peak": ("peak_bytes", partial(_in_unit, size))}
     columns |= {f">{name}": (f"parts.{name}", partial(_in_unit, size)) for name in names}
     most = "the rank that holds most" + ("" if len(stages) == 1 else " in each stage")
-    yield Line(f"memory at its peak in {unit}, of {most}", heading=True)
+    yield Line(f"memory at its peak in {unit}, of {most}")
     yield Cells.of(rows, columns)
     told = (
         f"{bytes_text(top['peak_bytes'])} at most, during {top['during']} in {top['operator']} at {top['at']}; "
-        f"{memory['most']} above all: "
-        f"less by {memory['less_by']}"
+        f"{memory['most']} above all: less by {memory['less_by']}"
     )
     if memory["communicators_bytes"]:
         told += f"; NCCL's communicators take some {bytes_text(memory['communicators_bytes'])} besides"
@@ -113,17 +101,16 @@ def _memory(memory: Facts) -> Iterator[Part]:
     yield Line(told)
 
 
+def _stages(row: Facts) -> str:
+    return f"{row['stage']}" if row["stage"] == row["last"] else f"{row['stage']} to {row['last']}"
+
+
 def _in_unit(size: float, number: float) -> str:
     return f"{number / size:.3g}"
 
 
 def _calls(calls: list[Facts]) -> Cells:
     rows = [{**dim, "first": call is dim["calls"][0], **call} for dim in calls for call in dim["calls"]]
-
-    def seconds(key: str, row: Facts) -> str:
-        """Of a dim, in its first row."""
-        return "" if not row["first"] else "-" if row[key] is None else seconds_text(row[key])
-
     return Cells.of(
         rows,
         {
@@ -131,18 +118,23 @@ def _calls(calls: list[Facts]) -> Cells:
             "call": "call",
             ">calls": "calls",
             ">bytes": ("bytes", bytes_text),
-            ">exposed": partial(seconds, "exposed_s"),
-            ">until others come": partial(seconds, "late_s"),
+            ">exposed": partial(_seconds, "exposed_s"),
+            ">until others come": partial(_seconds, "late_s"),
         },
         once=1,
     )
+
+
+def _seconds(key: str, row: Facts) -> str:
+    """Of a dim, in its first row."""
+    return "" if not row["first"] else "-" if row[key] is None else seconds_text(row[key])
 
 
 def _step(step: Facts | None, part: str) -> Iterator[Part]:
     if step is None:
         yield Line("no times: they need calls that meet, and [topology] with ranks_per_node")
         return
-    yield Line(f"time of {part}, predicted", heading=True)
+    yield Line(f"time of {part}, predicted")
     exposed, late = sum(step["exposed_s"].values()), sum(step["late_s"].values())
     until = f", {seconds_text(late)} until others come" if step["late_s"] else ""
     parts = [

@@ -19,19 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 from meshcomm.config import TopologyConfig
+from meshcomm.config.write import check_ending, write_whole
 from meshcomm.layout import Dims, Plan
 from meshcomm.layout.sizes import coords_text, fold
-from meshcomm.show.page import Line, Part, as_text, export, page_markdown, svg_of
+from meshcomm.show.page import as_text, svg_of
 from meshcomm.show.units import count
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.style import Style
     from rich.text import Text
 
 Facts = dict[str, Any]
 # Column, text, style.
-Piece: TypeAlias = "tuple[int, str, str | Style]"
+Piece: TypeAlias = tuple[int, str, str]
 Lines = npt.NDArray[np.bool_]
 
 # Okabe and Ito's palette (Color Universal Design, 2008), a grey in place of its black: colours that tell eight
@@ -41,8 +41,7 @@ _OUTSIDE, _LEFT_OUT = -1, -2
 # By which of up, down, left, right have a line, as bits 1, 2, 4, 8.
 _NODE_LINES: Final = " ┃┃┃━┛┓┫━┗┏┣━┻┳╋"
 _ASCII: Final = str.maketrans(_NODE_LINES + "…⋮", " |||-+++-+++-+++.:")
-# Columns, and groups in the legend, of a picture in a file.
-_PICTURE: Final = 150
+# Groups in the legend at most.
 _LEGEND: Final = 16
 
 
@@ -51,14 +50,10 @@ def grid_facts(
 ) -> Facts:
     """The rank grid, with the groups along `by`, as data that JSON can hold.
 
-    by: a dim, a merged dim, a view's dim, or a tuple of them. None: the innermost dim of the base.
-    rank: one to mark.
+    by: a dim, a merged dim, a view's dim, or a tuple of them. None: the innermost dim of the base. rank: one to mark.
 
-    Keys: world_size, fingerprint; by (its name), by_dims, size (ranks of a group), groups (their
-    number); view (whose dims are drawn, "" for the base), dims (their sizes, outermost first); ranks,
-    group, node: for each place of the grid, row-major over dims, its rank, the index of the rank's
-    group and the rank's node; node, nodes (their number) and ranks_per_node are None where nobody says
-    which ranks share a node; rank.
+    ranks, group and node have an entry for each place of the grid, row-major over `dims` (those of `view`): its rank,
+    the index of the rank's group, its node. ranks_per_node, nodes and node are None if unknown.
     Raises UnknownDim, and LayoutError where the mesh does not have `rank`.
     """
     layout = plan.layout
@@ -100,10 +95,7 @@ def headlines(facts: Facts) -> list[str]:
 
 
 class Room(NamedTuple):
-    """How much room there is in one direction, in columns or lines.
-
-    total: all of it. cell: one rank. inner, outer: between ranks of a block, between blocks.
-    """
+    """Columns or lines: all there are, of one rank, between ranks of a block, between blocks."""
 
     total: int
     cell: int
@@ -133,26 +125,20 @@ class Axis:
         """The dims' names."""
         return " ".join(self.sizes)
 
+    @property
+    def left_out(self) -> int:
+        """Number of coords that are not drawn."""
+        return self.size - sum(coord is not None for coord in self.coords)
+
     def label(self, coord: int) -> str:
         """Its dims' coords, as in `pp=1`; "" for an axis of size 1."""
         return coords_text(_digits(self.sizes, coord))
-
-    def left_out(self) -> list[str]:
-        """The coords that are not drawn, and their number; nothing where all are."""
-        drawn = [coord for coord in self.coords if coord is not None]
-        ranges = []
-        for before, after in pairwise([-1, *drawn, self.size]):
-            if after - before > 1:
-                last = f" to {self.label(after - 1)}" if after - before > 2 else ""
-                ranges.append(self.label(before + 1) + last)
-        return [f"{', '.join(ranges)} ({self.size - len(drawn):,} of {self.size:,})"] if ranges else []
 
 
 class Slot(NamedTuple):
     """One row or column of the picture.
 
-    at, size: where it begins and how long it is. offset: its part of the place of a cell; None: coords are
-    left out here. coord, block: labels of its coord inside of the block, and of the block.
+    offset: its part of the place of a cell; None: coords are left out here. coord, block: labels.
     """
 
     at: int
@@ -285,13 +271,11 @@ class RankGrid:
 
     Prints as text of 100 columns without colour, on a rich console in colour and as wide as that, with long dims
     folded; in a notebook it is a picture. A group has a letter too where there are more groups than colours, or no
-    colours (NO_COLOR, TERM=dumb, no terminal). `facts` is what all forms show, see `grid_facts`.
+    colours (NO_COLOR, TERM=dumb, no terminal). `facts`: see `grid_facts`.
     """
 
-    def __init__(self, facts: Facts, groups: int = 8) -> None:
-        """groups: listed in the legend at most."""
+    def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self._groups = groups
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Headlines, the picture, a legend, and a note on omitted ranks."""
@@ -307,7 +291,7 @@ class RankGrid:
             line.truncate(options.max_width)
             line.no_wrap = True
             yield line
-        entries, notes = picture.legend(self._groups)
+        entries, notes = picture.legend()
         width = max(len(picture.letters(group)) for group, _ in entries)
         for group, text in entries:
             swatch = Text(f" {picture.letters(group):<{max(width, 1)}} ", picture.style(group))
@@ -320,33 +304,21 @@ class RankGrid:
         return as_text(self)
 
     def svg(self) -> str:
-        """As one self-contained SVG file: each rank named under the pointer."""
-        title = f"rank grid: {headlines(self.facts)[0]}"
-        return svg_of([RankGrid(self.facts, _LEGEND)], title, _PICTURE)
+        """As one self-contained SVG file."""
+        return svg_of(self)
 
     # What notebooks ask for.
     _repr_svg_ = svg
 
-    def page(self) -> list[Part]:
-        """For Markdown: what a console of 100 columns without colour shows, and more groups."""
-        head, lines = headlines(self.facts)[0], as_text(RankGrid(self.facts, 32)).split("\n")
-        return [Line(head, heading=True), Line("\n".join(lines[lines[0] == head :]), drawing=True)]
-
-    def markdown(self) -> str:
-        """As text in a block."""
-        return page_markdown(self.page())
-
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it as .svg, .md or .json. Raises ConfigError for another ending or an unwritable path."""
-        export(Path(fspath(path)), self.facts, self.page, self.svg)
+        """Write it as .svg. Raises ConfigError for another ending or an unwritable path; the file then is as it was."""
+        where = Path(fspath(path))
+        check_ending(where, "--export", ".svg")
+        write_whole(where, self.svg())
 
 
 class _Picture:
-    """Labels in the margin, ranks, and lines between nodes, in so much room; long dims are folded.
-
-    rows, columns: the drawn slots. down, across: the axes of the blocks. inside_rows, inside_columns: the axes of the
-    ranks in a block.
-    """
+    """Labels in the margin, ranks, and lines between nodes, in so much room; long dims are folded."""
 
     def __init__(self, facts: Facts, width: int, coloured: bool) -> None:
         self.facts = facts
@@ -396,7 +368,7 @@ class _Picture:
         if above[-1].any():
             yield self._border("", left[-2:].tolist(), above[-1].tolist())
 
-    def legend(self, most: int) -> tuple[list[tuple[int, str]], list[str]]:
+    def legend(self) -> tuple[list[tuple[int, str]], list[str]]:
         """Index, and name and ranks in coord order, of the first groups that are drawn; and notes on what is not."""
         facts = self.facts
         places = [_place(row, column) for row in self.rows for column in self.columns]
@@ -404,15 +376,15 @@ class _Picture:
         ranks, groups = np.array(facts["ranks"]), np.array(facts["group"])
         entries = [
             (index, f"{self._group_name(drawn[index])} {fold(ranks[groups == index])}")
-            for index in sorted(drawn)[:most]
+            for index in sorted(drawn)[:_LEGEND]
         ]
         rest = facts["groups"] - len(entries)
         notes = [f"and {rest:,} more groups"] if rest else []
         if len(self.down.sizes) > 1:
             notes.append(f"more than four dims: {self.down.name} go downwards as one")
         axes = (self.down, self.across, self.inside_rows, self.inside_columns)
-        left_out = "; ".join(text for axis in axes for text in axis.left_out())
-        return entries, [*notes, f"not drawn: {left_out}"] if left_out else notes
+        left_out = [f"{axis.left_out:,} of {axis.size:,} along {axis.name}" for axis in axes if axis.left_out]
+        return entries, [*notes, f"not drawn: {'; '.join(left_out)}"] if left_out else notes
 
     def _group_name(self, place: int) -> str:
         coords = _digits(self.facts["dims"], place).items()
@@ -428,19 +400,14 @@ class _Picture:
         return row.block if row.starts_block else "", f"{self.inside_rows.name}={row.coord}"
 
     def _cell(self, row: Slot, column: Slot) -> Piece:
-        from rich.style import Style
-
-        facts, place, at, width = self.facts, _place(row, column), column.at, column.size
+        place, width = _place(row, column), column.size
         if place is None:
-            return at, "…".center(width), ""
-        rank, group = facts["ranks"][place], facts["group"][place]
-        about = f"rank {rank}: {coords_text(_digits(facts['dims'], place))}\ngroup {self._group_name(place)}"
-        about += "" if facts["node"] is None else f"\nnode {facts['node'][place]}"
-        style = Style.parse(self.style(group)) + Style(meta={"about": about})
+            return column.at, "…".center(width), ""
+        rank, group = self.facts["ranks"][place], self.facts["group"][place]
         name = f"{rank}{self.letters(group)}"
-        if rank == facts["rank"]:
-            return at, f"[{name}]".rjust(width), style + Style(bold=True)
-        return at, f"{name} ".rjust(width), style
+        if rank == self.facts["rank"]:
+            return column.at, f"[{name}]".rjust(width), f"bold {self.style(group)}"
+        return column.at, f"{name} ".rjust(width), self.style(group)
 
     def _node_lines(self) -> tuple[Lines, Lines]:
         """Whether a line is left of [row + 1, column], and whether one is above [row, column + 1].

@@ -1,8 +1,7 @@
-"""Lines and tables as values, and what becomes of them: text of any width, Markdown, a picture, a file."""
+"""Lines and tables as values, and what becomes of them: text of any width, or a picture."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -10,50 +9,34 @@ from dataclasses import dataclass
 from functools import reduce
 from io import StringIO
 from operator import getitem
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, final
-from xml.sax.saxutils import escape, quoteattr
-
-from meshcomm.config.write import check_ending, write_whole
+from xml.sax.saxutils import escape
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-    from rich.segment import Segment
 
-# Columns of what does not go to a terminal.
+# Columns of what does not go to a terminal, and of a picture at most.
 _WIDTH: Final = 100
-KINDS: Final = (".svg", ".md", ".json")
+_PICTURE: Final = 150
 # A table that would be folded to less than its width over this is shown as records instead.
 _SQUEEZE = 1.4
-# Pixels of a character in a picture.
-_CHARACTER, _ROW = 8.4, 17
-_SVG = """\
-<svg xmlns="http://www.w3.org/2000/svg" class="mc-text" role="img" aria-label={label} width="{width}" height="{height}" viewBox="0 0 {width} {height}">
-<title>{title}</title>
-<style>{style}</style>
-<rect class="paper" width="{width}" height="{height}"/>
-{body}
+# rich's picture of a console, without the window around it, and light or dark as the reader's.
+_SVG: Final = """\
+<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height:.0f}" viewBox="0 0 {width} {height:.0f}">
+<style>
+svg {{ --ink: #1f2328; --paper: #ffffff; }}
+@media (prefers-color-scheme: dark) {{ svg {{ --ink: #e6edf3; --paper: #0d1117; }} }}
+text {{ font: {char_height}px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre; }}
+{styles}
+</style>
+<rect width="100%" height="100%" fill="var(--paper)"/>
+<g transform="translate({terminal_x}, 22)">{backgrounds}{matrix}</g>
 </svg>
-"""
-_STYLE = """
-.mc-text text { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 14px; fill: #1f2328; white-space: pre; }
-.mc-text .paper { fill: #ffffff; }
-.mc-text .cell:hover rect { opacity: 0.75; }
-@media (prefers-color-scheme: dark) { .mc-text text { fill: #e6edf3; } .mc-text .paper { fill: #0d1117; } }
 """
 
 # A column of a table: the key of a cell in its item ("a.b" is inside of "a"), a template with keys in braces, a key and
 # how its value is written, or how the cell follows from the item.
 Column: TypeAlias = str | tuple[str, Callable[[Any], str]] | Callable[[Any], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One paragraph; a heading where it says what follows; or a drawing whose blanks and line breaks stay."""
-
-    text: str
-    heading: bool = False
-    drawing: bool = False
 
 
 # What stands before the text of a line of an error.
@@ -62,10 +45,14 @@ _LABEL: Final = re.compile(r" *(?:(?:given|expected|try): +)?")
 
 @final
 @dataclass(frozen=True, slots=True)
-class Folded:
-    """Lines of text that are folded between words where the console is narrower, indented as they begin."""
+class Line:
+    """Text that is folded between words if the console is narrower, indented as its lines begin.
+
+    drawing: it is not; its blanks and line breaks stay.
+    """
 
     text: str
+    drawing: bool = False
     style: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -74,6 +61,9 @@ class Folded:
 
         from rich.text import Text
 
+        if self.drawing:
+            yield Text(self.text)
+            return
         for line in self.text.split("\n"):
             label = _LABEL.match(line)
             indent = " " * (0 if label is None else label.end())
@@ -143,12 +133,6 @@ class Cells:
             above = row
         yield table
 
-    def markdown(self) -> str:
-        """As a GitHub table."""
-        rule = ("---:" if column in self.right else "---" for column in self.columns)
-        lines = [self.columns, tuple(rule), *self.rows]
-        return "\n".join("| " + " | ".join(map(_escaped, cells)) + " |" for cells in lines)
-
 
 Part: TypeAlias = Line | Cells
 
@@ -179,14 +163,8 @@ def _packed(items: Sequence[str], width: int) -> list[str]:
 def page_view(parts: Sequence[Part]) -> Group:
     """For a rich console."""
     from rich.console import Group
-    from rich.text import Text
 
-    def shown(part: Part) -> RenderableType:
-        if isinstance(part, Cells):
-            return part
-        return Text(part.text) if part.drawing else Folded(part.text)
-
-    return Group(*map(shown, parts))
+    return Group(*parts)
 
 
 def terminal(width: int = _WIDTH) -> Console:
@@ -208,86 +186,20 @@ def as_text(what: RenderableType, width: int = 100) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def page_markdown(parts: Sequence[Part]) -> str:
-    """For GitHub: headings, paragraphs, tables, drawings as blocks of text."""
-    blocks = []
-    for part in parts:
-        if isinstance(part, Cells):
-            blocks.append(part.markdown())
-        elif part.drawing:
-            blocks.append(f"```text\n{part.text}\n```")
-        else:
-            blocks.append(("## " if part.heading else "") + _escaped(part.text, in_table=False))
-    return "\n\n".join(blocks) + "\n"
+def svg_of(what: RenderableType) -> str:
+    """What a wide console shows, in colours, as a picture, light or dark, that needs nothing else."""
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.terminal_theme import SVG_EXPORT_THEME
 
-
-def _escaped(text: str, in_table: bool = True) -> str:
-    """What Markdown would read as its own, as text."""
-    for mark in "\\`*_<[]" + "|" * in_table:
-        text = text.replace(mark, "\\" + mark)
-    return text.replace("\n", "<br>" if in_table else "  \n") or " "
-
-
-def svg_of(shown: Sequence[RenderableType], title: str, columns: int = _WIDTH) -> str:
-    """What a console of so many columns shows, in colours, as a picture, light and dark, that needs nothing else.
-
-    title: for screen readers. What the meta data of a style has as "about" is shown under the pointer.
-    """
-    from rich.console import Console, Group
-    from rich.segment import Segment
-
+    lines = as_text(what, _PICTURE).splitlines()
+    widest = max(map(cell_len, lines))
     # The environment has no say: a picture has colours.
-    console = Console(
-        width=columns, file=StringIO(), color_system="truecolor", no_color=False, force_jupyter=False
-    )
-    lines = list(Segment.split_lines(console.render(Group(*shown))))
-    body, widest = [], 0
-    for row, line in enumerate(lines):
-        at = 0
-        for segment in Segment.simplify(line):
-            body.append(_drawn(segment, at, row))
-            at += segment.cell_length
-            widest = max(widest, at if body[-1] else 0)
-    return _SVG.format(
-        label=quoteattr(title),
-        title=escape(title),
-        width=round(40 + _CHARACTER * widest),
-        height=40 + _ROW * len(lines),
-        style=_STYLE,
-        body="\n".join(filter(None, body)),
-    )
-
-
-def _drawn(segment: Segment, column: int, row: int) -> str:
-    """A piece of a line: its text, on its own colour where it has one."""
-    text, style = segment.text.strip(), segment.style
-    x = 20 + _CHARACTER * (column + len(segment.text) - len(segment.text.lstrip()))
-    y, ink, weight = 20 + _ROW * row, "", ' font-weight="bold"' if style is not None and style.bold else ""
-    tile = ""
-    if style is not None and style.bgcolor is not None and not style.bgcolor.is_default:
-        size = f'width="{_CHARACTER * segment.cell_length:.1f}" height="{_ROW}"'
-        fill = style.bgcolor.get_truecolor().hex
-        tile = f'<rect x="{20 + _CHARACTER * column:.1f}" y="{y}" {size} fill="{fill}"/>'
-        ink = "" if style.color is None else f' style="fill: {style.color.get_truecolor().hex}"'
-    words = (
-        f'<text x="{x:.1f}" y="{y + 13}" xml:space="preserve" textLength="{_CHARACTER * len(text):.1f}" '
-        f'lengthAdjust="spacingAndGlyphs"{weight}{ink}>{escape(text)}</text>'
-    )
-    about = "" if style is None else style.meta.get("about", "")
-    words = tile + (words if text else "")
-    return f'<g class="cell"><title>{escape(about)}</title>{words}</g>' if about else words
-
-
-def export(
-    path: Path, facts: Mapping[str, Any], page: Callable[[], Sequence[Part]], svg: Callable[[], str]
-) -> None:
-    """Write the facts as JSON, the page as Markdown, or the picture, by the ending of `path`.
-
-    Raises ConfigError for another ending, or where the file cannot be written; then it is as it was.
-    """
-    check_ending(path, "--export", *KINDS)
-    kind = path.suffix.lower()
-    if kind == ".json":
-        write_whole(path, json.dumps(facts, indent=2) + "\n")
-    else:
-        write_whole(path, page_markdown(page()) if kind == ".md" else svg())
+    options: dict[str, Any] = {"color_system": "truecolor", "no_color": False, "force_jupyter": False}
+    console = Console(width=widest, file=StringIO(), record=True, **options)
+    console.print(what)
+    picture = console.export_svg(code_format=_SVG, unique_id="c", theme=SVG_EXPORT_THEME)
+    picture = picture.replace(f"fill: {SVG_EXPORT_THEME.foreground_color.hex}", "fill: var(--ink)")
+    # Nothing is wider than the picture.
+    picture = re.sub(r' clip-path="[^"]*"', "", picture)
+    return picture.replace("<style>", f"<title>{escape(lines[0])}</title>\n<style>", 1)

@@ -16,20 +16,17 @@ _ROWS = 10
 
 def parity_view(facts: Mapping[str, Any]) -> Group:
     """The worst of each quantity, the ten worst parameters, the verdict. facts: as of `Parity.facts`."""
-    found = facts["differences"]
-    rows = [
-        max((one for one in found if one["kind"] == kind), key=_size) for kind in ("loss", "gradient norm")
-    ]
+    worst = sorted(facts["differences"], key=_size, reverse=True)
+    rows = [next(one for one in worst if one["kind"] == kind) for kind in ("loss", "gradient norm")]
     # Each parameter once, by the worse of its weight and its gradient.
     of: dict[str, Mapping[str, Any]] = {}
-    for one in sorted(found, key=_size, reverse=True):
+    for one in worst:
         if one["kind"] in ("weight", "gradient"):
             of.setdefault(one["name"], one)
-    worst = list(of.values())
-    rows += worst[:_ROWS]
-    if worst[_ROWS:]:
-        rest = f"{len(worst) - _ROWS} more parameters, none worse"
-        rows.append({**worst[_ROWS], "kind": "others", "name": rest, "rank": ""})
+    rows += [*of.values()][:_ROWS]
+    if len(of) > _ROWS:
+        rest = f"{len(of) - _ROWS} more parameters, none worse"
+        rows.append({**[*of.values()][_ROWS], "kind": "others", "name": rest, "rank": ""})
     table = Cells.of(
         rows,
         {

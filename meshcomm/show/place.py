@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from meshcomm.config.parallel import Part
 from meshcomm.layout.sizes import coords_text
-from meshcomm.predict.place import Placement, Ranking
-from meshcomm.show.page import Cells, Line, page_view
+from meshcomm.predict.place import Placement, Ranking, Share
+from meshcomm.show.page import Cells, Column, Line, page_view
 from meshcomm.show.units import bytes_text, count, seconds_text
 
 if TYPE_CHECKING:
@@ -37,28 +37,18 @@ def _facts(placement: Placement, names: Mapping[Part, str]) -> Facts:
     facts = {
         **placement._asdict(),
         "dims": {names[part]: size for part, size in placement.dims.items()},
-        "expert": {names["expert"]: placement.expert, "inside": placement.experts_inside}
-        if "expert" in names
-        else None,
+        "expert": {names["expert"]: placement.expert} if "expert" in names else None,
         "memory_bytes": dict(placement.memory_bytes),
     }
-    del facts["experts_inside"], facts["shares"]
-    facts["calls"] = [
-        {
-            "part": share.part,
-            "dim": " ".join(along[part] for part in share.along),
-            "ranks": share.ranks,
-            "link": share.link,
-            "operation": share.operation,
-            "what": share.what,
-            "calls": share.calls,
-            "bytes": share.size_bytes,
-            "seconds": share.seconds,
-            "algorithm": share.algorithm,
-        }
-        for share in placement.shares
-    ]
+    del facts["shares"]
+    facts["calls"] = [_call(share, along) for share in placement.shares]
     return facts
+
+
+def _call(share: Share, along: Mapping[str, str]) -> Facts:
+    facts = share._asdict()
+    dim = " ".join(along[part] for part in facts.pop("along"))
+    return facts | {"dim": dim, "bytes": facts.pop("size_bytes")}
 
 
 def place_view(facts: Facts) -> Group:
@@ -73,33 +63,27 @@ def place_view(facts: Facts) -> Group:
         f"{facts['memory_gbytes']:g} GB{assumed.get('memory_gbytes', '')}\n"
         "times are predicted; nothing overlaps; by: the algorithm that the model finds fastest"
     )
-    exact: dict[str, Any] = {}
+    columns: dict[str, Column] = {
+        ">": "number",
+        "dims, outermost first": lambda row: (
+            _dims(row) + (f" (+{count(row['also'], 'order')})" if row["also"] else "")
+        ),
+        ">step": ("step_s", seconds_text),
+        ">compute": ("compute_s", seconds_text),
+        ">bubble": ("bubble_s", seconds_text),
+        ">calls": lambda row: seconds_text(sum(call["seconds"] for call in row["calls"])),
+        ">GB": lambda row: f"{sum(row['memory_bytes'].values()) / 1e9:.3g}",
+    }
     if "exact" in facts["placements"][0]:
-        exact = {
-            ">dry run": ("exact.step_s", seconds_text),
-            ">its GB": lambda row: (
-                f"{row['exact']['peak_bytes'] / 1e9:.3g}" + "!" * (not row["exact"]["fits"])
-            ),
-        }
-    ranking = Cells.of(
-        [{"number": number, **each} for number, each in enumerate(facts["placements"], 1)],
-        {
-            ">": "number",
-            "dims, outermost first": lambda row: _dims(row) + _also(row["also"]),
-            ">step": ("step_s", seconds_text),
-            ">compute": ("compute_s", seconds_text),
-            ">bubble": ("bubble_s", seconds_text),
-            ">calls": lambda row: seconds_text(sum(call["seconds"] for call in row["calls"])),
-            ">GB": lambda row: f"{sum(row['memory_bytes'].values()) / 1e9:.3g}",
-            **exact,
-            "slow links, most time first": ("calls", _crossing),
-        },
-    )
+        columns[">dry run"] = ("exact.step_s", seconds_text)
+        columns[">its GB"] = ("exact", _peak)
+    columns["slow links, most time first"] = ("calls", _crossing)
+    ranking = Cells.of([{"number": n, **each} for n, each in enumerate(facts["placements"], 1)], columns)
     return page_view([Line(head), ranking, *_reasons(facts["placements"][0])])
 
 
-def _also(orders: int) -> str:
-    return f" (+{orders} order{'s' * (orders > 1)})" if orders else ""
+def _peak(exact: Facts) -> str:
+    return f"{exact['peak_bytes'] / 1e9:.3g}" + "!" * (not exact["fits"])
 
 
 def _crossing(calls: list[Facts]) -> str:
@@ -130,7 +114,7 @@ def _reasons(placement: Facts) -> list[Line | Cells]:
     sizes = placement["memory_bytes"]
     held = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items())
     return [
-        Line(f"why: {_dims(placement)}", heading=True),
+        Line(f"why: {_dims(placement)}"),
         Line(
             f"compute {seconds_text(placement['compute_s'])} in {number:,} micro-batch{'es' * (number > 1)}, "
             f"bubble {seconds_text(placement['bubble_s'])} waiting for other stages"
@@ -144,5 +128,5 @@ def _dims(placement: Facts) -> str:
     text = coords_text(placement["dims"])
     if placement["expert"] is None:
         return text
-    (name, size), (_, inside) = placement["expert"].items()
-    return f"{text} {name}={size}{'' if inside or size == 1 else ' outside its copies'}"
+    ((name, size),) = placement["expert"].items()
+    return f"{text} {name}={size}"

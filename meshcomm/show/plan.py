@@ -24,15 +24,9 @@ Facts = dict[str, Any]
 def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | None = None) -> Facts:
     """All that `meshcomm plan` shows, as data that JSON can hold.
 
-    Keys: world_size (ranks of the mesh), fingerprint, device, groups (created over all ranks),
-    groups_per_rank (created by each of them), dims: one entry for each dim, merged dim and view's
-    dim, in plan order; and rank, where one is asked for: its coords, and its group and ring
-    neighbours for each name.
-
-    With ranks_per_node each dim has nodes (fewest and most that one of its groups lies on), crosses
-    (link class -> number of groups whose slowest link it is) and link, the slowest of all.
-    `meshcomm plan` adds footprint, that of meshcomm.predict.lint, where all is known to run on NCCL.
-    backend is "auto" only where the device is too: then each process finds out.
+    dims: one entry for each dim, merged dim and view's dim, in plan order. With ranks_per_node it has nodes (fewest and
+    most that one of its groups lies on), crosses (link class -> number of groups whose slowest link it is) and link, the
+    slowest of all. backend is "auto" only if the device is too: then each process finds out.
     Time and memory grow with the number of ranks as one array of integers, never as groups.
     Raises LayoutError where the mesh does not have `rank`.
     """
@@ -135,7 +129,7 @@ def plan_page(facts: Facts) -> list[Part]:
         f"mesh of {count(facts['world_size'], 'rank')}, plan {facts['fingerprint']}: "
         f"{count(facts['groups'], 'group')}, {facts['groups_per_rank']} created per rank"
     )
-    parts: list[Part] = [Line(headline, heading=True), _dims_table(facts["dims"])]
+    parts: list[Part] = [Line(headline), _dims_table(facts["dims"])]
     if "footprint" in facts:
         cost = facts["footprint"]
         held, size = count(cost["nccl"], "NCCL communicator"), cost["nccl_mb"] / 1000
@@ -162,7 +156,7 @@ def rank_page(rank: Facts, *about: Part) -> list[Part]:
     }
     if "nodes" in rank["groups"][0]:
         columns[">nodes"] = "{nodes}"
-    return [Line(text, heading=True), *about, Cells.of(rank["groups"], columns)]
+    return [Line(text), *about, Cells.of(rank["groups"], columns)]
 
 
 def _neighbour(rank: int | None, wraps: bool) -> str | None:
@@ -185,7 +179,7 @@ def _dims_table(dims: list[Facts]) -> Cells:
     if any(dim["shares"] for dim in dims):
         columns["shared with"] = "shares"
     if "nodes" in dims[0]:
-        columns[">nodes"] = lambda dim: _span(dim["nodes"]["fewest"], dim["nodes"]["most"])
+        columns[">nodes"] = ("nodes", _span)
         columns["link"] = lambda dim: _link_text(dim["link"], dim["crosses"])
     return Cells.of(dims, columns)
 
@@ -197,7 +191,8 @@ def _backend(dim: Facts) -> str:
     return " ".join([dim["backend"], *valued, *(name for name, value in extra if value is True)])
 
 
-def _span(fewest: int, most: int) -> str:
+def _span(nodes: Facts) -> str:
+    fewest, most = nodes["fewest"], nodes["most"]
     return f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
 
 

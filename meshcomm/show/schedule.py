@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from meshcomm.config import Config
 from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError
-from meshcomm.predict.passes import Costs, orders, timeline
+from meshcomm.predict.passes import orders, timeline
 from meshcomm.predict.stages import model_stages, part_costs
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 _COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
-# Bands of a long schedule that are drawn, half of them from its beginning and half from its end.
+# Bands of a long schedule that are drawn.
 _BANDS: Final = 6
 # Passes of a step that are worked out one by one.
 _PASSES: Final = 1_000_000
@@ -28,12 +28,10 @@ _PASSES: Final = 1_000_000
 def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
     """What one step of the pipeline looks like, as data that JSON can hold.
 
-    Times are in slots: 1 for a forward pass, 1 for each half of a backward pass, all stages
-    alike, messages free. Keys: name, dim, ranks, stages_per_rank, microbatches; slots (length of
-    the step); bubble (share of it in which a rank waits, mean over the ranks); stages: the layers
-    of each and its share of the model's multiply-adds; held: for each rank the most activations
-    it keeps, in microbatches of one stage; passes: for each rank [kind, stage, microbatch, start,
-    end], kind F forward, B backward, I backward for inputs, W for weights.
+    Times are in slots: 1 for a forward pass, 1 for each half of a backward pass, messages free. slots: length of the
+    step; bubble: share of it in which a rank waits; held: the most activations that each rank keeps, in microbatches of
+    one stage; passes: for each rank [kind, stage, microbatch, start, end], kind F forward, B backward, I backward for
+    inputs, W for weights.
 
     world_size: needed where a size is -1. Raises ConfigError where no pipeline is configured.
     """
@@ -56,7 +54,7 @@ def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
             expected=f"at most {_PASSES:,} passes, and as many layers",
             hint="a smaller train.global_batch_size, with which the drawing looks the same",
         )
-    times = timeline(orders(parallel.options.schedule, ranks, each, microbatches), Costs())
+    times = timeline(orders(parallel.options.schedule, ranks, each, microbatches))
     parts = model_stages(model, data.seq_len, ranks * each)
     costs = part_costs(model, data.seq_len).of_stages(parts)
     return {
@@ -89,9 +87,8 @@ def _nothing(given: str, expected: str) -> ConfigError:
 class ScheduleView:
     """`schedule_facts` for a rich console: as wide as that, folded into bands where time is longer.
 
-    A cell is one slot: F3 forward pass of microbatch 3, B3 its backward pass, I3 and W3 the halves
-    of that for inputs and weights; - the second slot of the same pass, . a slot in which the rank
-    waits. A letter behind says which of the rank's stages, where it has several.
+    A cell is one slot: F3 the forward pass of microbatch 3, - the second slot of the same pass, . a slot in which the
+    rank waits. A letter behind says which of the rank's stages, if it has several.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -113,14 +110,8 @@ class ScheduleView:
         margin = max(len("slot"), *map(len, names)) + 2
         columns = max(1, (options.max_width - margin) // cell)
         rows = [self._cells(rank, cell) for rank in range(ranks)]
-        starts = list(range(0, slots, columns))
-        left_out = starts[_BANDS // 2 : -_BANDS // 2] if len(starts) > _BANDS + 1 else []
-        for start in starts:
-            if start in left_out:
-                if start == left_out[0]:
-                    fit = f"{columns} of {slots} fit side by side; --json has all of them"
-                    yield Text(f"slots {start} to {left_out[-1] + columns - 1} are not drawn: {fit}")
-                continue
+        drawn = columns * _BANDS
+        for start in range(0, min(slots, drawn), columns):
             yield Text("slot".ljust(margin) + _ruler(start, min(start + columns, slots), cell))
             for name, cells in zip(names, rows, strict=True):
                 line = Text(name.ljust(margin), no_wrap=True, overflow="crop")
@@ -128,6 +119,8 @@ class ScheduleView:
                     line.append(text, style)
                 line.rstrip()
                 yield line
+        if slots > drawn:
+            yield Text(f"slots {drawn} to {slots - 1} are not drawn; --json has all of them")
         yield from self._legend()
 
     def _cells(self, rank: int, width: int) -> list[tuple[str, str]]:
@@ -167,10 +160,5 @@ class ScheduleView:
 
 
 def _ruler(start: int, end: int, cell: int) -> str:
-    """The number of every fifth slot, where there is room for it."""
-    step = 5 if len(str(end)) <= 5 * cell - 1 else 10
-    line = ""
-    for slot in range(start, end):
-        if slot == start or (slot % step == 0 and slot - start >= step):
-            line = line.ljust((slot - start) * cell) + str(slot)
-    return line
+    """The number of every fifth slot of a band."""
+    return "".join(str(slot).ljust(5 * cell) for slot in range(start, end, 5)).rstrip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meshcomm.show.page import Cells, Column, Line, Part, page_view
@@ -41,49 +42,40 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[Part]:
         notes.append("-: not known, as these calls return before they are over, or were not the mesh's")
     if any(row["async_op"] and row["seconds"] is not None for row in rows):
         notes.append("async: inside is what the program spent on starting and waiting")
-    head = Line(f"communication of {facts['rank']} {spent}", heading=True)
+    head = Line(f"communication of {facts['rank']} {spent}")
     return [head, _table(columns, rows), Line("\n".join(notes))]
 
 
 def spread_page(facts: Facts) -> list[Part]:
     """A line for each call of each dim over all ranks, from `StatsOfAll.facts`."""
-
-    def by(row: Facts, who: str) -> str | None:
-        return None if row[f"{who}_s"] is None else f"{_seconds(row[f'{who}_s'])}, rank {row[who]}"
-
     columns: dict[str, Column] = {
         ">ranks": ("ranks", str),
         ">calls": ("calls", _number),
         ">bytes": lambda row: bytes_text(row["nbytes"]) if row["nbytes"] else None,
         ">mean inside": ("mean_s", seconds_text),
-        ">fastest": lambda row: by(row, "fastest"),
-        ">slowest": lambda row: by(row, "slowest"),
+        ">fastest": partial(_by, "fastest"),
+        ">slowest": partial(_by, "slowest"),
     }
     title = f"communication of all ranks in {seconds_text(facts['seconds'])}"
-    return [Line(title, heading=True), _table(columns, facts["rows"])]
+    return [Line(title), _table(columns, facts["rows"])]
 
 
 def traffic_view(facts: Facts) -> Group:
-    """Calls and bytes by dim and operation; bytes by link class where the topology is known.
-
-    facts: as `Ledger.facts` gives them, with `world` and `schedules`.
-    """
+    """Calls and bytes by dim and operation. facts: as `simulate_script` gives them."""
     schedules = facts["schedules"]
     tried = "" if schedules == 1 else f", {schedules} schedules tried, traffic of the first"
     parts: list[Part] = [Line(f"{facts['world']} ranks simulated, no deadlock{tried}")]
     if not facts["dims"]:
         return page_view([*parts, Line("nothing was sent along a dim of two ranks or more")])
-    numbers: dict[str, Column] = {
+    columns: dict[str, Column] = {
+        "dim": "dim",
+        "operation": "operation",
+        ">calls": "calls",
         ">bytes": "bytes",
         ">largest rank": ("largest_rank", str),
         ">its bytes": "largest_bytes",
     }
-    dim: dict[str, Column] = {"dim": "dim"}
-    calls = dim | {"operation": "operation", ">calls": "calls"} | numbers
-    parts.append(Cells.of(facts["dims"], calls, once=1))
-    if facts["links"] is not None:
-        parts.append(Line("on links, collectives as rings in coord order", heading=True))
-        parts.append(Cells.of(facts["links"], dim | {"link": "link"} | numbers, once=1))
+    parts.append(Cells.of(facts["dims"], columns, once=1))
     return page_view(parts)
 
 
@@ -95,6 +87,10 @@ def _table(columns: Mapping[str, Column], rows: Sequence[Facts]) -> Part:
 
 def _call(row: Facts) -> str:
     return f"{row['call']}, async" if row["async_op"] else str(row["call"])
+
+
+def _by(who: str, row: Facts) -> str | None:
+    return None if row[f"{who}_s"] is None else f"{_seconds(row[f'{who}_s'])}, rank {row[who]}"
 
 
 def _number(number: float) -> str:

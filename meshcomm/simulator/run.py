@@ -5,17 +5,15 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
 
-from meshcomm.collectives import ALL_TO_ALL, Collective
 from meshcomm.config import Config, MeshConfig, load_config
 from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.mesh.environment import how_many_ranks, with_variables
@@ -36,33 +34,17 @@ from meshcomm.simulator.world import SharedState, SimulatedWorld
 
 T = TypeVar("T")
 
-# What rank c of n puts on its link to the next coord when a collective with a root runs as a ring in coord
-# order, for a tensor of `s` bytes that it brings: the textbook counts, as in the PERFORMANCE.md of
-# nccl-tests. Those without a root load all links alike, by the factor of their row.
-_RING: Final[dict[str, Callable[[int, int, int, int], float]]] = {
-    "broadcast": lambda n, s, c, root: 0 if (c + 1) % n == root else s,
-    "reduce": lambda n, s, c, root: 0 if c == root else s,
-    # Along the ring to the root: each passes on what came from behind it, and its own.
-    "gather": lambda n, s, c, root: 0 if c == root else ((c - root - 1) % n + 1) * s,
-    "scatter": lambda n, s, c, root: (n - 1 - (c - root) % n) * s,
-}
-
 
 def simulate(
     fn: Callable[..., T],
     config: str | PathLike[str] | Config | MeshConfig | Mapping[str, Any] | None = None,
     *,
-    dims: Mapping[str, int] | None = None,
-    merge: Mapping[str, Sequence[str]] | None = None,
-    views: Mapping[str, Mapping[str, int]] | None = None,
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-    rank_order: Sequence[int] | None = None,
-    ranks: Sequence[int] | None = None,
     world_size: int | None = None,
     args: Sequence[Any] = (),
     schedule_seed: int = 0,
-    explore: int | None = None,
+    explore: int = 1,
     overrides: Sequence[str] = (),
+    **keys: Any,
 ) -> list[T]:
     """Call `fn(mesh, *args)` as every rank of a mesh; return the results by rank.
 
@@ -71,7 +53,8 @@ def simulate(
     process is started and no network used. docs/guide/simulator.md says what differs from processes.
 
     Args:
-        config, dims, merge, views, options, rank_order, ranks, overrides: as for `meshcomm.init`.
+        config, overrides: as for `meshcomm.init`. keys: in place of a config, those of `[mesh]`: dims,
+            merge, views, options, rank_order, ranks, ...
         world_size: number of ranks; needed where a size is -1.
         schedule_seed: chooses which rank runs when several could. One seed, one schedule.
         explore: try so many schedules, from `schedule_seed` on, and raise the first failure. The
@@ -81,33 +64,7 @@ def simulate(
     for what nobody will do; CallMismatchError for ranks that call differently; UnmatchedMessage;
     HandleNotWaited; RankFailed with what a rank's `fn` raised; ConfigError.
     """
-    grid = {"dims": dims, "merge": merge, "views": views, "rank_order": rank_order, "ranks": ranks}
-    settings = _settings(config, given_keys(**grid, options=options), overrides)
-    size = world_of_mesh(settings.mesh) if world_size is None else world_size
-    settings.resolved(size)
-
-    def body() -> T:
-        beside_the_job()
-        with init(settings) as mesh:
-            return fn(mesh, *copy.deepcopy(tuple(args)))
-
-    tries = 1 if explore is None else explore
-    if tries < 1:
-        raise LaunchError(
-            f"simulate cannot try {tries} schedules",
-            given=f"explore={tries}",
-            expected="1 or more",
-            hint="explore=20",
-        )
-    return _explored(body, size, schedule_seed, tries, settings.mesh.timeout_s)[0]
-
-
-def _settings(
-    config: str | PathLike[str] | Config | MeshConfig | Mapping[str, Any] | None,
-    given: dict[str, Any],
-    overrides: Sequence[str],
-) -> Config:
-    """Of a config, or of keys of `[mesh]`. Raises LaunchError for both, or neither."""
+    given = given_keys(**keys)
     if (config is None) == (not given):
         raise LaunchError(
             "simulate was not told which mesh to make" if config is None else "simulate was told two meshes",
@@ -116,7 +73,23 @@ def _settings(
             hint='simulate(fn, dims={"dp": 4, "tp": 2})',
         )
     source = MeshConfig(**given) if config is None else config
-    return load_config(Config(mesh=source) if isinstance(source, MeshConfig) else source, overrides)
+    settings = load_config(Config(mesh=source) if isinstance(source, MeshConfig) else source, overrides)
+    size = world_of_mesh(settings.mesh) if world_size is None else world_size
+    settings.resolved(size)
+
+    def body() -> T:
+        beside_the_job()
+        with init(settings) as mesh:
+            return fn(mesh, *copy.deepcopy(tuple(args)))
+
+    if explore < 1:
+        raise LaunchError(
+            f"simulate cannot try {explore} schedules",
+            given=f"explore={explore}",
+            expected="1 or more",
+            hint="explore=20",
+        )
+    return _explored(body, size, schedule_seed, explore, settings.mesh.timeout_s)[0]
 
 
 def simulate_script(
@@ -168,7 +141,7 @@ def simulate_script(
             groups = _explored(body, size, seed, explore, settings.mesh.timeout_s, argv)[1]
     finally:
         sys.path[:] = paths
-    return {"world": size, "schedules": explore, **traffic_facts(groups, settings.topology.ranks_per_node)}
+    return {"world": size, "schedules": explore, "dims": traffic_facts(groups)}
 
 
 def _explored(
@@ -221,58 +194,18 @@ def run_ranks(
     return [actor.result for actor in actors], list(shared.groups.values())
 
 
-def traffic_facts(groups: Iterable[SimulatedGroup], ranks_per_node: int | None) -> dict[str, Any]:
-    """Plain data: one row per dim and operation, and per dim and class of link where known.
-
-    dims:  name, operation, calls and bytes of all ranks together, the rank that brought most.
-    links: bytes inside nodes and between them, messages as sent, collectives as a ring in coord order sends
-           them; None where `ranks_per_node` is.
-    """
-    calls: Counter[tuple[str, str]] = Counter()
-    brought: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
-    linked: dict[tuple[str, str], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+def traffic_facts(groups: Iterable[SimulatedGroup]) -> list[dict[str, Any]]:
+    """One row per dim and operation: calls and bytes of all ranks together, and the lowest rank that brought most."""
+    rows: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
     for group in groups:
-        for (coord, row, nbytes, root, parts), count in group.moves.items():
-            operation, rank = "send" if row is None else row.name, group.ranks[coord]
-            calls[group.name, operation] += count
-            brought[group.name, operation][rank] += count * nbytes
-            for other, loaded in _links(len(group.ranks), coord, row, nbytes, root, parts):
-                if ranks_per_node is not None:
-                    same = rank // ranks_per_node == group.ranks[other] // ranks_per_node
-                    linked[group.name, "node" if same else "network"][rank] += count * loaded
-    return {
-        "dims": [
-            {"dim": name, "operation": operation, "calls": calls[name, operation], **_sums(by_rank)}
-            for (name, operation), by_rank in brought.items()
-        ],
-        "links": None
-        if ranks_per_node is None
-        else [{"dim": name, "link": link, **_sums(by_rank)} for (name, link), by_rank in linked.items()],
-    }
-
-
-def _links(
-    size: int, coord: int, row: Collective | None, nbytes: int, root: int, parts: tuple[int, ...]
-) -> Iterator[tuple[int, float]]:
-    """(other coord, bytes on the link to it) of one move."""
-    if row is None:
-        yield root, nbytes
-    elif row is ALL_TO_ALL:
-        # Straight to each coord.
-        for other in range(size):
-            if other != coord:
-                yield other, parts[other] if parts else nbytes // size
-    else:
-        ring = _RING.get(row.name)
-        load = float(row.bus(size) * row.moved(nbytes, size))
-        yield (coord + 1) % size, load if ring is None else ring(size, nbytes, coord, root)
-
-
-def _sums(by_rank: dict[int, float] | Counter[int]) -> dict[str, int]:
-    """The bytes of all ranks, and of the lowest with most."""
-    largest = max(sorted(by_rank), key=lambda rank: by_rank[rank])
-    return {
-        "bytes": round(sum(by_rank.values())),
-        "largest_rank": largest,
-        "largest_bytes": round(by_rank[largest]),
-    }
+        for (coord, operation), (calls, nbytes) in group.moves.items():
+            by_rank, rank = rows.setdefault((group.name, operation), {}), group.ranks[coord]
+            before = by_rank.get(rank, (0, 0))
+            by_rank[rank] = before[0] + calls, before[1] + nbytes
+    found = []
+    for (name, operation), by_rank in rows.items():
+        largest = max(sorted(by_rank), key=lambda rank: by_rank[rank][1])
+        calls, nbytes = map(sum, zip(*by_rank.values(), strict=True))
+        of_all = {"dim": name, "operation": operation, "calls": calls, "bytes": nbytes}
+        found.append({**of_all, "largest_rank": largest, "largest_bytes": by_rank[largest][1]})
+    return found

@@ -21,22 +21,9 @@ from meshcomm.errors import UnsupportedOp
 from meshcomm.transport.torch_private import DispatchMode, leaves_of, storage_id
 
 # What mixes elements and gives no fewer of them.
-_MIXES: Final = frozenset(
-    (
-        "mm",
-        "bmm",
-        "addmm",
-        "addmm_",
-        "baddbmm",
-        "mv",
-        "addmv",
-        "cumsum",
-        "cumprod",
-        "sort",
-        "topk",
-        "_softmax",
-    )
-)
+_MIXES: Final = frozenset((
+    "mm", "bmm", "addmm", "addmm_", "baddbmm", "mv", "addmv", "cumsum", "cumprod", "sort", "topk", "_softmax",
+))  # fmt: skip
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from meshcomm.comm.desync import error_of, find_desync
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
+from meshcomm.comm.mismatch import error_of, find_desync
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout import Group
 from meshcomm.mesh.environment import Launch

@@ -15,16 +15,12 @@ from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from itertools import accumulate
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, Final, NamedTuple, final
+from types import ModuleType
+from typing import Any, NamedTuple, final
 
 import pytest
 
 import meshcomm
-
-_INIS: Final = (
-    "assertion_text_diff_style", "truncation_limit_lines", "truncation_limit_chars", "verbosity_assertions",
-)  # fmt: skip
 
 
 class Source(NamedTuple):
@@ -33,17 +29,6 @@ class Source(NamedTuple):
     file: str | None
     search: tuple[str, ...] | None
     rewritten: bool
-
-
-def arguments_of(config: pytest.Config) -> tuple[str, ...]:
-    """The command line of a rank's pytest.Config: with the settings that change the text of a failed assert."""
-    args = ["-c", os.devnull, "--noconftest", *["-v"] * max(0, config.getoption("verbose"))]
-    for name in _INIS:
-        try:
-            args += ["-o", f"{name}={config.getini(name)}"] if config.getini(name) is not None else []
-        except (KeyError, ValueError):
-            continue  # another version of pytest has it
-    return tuple(args)
 
 
 def sources(wanted: str) -> dict[str, Source]:
@@ -71,29 +56,22 @@ def _source(module: ModuleType) -> Source:
     if file is not None and not Path(file).exists():
         file = None
     # pytest makes up packages that have neither file nor folders; their modules come from the table alone.
-    return Source(
-        file, None if search is None and file is not None else tuple(search or ()), _is_rewritten(module)
-    )
+    folders = None if search is None and file is not None else tuple(search or ())
+    return Source(file, folders, _is_rewritten(module))
 
 
 @final
 class Modules(MetaPathFinder):
-    """Finds the modules of a table. One per rank, first in sys.meta_path. arguments: see `arguments_of`."""
+    """Finds the modules of a table. One per rank, first in sys.meta_path."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self) -> None:
         before = list(sys.meta_path)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
             patch.delenv("PYTEST_PLUGINS", raising=False)
-            config = pytest.Config.fromdictargs({}, list(arguments))
+            pytest.Config.fromdictargs({}, ["-c", os.devnull, "--noconftest"])
         self._hook: Any = next(finder for finder in sys.meta_path if finder not in before)
         self._table: Mapping[str, Source] = {}
-        # pytest's plugin "assertion" compares values in detail while this generator runs: for all tests here.
-        assertion: Any = config.pluginmanager.get_plugin("assertion")
-        self._comparing = assertion.pytest_runtest_protocol(
-            item=SimpleNamespace(config=config, ihook=config.hook)
-        )
-        next(self._comparing)
 
     def use(self, table: Mapping[str, Source]) -> None:
         """Take a new table; a module that came from elsewhere is imported again when asked for."""

@@ -7,24 +7,17 @@ does nothing to tests that take no `mesh` of this file.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from meshcomm.testing.dryrun import DryRequest
     from meshcomm.testing.marker import MeshRequest
     from meshcomm.testing.pool import Pool
 
 _MARKER = (
     'mesh(via="simulator" | "gloo" | "emulated_nccl", timeout_s=60, **dims_and_keywords_of_meshcomm_init): run the test, which takes '
     "the fixture mesh, on every rank of a mesh with these dims; docs/guide/simulator.md of meshcomm"
-)
-_DRY_MARKER = (
-    "mesh_dryrun(CONFIG or **dims_and_keywords_of_meshcomm_init, world=None, ranks=(), sample=8, seed=0): run the test, which "
-    "takes the fixture mesh, or the training of CONFIG, whose facts the fixture dryrun has, as ranks of a world that nobody "
-    "has; docs/guide/dryrun.md of meshcomm"
 )
 
 
@@ -47,7 +40,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line("markers", _MARKER)
-    config.addinivalue_line("markers", _DRY_MARKER)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -66,25 +58,8 @@ def mesh_pool(pytestconfig: pytest.Config) -> Pool:
 
 
 @pytest.fixture
-def dryrun(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """In a test marked `mesh_dryrun` with a config: what a dry run of its training found out, as `--json` has it."""
-    from meshcomm.testing.dryrun import facts_of, read, tried
-
-    marker = request.node.get_closest_marker("mesh_dryrun")
-    wanted = tried(read, *((), {}) if marker is None else (marker.args, marker.kwargs))
-    facts: dict[str, Any] = tried(facts_of, wanted)
-    return facts
-
-
-@pytest.fixture
-def mesh(request: pytest.FixtureRequest) -> MeshRequest | DryRequest:
-    """In a test marked `mesh` or `mesh_dryrun`, on each of its ranks: that rank's Mesh."""
-    if (dry := request.node.get_closest_marker("mesh_dryrun")) is not None:
-        from meshcomm.testing.dryrun import read as read_dry
-        from meshcomm.testing.dryrun import tried
-
-        asked: DryRequest = tried(read_dry, dry.args, dry.kwargs)
-        return asked
+def mesh(request: pytest.FixtureRequest) -> MeshRequest:
+    """In a test marked `mesh`, on each of its ranks: that rank's Mesh."""
     from meshcomm.errors import MeshcommError
     from meshcomm.testing.marker import read, vias
 
@@ -116,38 +91,28 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     if "mesh" not in pyfuncitem.funcargs:
         return _without_mesh(pyfuncitem)
     request = pyfuncitem.funcargs["mesh"]
-    dry = sys.modules.get("meshcomm.testing.dryrun")
-    if dry is not None and isinstance(request, dry.DryRequest):
-        dry.tried(dry.run_body, pyfuncitem, request)
-        return True
     # A fixture of this name may be somebody else's. Ours has loaded the file that it comes from.
     marker = sys.modules.get("meshcomm.testing.marker")
     if marker is None or not isinstance(request, marker.MeshRequest):
         return None
     from meshcomm.errors import ConfigError, MeshTestError
-    from meshcomm.testing.processes import way
     from meshcomm.testing.report import settle
 
     try:
-        ends = way(request.via, pyfuncitem.config)(pyfuncitem, request)
+        if request.via == "simulator":
+            from meshcomm.testing import simulated
+
+            ends = simulated.run(pyfuncitem, request)
+        else:
+            from meshcomm.testing import processes
+
+            ends = processes.run(pyfuncitem, request, processes.pool_of(pyfuncitem.config))
     except (MeshTestError, ConfigError) as error:
         problem = f"{type(error).__name__}: {error}"
     else:
-        settle(pyfuncitem, request, ends)
+        settle(request, ends)
         return True
     pytest.fail(problem, pytrace=False)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the ranks' failures in place of the main process's."""
-    report = yield
-    shown = sys.modules.get("meshcomm.testing.report")
-    if call.when == "call" and call.excinfo is not None and shown is not None:
-        shown.replace_longrepr(item, report)
-    return report
 
 
 def _without_mesh(item: pytest.Function) -> Any:

@@ -21,11 +21,9 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeVar, final, overload
+from typing import Any, Final, Literal, NamedTuple, final
 
 from meshcomm.launch.reaper import signal_text
-
-T = TypeVar("T")
 
 # Loading torch takes seconds, on a busy machine many.
 _START_S: Final = 120.0
@@ -133,26 +131,6 @@ class Pool:
         """A folder that all ranks see and that goes with the pool."""
         return Path(self._folder.name)
 
-    @overload
-    def run(
-        self,
-        function: Callable[..., T],
-        *args: Any,
-        ranks: int = ...,
-        timeout_s: float = ...,
-        env: Mapping[str, str] | None = ...,
-        allow: Literal[False] = ...,
-    ) -> list[T]: ...
-    @overload
-    def run(
-        self,
-        function: Callable[..., T],
-        *args: Any,
-        ranks: int = ...,
-        timeout_s: float = ...,
-        env: Mapping[str, str] | None = ...,
-        allow: bool,
-    ) -> list[Any]: ...
     def run(
         self,
         function: Callable[..., Any],

@@ -1,26 +1,31 @@
-"""Runs a test's body on every rank of its mesh, each a warm process of the pool; and which `via` does what instead."""
+"""A test's body on processes of the pool: how it gets there with its fixtures and parameters, and how a rank runs it."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import pickle
+import random
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, final
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from meshcomm.testing.body import Task, given, on_rank, pack
+from meshcomm.errors import CommunicationError, MeshTestError
+from meshcomm.mesh import Mesh, init
+from meshcomm.testing import emulated_nccl
 from meshcomm.testing.marker import MeshRequest
-from meshcomm.testing.modules import arguments_of, sources
-from meshcomm.testing.outcome import Ends, last_stack, stack_text
-from meshcomm.testing.pool import Limits, Pool
-
-Way: TypeAlias = Callable[[pytest.Function, MeshRequest], Ends]
-"""Runs a test's body on every rank. Raises MeshTestError or ConfigError where it cannot be begun."""
+from meshcomm.testing.modules import Modules, Source, sources
+from meshcomm.testing.pool import Held, Limits, Pool
+from meshcomm.testing.report import Ends, last_stack, outcome_of, stack_text
 
 POOL: pytest.StashKey[Pool] = pytest.StashKey()
 
@@ -28,34 +33,122 @@ POOL: pytest.StashKey[Pool] = pytest.StashKey()
 _SETTLE_S: Final = 2.0
 # What ranks get to report a verdict after the test's time is up and their stacks are taken.
 _GRACE_S: Final = 2.0
+# What a launcher says to its ranks; everything else in the environment is the main process's.
+_LAUNCHER: Final = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)  # fmt: skip
 
 
-def way(via: str, config: pytest.Config) -> Way:
-    """The way that a marker or `--mesh-via` calls `via`."""
-    if via == "simulator":
-        from meshcomm.testing import simulated
+@final
+@dataclass(frozen=True)
+class Values:
+    """The arguments of a test's function except `mesh`, and the attributes of its `self`."""
 
-        return simulated.run
-    return partial(run, pool=pool_of(config))
+    arguments: Mapping[str, Any]
+    of_self: Mapping[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class _OwnMonkeyPatch:
+    """Placeholder of the fixture `monkeypatch`: every rank makes one and undoes it after the body."""
+
+
+def given(item: pytest.Function) -> Values:
+    """The values of a test. Raises MeshTestError for a body that cannot run on ranks."""
+    if inspect.iscoroutinefunction(item.obj) or inspect.isasyncgenfunction(item.obj):
+        raise MeshTestError(
+            f"{item.name} is async",
+            given="an async test function",
+            expected="a plain function: it is called on every rank",
+            hint="asyncio.run inside the test",
+        )
+    if getattr(item.obj, "is_hypothesis_test", False):
+        raise MeshTestError(
+            f"{item.name} draws its examples with hypothesis",
+            given="@given on a test that runs on every rank",
+            expected="the same examples on all ranks; every rank would draw its own",
+            hint="pytest.mark.parametrize over seeds, and draw from torch.Generator inside the test",
+        )
+    names = [
+        name for name in inspect.signature(item.obj).parameters if name in item.funcargs and name != "mesh"
+    ]
+    arguments = {name: item.funcargs[name] for name in names}
+    return Values(arguments, dict(vars(item.instance)) if item.cls is not None else {})
+
+
+def pack(test: str, values: Values) -> bytes:
+    """Pickled values. Raises MeshTestError that names the one that cannot cross."""
+    patches = {
+        name: _OwnMonkeyPatch()
+        for name, value in values.arguments.items()
+        if isinstance(value, pytest.MonkeyPatch)
+    }
+    values = replace(values, arguments={**values.arguments, **patches})
+    of_self = {f"self.{name}": value for name, value in values.of_self.items()}
+    for name, value in {**values.arguments, **of_self}.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise MeshTestError(
+                f"{name} cannot be given to the ranks of {test}",
+                given=f"{name}, a {type(value).__module__}.{type(value).__qualname__}: {error}",
+                expected="fixtures and parameters that can be pickled: they are made once, in the main "
+                "process, and every rank gets a copy",
+                hint=_hint(name, value),
+            ) from None
+    return pickle.dumps(values)
+
+
+def _hint(name: str, value: object) -> str:
+    if type(value).__module__.partition(".")[0] in ("pytest", "_pytest"):
+        return f"{name} is pytest's own and stays in the main process; use it in a fixture, not in the test"
+    if callable(value):
+        return "a function at the top of a module, or functools.partial of one; lambdas cannot be pickled"
+    return "make it inside the test, or let the fixture return what it is made from"
+
+
+@final
+@dataclass(frozen=True)
+class Task:
+    """A test in the form in which every rank receives it.
+
+    path: names from the module down to the function. full: show all frames.
+    values: packed.
+    """
+
+    module: str
+    path: tuple[str, ...]
+    table: Mapping[str, Source]
+    config: Mapping[str, Any]
+    full: bool
+    environ: Mapping[str, str]
+    cwd: str
+    sys_path: tuple[str, ...]
+    filters: tuple[tuple[Any, ...], ...]
+    values: bytes
+
+
+# -- in the main process ----------------------------------------------------------------------------
 
 
 def pool_of(config: pytest.Config) -> Pool:
     """The run's warm ranks, forked when they are first asked for."""
     if POOL not in config.stash:
-        always = ("torch", "torch.distributed", "meshcomm.mesh", "meshcomm.testing.body")
+        always = ("torch", "torch.distributed", "meshcomm.mesh", "meshcomm.testing.processes")
         config.stash[POOL] = Pool((*always, *config.getini("mesh_preload")))
     return config.stash[POOL]
 
 
 def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
-    """The body of `item` on processes of the pool; see `Way`."""
+    """The body of `item` on every rank, each a process of the pool. Raises MeshTestError where it cannot be begun."""
     module, full = item.module.__name__, item.config.getoption("fulltrace")
     task = Task(
         module=module,
         path=(*(node.name for node in item.listchain() if isinstance(node, pytest.Class)), item.originalname),
         table=sources(module),
         config=request.config,
-        arguments=arguments_of(item.config),
         full=full,
         environ=dict(os.environ),
         cwd=os.getcwd(),
@@ -97,3 +190,90 @@ def _filters() -> tuple[tuple[Any, ...], ...]:
 
 def _pattern(regex: Any) -> str:
     return regex if isinstance(regex, str) else "" if regex is None else regex.pattern
+
+
+# -- on a rank --------------------------------------------------------------------------------------
+
+
+def on_rank(data: bytes) -> Held:
+    """Run the pickled Task; its value is the Outcome."""
+    task: Task = pickle.loads(data)
+    _refresh(task)
+    opened: list[Mesh | ExitStack] = []
+    with warnings.catch_warnings(record=True) as log:
+        # A broken connection or a call that did not end: most likely another rank has failed first.
+        outcome = outcome_of(lambda: _run(task, opened), task.full, CommunicationError)
+    noted = dict.fromkeys((str(one.message), one.category, one.filename, one.lineno) for one in log)
+    # A failed rank's mesh stays open: closing it would break what the others are in, and they would
+    # report that instead of what they had to say.
+    return Held(replace(outcome, warnings=tuple(noted)), opened, reusable=not dist.is_initialized())
+
+
+def _run(task: Task, opened: list[Mesh | ExitStack]) -> None:
+    warnings.resetwarnings()
+    for action, message, category, module, line in reversed(task.filters):
+        # A warning of a module that the ranks have not imported: none of it can come up here.
+        if (kind := _loaded(category)) is not None:
+            warnings.filterwarnings(action, message, kind, module, line)
+    owner: Any = importlib.import_module(task.module)
+    values: Values = pickle.loads(task.values)
+    for name in task.path[:-1]:
+        owner = getattr(owner, name)
+    if len(task.path) > 1:
+        owner = owner()
+        owner.__dict__.update(values.of_self)
+    function: Callable[..., object] = getattr(owner, task.path[-1])
+    patch = pytest.MonkeyPatch()
+    arguments = {
+        name: patch if isinstance(value, _OwnMonkeyPatch) else value
+        for name, value in values.arguments.items()
+    }
+    # Stays open, as the mesh does, if the body fails.
+    stack = ExitStack()
+    opened.append(stack)
+    if task.config["mesh"].get("backend") == emulated_nccl.NAME:
+        stack.enter_context(emulated_nccl.emulated_nccl())
+    mesh = init(task.config)
+    opened.append(mesh)
+    stack.callback(mesh.close)
+    try:
+        function(**{**arguments, "mesh": mesh})
+    except (pytest.skip.Exception, pytest.xfail.Exception):
+        stack.close()
+        raise
+    finally:
+        patch.undo()
+    stack.close()
+
+
+def _refresh(task: Task) -> None:
+    """Remove all traces of earlier tests from this process."""
+    kept = {name: os.environ[name] for name in _LAUNCHER}
+    os.environ.clear()
+    os.environ.update({**task.environ, **kept})
+    os.chdir(task.cwd)
+    sys.path[:] = task.sys_path
+    importlib.invalidate_caches()
+    # This rank's finder; sys.meta_path is where finders live.
+    finder = next((each for each in sys.meta_path if isinstance(each, Modules)), None)
+    if finder is None:
+        finder = Modules()
+        sys.meta_path.insert(0, finder)
+    finder.use(task.table)
+    random.seed(0)
+    torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    if torch.are_deterministic_algorithms_enabled():  # to ask costs nothing, to set imports the compiler
+        torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+
+
+def _loaded(data: bytes) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception:
+        return None

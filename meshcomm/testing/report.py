@@ -1,30 +1,144 @@
-"""What is shown of a test whose body has ended on every rank? Each failure once, with its ranks and their coords."""
+"""How did a test's body end on every rank, and what is shown of it? Each failure once, with its ranks and their coords."""
 
 from __future__ import annotations
 
-import pickle
+import importlib.util
 import re
 import sys
+import traceback
 import unittest
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import FrameSummary, StackSummary
+from typing import Any, Final, Literal, NamedTuple, final
 
 import pytest
 
+import meshcomm
+from meshcomm.errors import MeshcommError
 from meshcomm.layout import Layout
 from meshcomm.layout.sizes import coords_text, ranks_text
 from meshcomm.mesh.logs import prefix
 from meshcomm.testing.marker import MeshRequest
-from meshcomm.testing.outcome import Ends
-from meshcomm.testing.pool import RankFailure
+from meshcomm.testing.pool import Ended
 
-FAILURE: pytest.StashKey[str] = pytest.StashKey()
-SKIPPED: pytest.StashKey[str] = pytest.StashKey()
+_MESHCOMM: Final = f"{Path(meshcomm.__file__).parent}/"
+_SPECS: Final = map(importlib.util.find_spec, ("torch", "pytest", "_pytest", "pluggy"))
+_ORIGINS: Final = [spec.origin for spec in _SPECS if spec is not None and spec.origin is not None]
+_LIBRARIES: Final = (
+    _MESHCOMM,
+    "<frozen ",
+    f"{Path(traceback.__file__).parent}/",
+    *(f"{Path(each).parent}/" for each in _ORIGINS),
+)
+# As faulthandler writes them.
+_FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
-def settle(item: pytest.Function, request: MeshRequest, ends: Ends) -> None:
-    """Print what the ranks printed, and return, skip, xfail or raise as they did."""
+@final
+@dataclass(frozen=True)
+class Outcome:
+    """How the body ended on one rank.
+
+    reason: of a skip, xfail or exit; of a failure, the exception in short. text: the failure's traceback.
+    after:  the failure only followed from another rank's.
+    """
+
+    kind: Literal["passed", "skipped", "xfailed", "exited", "failed"]
+    reason: str = ""
+    text: str = ""
+    after: bool = False
+    warnings: tuple[Any, ...] = ()
+
+
+class Ends(NamedTuple):
+    """How a test's body ended on every rank, and a verdict on all ranks together, such as a deadlock.
+
+    The value of a rank that returned is its Outcome; any other rank has a text. `stack` is what the rank was doing
+    when the time was up or the others had failed.
+    """
+
+    ranks: list[Ended]
+    verdict: MeshcommError | None = None
+
+    @property
+    def returned(self) -> dict[int, Outcome]:
+        """Outcomes by rank."""
+        return {rank: end.value for rank, end in enumerate(self.ranks) if end.state == "returned"}
+
+    @property
+    def failed(self) -> dict[int, Outcome]:
+        """Failures by rank; those that only followed from another rank's stand last."""
+        failed = [(rank, outcome) for rank, outcome in self.returned.items() if outcome.kind == "failed"]
+        return dict(sorted(failed, key=lambda item: item[1].after))
+
+    @property
+    def died(self) -> list[int]:
+        """Ranks whose processes ended."""
+        return [rank for rank, end in enumerate(self.ranks) if end.state in ("died", "raised")]
+
+
+# -- on a rank --------------------------------------------------------------------------------------
+
+
+def outcome_of(body: Callable[[], object], full: bool, follows: type[BaseException] | None = None) -> Outcome:
+    """Run `body` and say how it ended; raises nothing.
+
+    full: show all frames of a traceback. follows: an exception that only says that another rank has failed.
+    """
+    try:
+        body()
+    except (pytest.skip.Exception, unittest.SkipTest) as error:
+        return Outcome("skipped", str(error))
+    except pytest.xfail.Exception as error:
+        return Outcome("xfailed", str(error))
+    except pytest.exit.Exception as error:
+        return Outcome("exited", str(error))
+    except BaseException as error:
+        short = pytest.ExceptionInfo.from_exception(error).exconly(tryshort=True)
+        after = follows is not None and isinstance(error, follows)
+        return Outcome("failed", short, _traceback(error, full), after)
+    return Outcome("passed")
+
+
+def _traceback(error: BaseException, full: bool) -> str:
+    if isinstance(error, pytest.fail.Exception) and not error.pytrace:
+        return str(error)
+    shown = traceback.TracebackException.from_exception(error)
+    shown.stack = _users(shown.stack, full)
+    # A MeshcommError has the backend's words in its own text.
+    return "".join(shown.format(chain=full or not isinstance(error, MeshcommError))).rstrip()
+
+
+def stack_text(frames: Iterable[FrameSummary], full: bool) -> str:
+    """The stack of a rank that did not return, as Python prints tracebacks. frames: outermost first."""
+    return "".join(_users(frames, full).format()).rstrip()
+
+
+def last_stack(text: str) -> list[FrameSummary]:
+    """The last stack that faulthandler wrote; of a fault that of its thread. Outermost frame first."""
+    begins = max(text.rfind("Current thread"), text.rfind("Stack (most recent"))
+    found = _FRAME.findall(text[begins:].partition("\n\n")[0]) if begins >= 0 else []
+    return [FrameSummary(file, int(line.replace("???", "0")), name) for file, line, name in reversed(found)]
+
+
+def _users(frames: Iterable[FrameSummary], full: bool) -> StackSummary:
+    """The frames below the test that are of no library; all if `full`, or if there are none."""
+    shown = list(frames)
+    if not full:
+        testing = [at for at, f in enumerate(shown) if f.filename.startswith(f"{_MESHCOMM}testing/")]
+        shown = shown[testing[-1] + 1 :] if testing else shown
+        shown = [frame for frame in shown if not frame.filename.startswith(_LIBRARIES)] or shown
+    return StackSummary.from_list(shown)
+
+
+# -- in the main process ----------------------------------------------------------------------------
+
+
+def settle(request: MeshRequest, ends: Ends) -> None:
+    """Print what the ranks printed, and return, skip, xfail or fail as they did."""
     __tracebackhide__ = True
     _print(request.layout, ends)
     by_kind = {outcome.kind: outcome for outcome in reversed(ends.returned.values())}
@@ -36,23 +150,9 @@ def settle(item: pytest.Function, request: MeshRequest, ends: Ends) -> None:
         pytest.xfail(by_kind["xfailed"].reason)
     failure = failure_of(ends, request)
     if failure is not None:
-        item.stash[FAILURE] = failure
-        _raise(ends, request)
+        pytest.fail(failure, pytrace=False)
     if [*by_kind] == ["skipped"]:
-        item.stash[SKIPPED] = by_kind["skipped"].reason
         pytest.skip(by_kind["skipped"].reason)
-
-
-def replace_longrepr(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Put the ranks' failures, or the line of a skipped test, into pytest's report."""
-    if FAILURE in item.stash and report.longrepr is not None:
-        try:
-            pytest.fail(item.stash[FAILURE], pytrace=False)
-        except pytest.fail.Exception as failed:
-            report.longrepr = item.repr_failure(pytest.ExceptionInfo.from_exception(failed))
-    if SKIPPED in item.stash and report.skipped:
-        line = 1 + (item.location[1] or 0)
-        report.longrepr = (str(item.path), line, f"Skipped: {item.stash[SKIPPED]}")
 
 
 def _print(layout: Layout, ends: Ends) -> None:
@@ -69,48 +169,23 @@ def _print(layout: Layout, ends: Ends) -> None:
         warnings.warn_explicit(text, category, file, line)
 
 
-def _raise(ends: Ends, request: MeshRequest) -> NoReturn:
-    """The first failing rank's exception if it can be pickled, so that xfail(raises=...) and the like work."""
-    __tracebackhide__ = True
-    if ends.verdict is not None:
-        raise ends.verdict
-    failed = ends.failed
-    first = next(iter(failed.values()), None)
-    if first is not None and first.error is not None and not ends.died:
-        error = pickle.loads(first.error)
-        # These would end the run, or mean something else here.
-        if not isinstance(error, (KeyboardInterrupt, GeneratorExit, unittest.SkipTest)):
-            raise error
-    texts = {rank: end.text for rank, end in enumerate(ends.ranks) if end.state != "returned"}
-    raise RankFailure(texts | {rank: outcome.reason for rank, outcome in failed.items()}, request.world_size)
-
-
-class _Text(NamedTuple):
-    """The text of one rank. order: among the parts. text: without the rank's name, equal ones are shown once."""
-
-    order: int
-    rank: int
-    state: str
-    text: str
-
-
 def failure_of(ends: Ends, request: MeshRequest) -> str | None:
     """One line for the summary, then a part for each group of ranks with equal texts; None if no rank failed."""
-    if all(end.state == "returned" for end in ends.ranks) and not (ends.failed or ends.verdict):
+    failed, layout = ends.failed, request.layout
+    if not (failed or ends.verdict) and len(ends.returned) == len(ends.ranks):
         return None
-    layout = request.layout
-    groups: dict[tuple[int, str, str], list[_Text]] = {}
-    for each in _texts(ends, layout):
-        key = (each.order, each.state, _without_rank(each.text, layout.label(each.rank)))
-        groups.setdefault(key, []).append(each)
+    groups: dict[tuple[int, str, str], list[tuple[int, str]]] = {}
+    for rank in range(len(ends.ranks)):
+        order, state, text = _part(rank, ends, layout)
+        groups.setdefault((order, state, _without_rank(text, layout.label(rank))), []).append((rank, text))
     parts = []
     for (_, state, _), same in sorted(groups.items(), key=lambda group: group[0][0]):
-        header = _header([each.rank for each in same], request) + (f": {state}" if state else "")
-        if len({each.text for each in same}) > 1:
+        header = _header([rank for rank, _ in same], request) + (f": {state}" if state else "")
+        if len({text for _, text in same}) > 1:
             # The texts differ in the names of the ranks.
-            header += f", in the words of rank {same[0].rank}"
-        parts.append(f"--- {header} ---\n{same[0].text}".rstrip())
-    rank, first = next(iter(ends.failed.items()), (0, None))
+            header += f", in the words of rank {same[0][0]}"
+        parts.append(f"--- {header} ---\n{same[0][1]}".rstrip())
+    rank, first = next(iter(failed.items()), (0, None))
     if ends.verdict is not None:
         summary = f"{type(ends.verdict).__name__}: {ends.verdict}"
     elif ends.died and (first is None or first.after):
@@ -122,19 +197,16 @@ def failure_of(ends: Ends, request: MeshRequest) -> str | None:
     return "\n\n".join([summary, *parts])
 
 
-def _texts(ends: Ends, layout: Layout) -> Iterator[_Text]:
-    failed = ends.failed
-    for rank, end in enumerate(ends.ranks):
-        if rank in failed:
-            yield _Text(2 if failed[rank].after else 0, rank, "", failed[rank].text)
-            if end.stack:
-                yield _Text(4, rank, "when the time was up", end.stack)
-        elif end.state == "returned":
-            yield _Text(5, rank, "no failure", "")
-        elif end.state == "late":
-            yield _Text(3, rank, "still running" if failed or ends.died else end.text, end.stack)
-        else:
-            yield _Text(1, rank, "", f"{layout.label(rank)} {end.text}\n{end.stack}".rstrip())
+def _part(rank: int, ends: Ends, layout: Layout) -> tuple[int, str, str]:
+    """The place of a rank's text among those of all, its state in words, and the text."""
+    end, outcome = ends.ranks[rank], ends.failed.get(rank)
+    if outcome is not None:
+        return 2 if outcome.after else 0, "", outcome.text
+    if end.state == "returned":
+        return 4, "no failure", ""
+    if end.state == "late":
+        return 3, "still running" if ends.failed or ends.died else end.text, end.stack
+    return 1, "", f"{layout.label(rank)} {end.text}\n{end.stack}".rstrip()
 
 
 def _without_rank(text: str, label: str) -> str:

@@ -23,10 +23,10 @@ from meshcomm.errors import ConfigError, MeshcommError, RankFailed
 from meshcomm.mesh import Mesh
 from meshcomm.simulator import simulate
 from meshcomm.simulator.scheduler import Unwound
-from meshcomm.testing.body import given
 from meshcomm.testing.marker import MeshRequest
-from meshcomm.testing.outcome import Ends, Outcome, outcome_of, stack_text
 from meshcomm.testing.pool import Ended
+from meshcomm.testing.processes import given
+from meshcomm.testing.report import Ends, Outcome, outcome_of, stack_text
 
 # How the simulator names the threads of its ranks.
 _THREAD: Final = "meshcomm-rank-"
@@ -40,7 +40,7 @@ class TimeUp(BaseException):
 
 
 def run(item: pytest.Function, request: MeshRequest) -> Ends:
-    """The body of `item` as every rank; see `meshcomm.testing.processes.Way`."""
+    """The body of `item` as every rank. Raises MeshTestError or ConfigError where it cannot be begun."""
     bodies = _Bodies(item)
     full = bodies.full
     out, err = _Streams(sys.stdout), _Streams(sys.stderr)

@@ -2,7 +2,7 @@
 
 from meshcomm.train.callbacks import Callback, Evaluation, Resumed, Start, Step, Summary
 from meshcomm.train.checkpoint import Attempt, Checkpoints, find_attempt
-from meshcomm.train.pretrained import save_pretrained
+from meshcomm.train.export import save_pretrained
 from meshcomm.train.steps import learning_rate
 from meshcomm.train.trainer import Trainer, run
 

@@ -7,6 +7,7 @@ import json
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from meshcomm.parallel.build import Sections, sections
 from meshcomm.train.data import Corpus, load
 
 # What may differ between hosts.
-_PATHS = {"files", "tokens", "dataset", "tokenizer", "validation_files", "pretrained", "out"}
+_PATHS = {"files", "tokens", "tokenizer", "validation_files", "pretrained", "out"}
 # Settings that an error lists.
 _SHOWN = 8
 
@@ -63,11 +64,7 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
     Raises:    as `agree`, where they cannot be loaded, or naming data.sha256, that of the text, where it differs.
     """
     known = facts.sections
-    cache = Path(known.train.out)
-
-    def read() -> Corpus:
-        return corpus_of(mesh, known, vocab_size, cache)
-
+    read = partial(corpus_of, known, vocab_size, Path(known.train.out))
     pretrained = None if known.model is None else known.model.pretrained
     if known.data is not None and known.data.tokenizer_of(pretrained) is not None:
         # What the lowest rank of each host has tokenised, the others find in its folder.
@@ -80,15 +77,13 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
     return corpus
 
 
-def corpus_of(mesh: Mesh, known: Sections, vocab_size: int = 0, cache: Path | None = None) -> Corpus:
+def corpus_of(known: Sections, vocab_size: int = 0, cache: Path | None = None) -> Corpus:
     """The data, as this rank reads it. vocabulary, cache: as of `agreed_corpus` and `load`."""
-    part, model, data, train = known
+    _, model, data, train = known
     assert data is not None
-    rank = mesh.coord(part.data_dims) if part.data_dims else 0
-    facts = {"seed": train.seed, "data_rank": rank, "data_world_size": part.copies(dict(mesh.dims))}
     if not vocab_size and model is not None and model.given("vocabulary"):
         vocab_size = model.vocab_size
-    return load(data, model=model, vocab_size=vocab_size or None, cache=cache, facts=facts)
+    return load(data, model=model, vocab_size=vocab_size or None, cache=cache, seed=train.seed)
 
 
 def _same(mesh: Mesh, settings: dict[str, dict[str, Any]]) -> None:

@@ -75,8 +75,6 @@ class Step:
     """Of a rank, as the mean over ranks, since the line before; None where nothing was counted."""
     mfu: float | None = None
     """Model FLOPs utilisation: the share of that in what the devices can do; None where that is not known."""
-    hfu: float | None = None
-    """Hardware FLOPs utilisation: as mfu, with what is computed again."""
     peak_memory_bytes: int | None = None
     """The largest of all ranks, when they were last compared: see `Cost.memory`."""
     peak_memory_rank: int | None = None
@@ -161,9 +159,7 @@ class Callback:
 
 
 class Best(NamedTuple):
-    """The lowest validation loss so far, None before the first that is finite; the step that it followed, and how many
-    evaluations there were since then.
-    """
+    """The lowest finite validation loss so far; the step that it followed, and the number of evaluations since then."""
 
     loss: float | None = None
     step: int = 0

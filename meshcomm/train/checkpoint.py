@@ -31,7 +31,7 @@ from meshcomm.train.checkpoint_folder import (
     tidy,
 )
 from meshcomm.train.checkpoint_reader import Saved
-from meshcomm.train.checkpoint_writer import Save, Shares
+from meshcomm.train.checkpoint_writer import Save, divide
 from meshcomm.train.lock import Lock, compare
 from meshcomm.train.run_files import put_aside
 
@@ -70,8 +70,8 @@ def find_attempt(env: Mapping[str, str]) -> Attempt:
 def read(mesh: Mesh, state: Mapping[str, Tensor], folder: Path) -> None:
     """Fill the tensors of `state` in place from a folder that `write` or a run's save made on any mesh.
 
-    Each rank reads what its own parts need; nothing is communicated but the outcome.
-    Raises: TrainingError on every rank where one could not read, or a name, shape or dtype differs.
+    Called by: every rank; each reads what its own parts need.
+    Raises:    TrainingError on every rank where one could not read, or a name, shape or dtype differs.
     """
     on_all_ranks(mesh, f"resume from {folder}", lambda: Saved(folder).fill(state))
 
@@ -79,10 +79,8 @@ def read(mesh: Mesh, state: Mapping[str, Tensor], folder: Path) -> None:
 def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None = None) -> Lock:
     """Make the engine's state that of a checkpoint, which any mesh has saved. losses: are filled, those of each step.
 
-    Called by: every rank. Each reads what its own parts need; nothing is communicated but the outcome.
-    Raises: TrainingError on every rank where one could not read, or what was saved does not fit.
+    Called by and raises as `read`.
     """
-
     known = engine.names_of_all_stages()
 
     def put_back() -> Lock:
@@ -94,7 +92,7 @@ def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None 
                 f"the checkpoint does not fit: {', '.join(more_there[:4])}",
                 given=f"{len(more_there)} of {len(parts)} tensors in {folder} that the model does not have",
                 expected="a model with all parameters and buffers of the checkpoint",
-                hint="resume with the model of the checkpoint; meshcomm export --weights gives its weights to another one",
+                hint="resume with the model of the checkpoint; meshcomm export gives its weights to another one",
             )
         more = {} if losses is None else {LOSSES: torch.zeros(lock.step, dtype=torch.float64)}
         engine.put_back(saved.kinds, lambda state: saved.fill({**state, **more}), lock.step)
@@ -119,7 +117,7 @@ def write(mesh: Mesh, state: Mapping[str, Tensor], folder: Path, lock: Lock | No
     Raises:    TrainingError on every rank where one of them could not write.
     """
     complete = (lambda: None) if lock is None else partial(lock.write, folder)
-    Save(mesh, state, Shares(mesh).of(state), folder, complete=complete).now()
+    Save(mesh, state, divide(mesh, state), folder, complete=complete).now()
 
 
 @final
@@ -138,7 +136,6 @@ class Checkpoints:
         self._mesh = mesh
         self._train = train
         self.folder = Path(train.out) / FOLDER
-        self._shares = Shares(mesh)
         self._under_way: Save | None = None
 
     def begin(self, attempt: Attempt, now: Lock) -> tuple[Resumed | None, Lock]:
@@ -189,7 +186,7 @@ class Checkpoints:
             commit(path)
             keep_last(self.folder, self._train.keep)
 
-        items = self._shares.of(state)
+        items = divide(self._mesh, state)
         save = Save(self._mesh, state, items, draft, copy=beside, complete=complete)
         if beside:
             save.start()
@@ -231,21 +228,13 @@ class Checkpoints:
             self._under_way.settle(_GRACE_S if broken else self._mesh.plan.defaults.timeout_s, _GRACE_S)
             self._under_way = None
 
-    def load(self, path: Path, state: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of `state` from the checkpoint `path`, saved on this or another mesh."""
-        read(self._mesh, state, path)
-
-    def complete(self) -> list[Path]:
-        """The complete checkpoints, oldest first."""
-        return complete(self.folder)
-
     def _decide(self, job: str, restarts: int) -> tuple[bool, str, int]:
         every = self._train.checkpoint_every
         marker = self.folder / "job"
         known = marker.read_text(encoding="utf-8").strip() if marker.is_file() else None
         restarted = bool(every and restarts and job and known == job)
         continues = self._train.resume or restarted
-        found = [path.name for path in self.complete()]
+        found = [path.name for path in complete(self.folder)]
         if not restarted and not (continues and found):
             put_aside(Path(self._train.out), with_checkpoints=bool(found))
             found = []

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from enum import Enum, EnumType
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple, final
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -72,10 +72,21 @@ _KNOWN: Final = {
 
 # Of these, the ones that have fields.
 _MADE: Final = (
-    *(SavePlan, WriteItem, TensorWriteData, WriteResult, type(storage_info("", 0, 0)), Metadata),
-    *(MetadataIndex, StorageMeta),
-    *(ChunkStorageMetadata, TensorProperties, TensorStorageMetadata),
+    *(
+        SavePlan,
+        WriteItem,
+        TensorWriteData,
+        WriteResult,
+        type(storage_info("", 0, 0)),
+        Metadata,
+        MetadataIndex,
+    ),
+    *(StorageMeta, ChunkStorageMetadata, TensorProperties, TensorStorageMetadata),
 )
+
+
+# Offsets and sizes of a part of a tensor.
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Kind(NamedTuple):
@@ -148,7 +159,7 @@ class Saved:
         path = self.folder
         try:
             place = self._metadata.storage_data[index]
-            path = self._file(place)
+            path = _file(self.folder, place)
             with path.open("rb") as file:
                 file.seek(place.offset)
                 record = io.BytesIO(file.read(place.length))
@@ -159,9 +170,13 @@ class Saved:
                 raise ValueError(f"the CRC-32 of {bad} is another than when it was written")
             record.seek(0)
             found: Tensor = torch.load(record, map_location="cpu", weights_only=True)
+            if type(found) is not Tensor or found.layout != torch.strided:
+                raise ValueError(f"holds a {type(found).__name__}, not a dense tensor")
             chunks: Any = self._metadata.state_dict_metadata[index.fqn]
             sizes = next(tuple(each.sizes) for each in chunks.chunks if tuple(each.offsets) == index.offset)
-            _check_record(found, Kind(dtype, sizes))
+            held, described = Kind(found.dtype, tuple(found.shape)), Kind(dtype, sizes)
+            if held != described:
+                raise ValueError(f"holds {held}, and the metadata have {described}")
         except Exception as error:
             said = error.strerror if isinstance(error, OSError) else None
             raise TrainingError(
@@ -171,15 +186,6 @@ class Saved:
                 hint=instead_of(self.folder),
             ) from error
         return found
-
-    def _file(self, place: Any) -> Path:
-        """Where a record lies. Raises ValueError for what is no part of a file in the folder."""
-        name, numbers = place.relative_path, (place.offset, place.length)
-        if not isinstance(name, str) or Path(name).name != name or name == "..":
-            raise ValueError(f"{name!r} is no file of this folder")
-        if not all(type(each) is int and each >= 0 for each in numbers):
-            raise ValueError(f"{numbers} is no offset and length")
-        return self.folder / name
 
     def _check(self, name: str, kind: Kind, there: Kind | None) -> None:
         given = "no such tensor" if there is None else str(there)
@@ -197,17 +203,18 @@ class Saved:
         )
 
 
-def _check_record(found: Any, kind: Kind) -> None:
-    """Raises ValueError where a record is not the part that the metadata describe."""
-    if type(found) is not Tensor or found.layout != torch.strided:
-        raise ValueError(f"holds a {type(found).__name__}, not a dense tensor")
-    there = Kind(found.dtype, tuple(found.shape))
-    if there != kind:
-        raise ValueError(f"holds {there}, and the metadata have {kind}")
+def _file(folder: Path, place: Any) -> Path:
+    """Where a record lies. Raises ValueError for what is no part of a file in the folder."""
+    name, numbers = place.relative_path, (place.offset, place.length)
+    if not isinstance(name, str) or Path(name).name != name or name == "..":
+        raise ValueError(f"{name!r} is no file of this folder")
+    if not all(type(each) is int and each >= 0 for each in numbers):
+        raise ValueError(f"{numbers} is no offset and length")
+    return folder / name
 
 
-def _untiled(chunks: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> str:
-    """Why the chunks, offsets and sizes, are no tiling of a tensor of this shape, without gaps and overlaps; "" if they are."""
+def _untiled(chunks: list[Box], shape: tuple[int, ...]) -> str:
+    """Why the chunks are no tiling of a tensor of this shape, without gaps and overlaps; "" if they are."""
     for offsets, sizes in chunks:
         within = len(offsets) == len(sizes) == len(shape) and all(
             type(at) is int and type(size) is int and at >= 0 and size >= 0 and at + size <= whole
@@ -221,19 +228,17 @@ def _untiled(chunks: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple
     boxes = [(at, sizes) for at, sizes in chunks if math.prod(sizes)]
     # Along the axis that most of them are cut on, few are met at a time.
     axis = max(range(len(shape)), key=lambda axis: len({at[axis] for at, _ in boxes}), default=0)
-    met: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    met: list[Box] = []
     for at, sizes in sorted(boxes, key=lambda box: box[0][axis : axis + 1]):
         met = [box for box in met if box[0][axis] + box[1][axis] > at[axis]] if shape else met
-        if any(_overlap(at, sizes, *other) for other in met):
+        if any(_overlap((at, sizes), other) for other in met):
             return f"parts that overlap at {at}"
         met.append((at, sizes))
     return ""
 
 
-def _overlap(
-    at: tuple[int, ...], sizes: tuple[int, ...], other: tuple[int, ...], others: tuple[int, ...]
-) -> bool:
-    return all(a < b + n and b < a + m for a, m, b, n in zip(at, sizes, other, others, strict=True))
+def _overlap(one: Box, other: Box) -> bool:
+    return all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other, strict=True))
 
 
 def unpickle(text: bytes) -> Any:
@@ -264,14 +269,12 @@ class _Plain(pickle._Unpickler):
             return
         known = {each.name for each in fields(made)} if type(made) in _MADE else ()
         if not isinstance(state, dict) or not known or not known >= state.keys():
-            raise pickle.UnpicklingError(f"a state of {_name(made)} has no place in a checkpoint of tensors")
+            raise pickle.UnpicklingError(
+                f"a state of a {type(made).__name__} has no place in a checkpoint of tensors"
+            )
         vars(made).update(state)
 
     dispatch: ClassVar = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}  # type: ignore[dict-item]
-
-
-def _name(made: Any) -> str:
-    return f"the class {made.__name__}" if isinstance(made, type) else f"a {type(made).__name__}"
 
 
 def _member(kind: Any, name: str) -> Enum:

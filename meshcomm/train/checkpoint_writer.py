@@ -1,10 +1,10 @@
 """Write sharded tensors into one folder: each rank writes its part, and any mesh can read them.
 
-The format is that of torch.distributed.checkpoint, whose planner says which parts a tensor has. Its `save` and
-`async_save` are not used: they talk over one group of all processes, the last of them from a thread of its own,
-and gather every rank's plan on one. Here ranks that have the same part agree along one dim of the mesh after the
-other on who writes it, by 16 bytes a part; the writing communicates with nobody; and what each has written lies in
-a file beside it, until the lowest rank has made the metadata of all of them.
+The format and the planner are those of torch.distributed.checkpoint. Its `save` and `async_save` are not used: they
+talk over one group of all processes, the last of them from a thread of its own, and gather every rank's plan on one.
+Here ranks that have the same part agree along one dim of the mesh after the other on who writes it, by 16 bytes a part;
+the writing communicates with nobody; and what each has written lies in a file beside it, until the lowest rank has
+made the metadata of all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar, final
+from typing import Final, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -44,79 +44,66 @@ _KEY_BYTES: Final = 8
 _PAUSE_S: Final = 0.01
 
 
-@final
-class Shares:
-    """Which parts of a state this rank writes: what several ranks have, one of them writes.
+def divide(mesh: Mesh, state: Mapping[str, Tensor]) -> list[WriteItem]:
+    """Which parts of a state this rank writes: of those that several ranks have, each is written by one.
 
-    One for all saves of a run: parts of tensors that have the shape and place of the last save are known.
+    state: name -> DTensor, or a plain tensor that is the same on every rank that has the name. Plain data and
+        numbers of the optimizer are compared: see `_is_compared`.
+    Called by: every rank. One gather of objects per dim of more than one rank, of 16 bytes for each part
+        that a rank has: it grows with the ranks of a dim, not with those of the mesh.
+    Raises: TrainingError on every rank where one cannot say what it has, or where ranks differ in what is compared.
     """
+    mine = on_all_ranks(mesh, "divide a checkpoint", lambda: _parts(state))
+    names = {key: item.index.fqn for key, (item, _) in mine.items()}
+    contents = {key: content for key, (_, content) in mine.items()}
+    different: list[str] = []
+    for dim, size in mesh.layout.dims.items():
+        if size == 1:
+            continue
+        holders: dict[bytes, list[int]] = {}
+        text = b"".join(key + contents[key] for key in mine)
+        for coord, keys in enumerate(mesh.objects.all_gather(dim, text)):
+            for at in range(0, len(keys), 2 * _KEY_BYTES):
+                key, content = keys[at : at + _KEY_BYTES], keys[at + _KEY_BYTES : at + 2 * _KEY_BYTES]
+                holders.setdefault(key, []).append(coord)
+                if contents.get(key, content) != content:
+                    different.append(f"{names[key]} along {dim}")
+        # Along each dim another share of the parts for each, and the same one on all ranks beside it.
+        mine = {
+            key: item
+            for key, item in mine.items()
+            if holders[key][_number(key, dim) % len(holders[key])] == mesh.coord(dim)
+        }
+    on_all_ranks(mesh, "divide a checkpoint", partial(_raise_different, list(dict.fromkeys(different))))
+    return [item for item, _ in mine.values()]
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._known: dict[str, tuple[tuple[Any, ...], list[WriteItem]]] = {}
 
-    def of(self, state: Mapping[str, Tensor]) -> list[WriteItem]:
-        """This rank's part of the parts that all ranks of the mesh have.
+def _raise_different(names: list[str]) -> None:
+    if names:
+        raise TrainingError(
+            f"ranks that hold the same state differ in {names[0].split(' ')[0]}",
+            given=", ".join(names[:8]),
+            expected="the same numbers on every rank: only one rank's are saved",
+            hint="make them of what all ranks have, such as reduced values or whole tensors, not of a rank's own part "
+            "or samples",
+        )
 
-        state: name -> DTensor, or a plain tensor that is the same on every rank that has the name. Plain data and
-            numbers of the optimizer are compared: see `_is_compared`.
-        Called by: every rank. One gather of objects per dim of more than one rank, of 16 bytes for each part
-            that a rank has: it grows with the ranks of a dim, not with those of the mesh.
-        Raises: TrainingError on every rank where one cannot say what it has, or where ranks differ in what is compared.
-        """
-        mine = on_all_ranks(self._mesh, "divide a checkpoint", lambda: self._parts(state))
-        names = {key: item.index.fqn for key, (item, _) in mine.items()}
-        contents = {key: content for key, (_, content) in mine.items()}
-        different: list[str] = []
-        for dim, size in self._mesh.layout.dims.items():
-            if size == 1:
-                continue
-            holders: dict[bytes, list[int]] = {}
-            text = b"".join(key + contents[key] for key in mine)
-            for coord, keys in enumerate(self._mesh.objects.all_gather(dim, text)):
-                for at in range(0, len(keys), 2 * _KEY_BYTES):
-                    key, content = keys[at : at + _KEY_BYTES], keys[at + _KEY_BYTES : at + 2 * _KEY_BYTES]
-                    holders.setdefault(key, []).append(coord)
-                    if contents.get(key, content) != content:
-                        different.append(f"{names[key]} along {dim}")
-            # Along each dim another share of the parts for each, and the same one on all ranks beside it.
-            mine = {
-                key: item
-                for key, item in mine.items()
-                if holders[key][_number(key, dim) % len(holders[key])] == self._mesh.coord(dim)
-            }
 
-        def compared() -> None:
-            if different:
-                raise _differs(different)
-
-        on_all_ranks(self._mesh, "divide a checkpoint", compared)
-        return [item for item, _ in mine.values()]
-
-    def _parts(self, state: Mapping[str, Tensor]) -> dict[bytes, tuple[WriteItem, bytes]]:
-        """Each part, and what is compared of it: a digest of its bytes, or zeros."""
-        known, self._known = self._known, {}
-        found: dict[bytes, tuple[WriteItem, bytes]] = {}
-        for name, tensor in state.items():
-            kind: tuple[Any, ...] = (tensor.dtype, tensor.shape)
-            if isinstance(tensor, DTensor):
-                kind += (tensor.placements, tensor.device_mesh, tensor.to_local().shape)
-            if name not in known or known[name][0] != kind:
-                known[name] = (kind, parts_of({name: tensor}))
-            self._known[name] = known[name]
-            content = bytes(_KEY_BYTES)
-            if compared := _is_compared(name, tensor):
-                content = _digest(bytes(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
-            for item in known[name][1]:
-                sizes = item.tensor_data.chunk.sizes if item.tensor_data and not compared else ()
-                found[_digest(repr((name, item.index.offset, tuple(sizes))).encode())] = item, content
-        return found
+def _parts(state: Mapping[str, Tensor]) -> dict[bytes, tuple[WriteItem, bytes]]:
+    """Each part, and what is compared of it: a digest of its bytes, or zeros."""
+    found: dict[bytes, tuple[WriteItem, bytes]] = {}
+    for name, tensor in state.items():
+        content = bytes(_KEY_BYTES)
+        if compared := _is_compared(name, tensor):
+            content = _digest(bytes(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
+        for item in parts_of({name: tensor}):
+            sizes = item.tensor_data.chunk.sizes if item.tensor_data and not compared else ()
+            found[_digest(repr((name, item.index.offset, tuple(sizes))).encode())] = item, content
+    return found
 
 
 def _is_compared(name: str, tensor: Tensor) -> bool:
-    """Plain data, the extra state of modules, and numbers that an optimizer keeps for a parameter: small, and equal on
-    every rank where nothing is wrong.
-    """
+    """Plain data, extra state of modules, and an optimizer's numbers: small, and equal where nothing is wrong."""
     if isinstance(tensor, DTensor):
         return False
     number = name.startswith("optimizer.") and not tensor.ndim
@@ -127,14 +114,8 @@ def _digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=_KEY_BYTES).digest()
 
 
-def _differs(names: list[str]) -> TrainingError:
-    names = list(dict.fromkeys(names))
-    return TrainingError(
-        f"ranks that hold the same state differ in {names[0].split(' ')[0]}",
-        given=", ".join(names[:8]),
-        expected="the same numbers on every rank: only one rank's are saved",
-        hint="make them of what all ranks have, such as reduced values or whole tensors, not of a rank's own part or samples",
-    )
+def _number(key: bytes, dim: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key + dim.encode(), digest_size=4).digest(), "little")
 
 
 def parts_of(state: Mapping[str, Tensor]) -> list[WriteItem]:
@@ -216,7 +197,7 @@ class Save:
     the first. The training's groups carry one sequence of calls, and a thread that used them too would mix its
     own among them: so ranks agree in `poll`, in the training's own thread.
 
-    items:     what this rank writes, as `Shares.of` says.
+    items:     what this rank writes, as `divide` says.
     copy:      put what is written aside in host memory, so that the state may change before it is written.
     Called by: every rank of the mesh, as are all methods but `settle`, at the same point of the program.
     Raises:    TrainingError on every rank where one of them could not write: with the words and the name of the
@@ -346,10 +327,6 @@ class Save:
             expected="a folder that every rank can write to, with space for its part",
             hint=f"{'make space' if full else 'mend the disk'}, then {go_on_without(self._folder)}",
         )
-
-
-def _number(key: bytes, dim: str) -> int:
-    return int.from_bytes(hashlib.blake2b(key + dim.encode(), digest_size=4).digest(), "little")
 
 
 def _written(folder: Path, rank: int) -> Path:

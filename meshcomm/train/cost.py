@@ -28,11 +28,10 @@ class Memory(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """FLOP/s of the model on a rank, as the mean over ranks; and shares of what the devices can do, where that is known."""
+    """FLOP/s of the model on a rank, as the mean over ranks; and its share of what the devices can do, where known."""
 
     model_flops_per_s: float
     mfu: float | None
-    hfu: float | None
 
 
 @final
@@ -45,7 +44,7 @@ class Cost:
     def __init__(self, mesh: Mesh, train: TrainConfig) -> None:
         self._mesh, self._train = mesh, train
         self._counter: FlopCounter | None = None
-        self._model = self._hardware = 0
+        self._model = 0
         self._peak: float | None = None
         self.memory: Memory | None = None
         # Optimisers make their state in the first step, so the second one may need more.
@@ -69,12 +68,12 @@ class Cost:
 
     def compare(self) -> None:
         """Sum FLOPs up over the ranks and find the largest peak memory. Called by: every rank; one gather of objects."""
-        counter = self._counter or FlopCounter()
+        counted = 0 if self._counter is None else self._counter.model
         peak = peak_flops(self._train, self._mesh.device)
         nbytes, kind = peak_memory(self._mesh.device)
-        table = of_every_rank(self._mesh, [counter.model, counter.hardware, peak, nbytes])
-        model, hardware, peaks, most = zip(*table, strict=True)
-        self._model, self._hardware = sum(model), sum(hardware)
+        table = of_every_rank(self._mesh, [counted, peak, nbytes])
+        model, peaks, most = zip(*table, strict=True)
+        self._model = sum(model)
         self._peak = None if None in peaks else sum(peaks)
         nbytes = max(most)
         self.memory = Memory(nbytes, ranks_of(self._mesh)[most.index(nbytes)], kind)
@@ -84,19 +83,12 @@ class Cost:
         if not self._model or not steps_per_s:
             return None
         ranks = len(ranks_of(self._mesh))
-        share = None if self._peak is None else steps_per_s / self._peak
-        return Rates(
-            self._model * steps_per_s / ranks,
-            None if share is None else self._model * share,
-            None if share is None else self._hardware * share,
-        )
+        rate = self._model * steps_per_s
+        return Rates(rate / ranks, None if self._peak is None else rate / self._peak)
 
 
 def peak_memory(device: torch.device) -> tuple[int, str]:
-    """The most bytes so far, and of what: on CUDA of what torch has allocated, else of this process.
-
-    torch.cuda.max_memory_allocated, or getrusage's ru_maxrss: what came before the run counts too. Waits for nothing.
-    """
+    """The most bytes so far, what came before the run included, and of what: torch's on CUDA, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "allocated by torch"
     # Not on Windows.
@@ -108,22 +100,21 @@ def peak_memory(device: torch.device) -> tuple[int, str]:
 
 @final
 class FlopCounter(DispatchMode):  # type: ignore[misc]
-    """While it is entered: what this thread, and the backward passes that it starts, compute.
+    """While it is entered: `model`, the FLOPs that this thread, and the backward passes that it starts, need.
 
-    By the formulas of torch.utils.flop_counter: 2 m n k for a matrix product, likewise for products of groups of rows, for
-    convolutions and for attention, whose causal mask hides nothing from the count; anything else counts nothing. Of compiled code, what it
-    calls of torch's products and attention kernels, not those that it generates. Of DTensors, a rank's own part.
+    By the formulas of torch.utils.flop_counter: 2 m n k for a matrix product, likewise for products of groups of rows,
+    convolutions and attention, whose causal mask hides nothing; anything else counts nothing. Of compiled code, what it
+    calls of torch's kernels, not those that it generates. Of DTensors, a rank's own part.
 
-    model:    what the model needs: without what activation checkpointing computes again, in a backward pass, and
-              without the scores that the backward of fused attention computes again.
-    hardware: all that was computed.
+    Left out is what is computed again: by activation checkpointing, in a backward pass, and the scores in the backward
+    of fused attention.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = self.hardware = 0
+        self.model = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -137,13 +128,11 @@ class FlopCounter(DispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         formula = flops_of(func)
-        if formula is not None:
+        if formula is not None and not recomputes():
             flops = int(formula(*args, **kwargs, out_val=result))
-            self.hardware += flops
-            if not recomputes():
-                # Five products where the gradients need four.
-                again = "attention" in str(func) and "backward" in str(func)
-                self.model += flops * 4 // 5 if again else flops
+            # Five products where the gradients need four.
+            again = "attention" in str(func) and "backward" in str(func)
+            self.model += flops * 4 // 5 if again else flops
         return result
 
 

@@ -1,12 +1,11 @@
-"""A checkpoint as one safetensors file, and back: by one process, one tensor in memory at a time.
+"""Weights of a checkpoint, or of a running trainer, as safetensors: one file, or a folder that transformers opens.
+
+One process does it, with one tensor in memory at a time; the package's own writer wants all of them. A file is
 
     8 bytes    length of the header, little-endian
     header     JSON, padded with spaces to a multiple of 8:
                {"__metadata__": {text: text}, name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
     data       the elements of each tensor, little-endian, in C order, without gaps
-
-The package's own writer wants all tensors in memory at once. Tensors lie in the order of falling element
-size, then name, so that each is aligned.
 """
 
 from __future__ import annotations
@@ -17,28 +16,47 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshcomm.comm.codec import decode
-from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
+from meshcomm.config import DataConfig, ModelConfig, TrainConfig
+from meshcomm.errors import ConfigError, MeshcommError, TrainingError, UnsupportedOp
+from meshcomm.mesh.all_ranks import is_first, on_all_ranks
+from meshcomm.models import model_of
+from meshcomm.models.spec_model import SpecModel
+from meshcomm.models.weights import INDEX, SINGLE
+from meshcomm.parallel.build import on_meta
 from meshcomm.parallel.state import OF_MODULE, OF_PARAMETER
 from meshcomm.parallel.tensor.parameters import joined
-from meshcomm.train.checkpoint_folder import FOLDER, commit, complete, is_complete, name_of, saving
+from meshcomm.parallel.tensor.plan import sizes_of_parts
+from meshcomm.train import checkpoint
+from meshcomm.train.checkpoint_folder import FOLDER, complete, is_complete, name_of
 from meshcomm.train.checkpoint_reader import SAFETENSORS_NAMES, Kind, Saved
-from meshcomm.train.checkpoint_writer import parts_of, write_metadata, write_part
-from meshcomm.train.lock import Lock
+from meshcomm.train.lock import PRETRAINED, Lock
+from meshcomm.train.trainer import Trainer
 
-_LOCK: Final = "meshcomm.lock"
+CONFIG: Final = "config.json"
+SHARD_BYTES: Final = 5_000_000_000
 _METADATA: Final = "__metadata__"
-_DTYPES: Final = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+# What belongs to a model beside its weights, where the folder that it came from has it.
+_BESIDE: Final = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
 
 
 class Moved(NamedTuple):
@@ -49,6 +67,19 @@ class Moved(NamedTuple):
     step: int
     tensors: int
     bytes: int
+
+
+class _Piece(NamedTuple):
+    """A tensor of a file. of: the parameter that it is taken from."""
+
+    name: str
+    kind: Kind
+    of: str
+    take: Callable[[Tensor], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.kind.shape) * self.kind.dtype.itemsize
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -66,31 +97,15 @@ def find_checkpoint(path: Path) -> Path:
     return found[-1]
 
 
-def export_checkpoint(source: Path, target: Path, *, weights: bool = False) -> Moved:
-    """Write the tensors of a checkpoint into the safetensors file `target`, whole, by their global names.
+def export_weights(source: Path, target: Path) -> Moved:
+    """Write the weights of a checkpoint into the safetensors file `target`, as the module's state_dict has them.
 
-    source:  a complete checkpoint, or a run, whose last one it is then.
-    weights: only the model's, with the names and shapes of its state_dict: `layers.0.attn.wq.weight`. Without, the
-             file has everything that `import_checkpoint` needs.
-    Needs no process group, whatever mesh the checkpoint was saved on. Raises TrainingError.
+    source: a complete checkpoint, or a run, whose last one it is then; saved on any mesh. Parts of a weight are joined.
+    Needs no process group. Raises TrainingError; UnsupportedOp for an extra state that is no tensor.
     """
     folder = find_checkpoint(source)
     lock, saved = Lock.read(folder), Saved(folder)
-    if weights:
-        kinds, load = _of_modules(saved, folder)
-    else:
-        kinds, load = saved.kinds, saved.load
-    metadata = {"format": "pt"} if weights else {"format": "pt", _LOCK: replace(lock, metadata="").text()}
-    with could_not(f"export {folder} to {target}"):
-        size = write_file(target, kinds, metadata, load)
-    return Moved(folder, target, lock.step, len(kinds), size)
-
-
-def _of_modules(saved: Saved, folder: Path) -> tuple[dict[str, Kind], Callable[[str], Tensor]]:
-    """The names and kinds of a module's state_dict, and what loads one: parts of a weight are joined."""
-    kinds: dict[str, Kind] = {}
-    # The name in the checkpoint, and the sizes of its parts, of each name in the state dict.
-    of: dict[str, tuple[str, list[int]]] = {}
+    pieces: list[_Piece] = []
     for full, kind in saved.kinds.items():
         if full.startswith(OF_MODULE):
             name = full.removeprefix(OF_MODULE)
@@ -98,159 +113,223 @@ def _of_modules(saved: Saved, folder: Path) -> tuple[dict[str, Kind], Callable[[
                 f"the extra state of {name or 'the model'} is no tensor, and a file of weights cannot hold it",
                 given=f"{full} in {folder}",
                 expected="modules whose get_extra_state gives a tensor, or none",
-                hint="meshcomm export without --weights, which meshcomm import reads",
             )
         if not full.startswith("model."):
             continue
         name = full.removeprefix("model.")
         about = OF_PARAMETER + name
         facts = decode(saved.load(about), torch.device("cpu")) if about in saved.kinds else {}
-        sizes = facts.get("parts", [])
-        if sizes:
-            kind = Kind(kind.dtype, (sum(sizes), *kind.shape[2:]))
-        for each in (name, *facts.get("also", [])):
-            kinds[each], of[each] = kind, (full, sizes)
-
-    def load(name: str) -> Tensor:
-        full, sizes = of[name]
-        tensor = saved.load(full)
-        return joined(tensor, sizes) if sizes else tensor
-
-    return kinds, load
+        take: Callable[[Tensor], Tensor] = torch.Tensor.contiguous
+        if sizes := facts.get("parts"):
+            kind, take = Kind(kind.dtype, (sum(sizes), *kind.shape[2:])), partial(joined, sizes=sizes)
+        pieces += [_Piece(each, kind, name, take) for each in (name, *facts.get("also", []))]
+    # Larger elements first, so that each tensor is aligned.
+    pieces.sort(key=lambda piece: (-piece.kind.dtype.itemsize, piece.name))
+    with _could_not(f"export {folder} to {target}"):
+        write_file(target, pieces, saved)
+    return Moved(folder, target, lock.step, len(pieces), target.stat().st_size)
 
 
-def import_checkpoint(source: Path, out: Path) -> Moved:
-    """Make a checkpoint of the run `out` from a file that `export_checkpoint` wrote; `resume` starts there.
+def export_pretrained(
+    source: Path, target: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+) -> Moved:
+    """Write a checkpoint of a model of `[model] pretrained` as a folder that transformers' from_pretrained opens.
 
-    Raises TrainingError where the file is not one, or the run has a checkpoint of that step or a
-    later one, with which a run that resumes would go on.
+    source:      a complete checkpoint, or a run, whose last one it is then; saved on any mesh.
+    target:      a new folder. config.json is that of the checkpoint; what there is of a tokenizer comes from the folder
+                 that the model came from, where it is still there.
+    dtype:       of the tensors; None: that of the weights.
+    shard_bytes: no file is larger, but for one of a single tensor.
+    Needs no process group. Raises: ConfigError where the model is of no such folder, TrainingError; nothing is left of
+    `target` then.
     """
-    with opened(source) as (file, kinds):
-        text = (file.metadata() or {}).get(_LOCK)
-        try:
-            if text is None:
-                raise ValueError("weights of something, without what a run goes on from")
-            lock = Lock.parse(text)
-        except ValueError as error:
-            raise TrainingError(
-                f"{source} is not an exported checkpoint",
-                given=f"{_LOCK} in its metadata: {error}",
-                expected="the lock of a checkpoint, as this version of meshcomm writes it",
-                hint="meshcomm export RUN FILE, without --weights",
-            ) from error
-        path = out / FOLDER / name_of(lock.step)
-        later = [found for found in complete(path.parent) if Lock.read(found).step >= lock.step]
-        if later:
-            raise TrainingError(
-                f"the run has a checkpoint of step {lock.step} or later already",
-                given=f"{later[-1]}, and step {lock.step} in {source}",
-                expected="a run that the imported one is the last of",
-                hint="import into another folder, and train.out = that one",
-            )
-        with could_not(f"import {source} into {path}"):
-            write_checkpoint(path, lock, kinds, partial(_loaded, file))
-    return Moved(source, path, lock.step, len(kinds), sum(part.stat().st_size for part in path.iterdir()))
-
-
-def write_checkpoint(
-    path: Path, lock: Lock, kinds: Mapping[str, Kind], load: Callable[[str], Tensor]
-) -> None:
-    """Make the complete checkpoint `path` in one process. load: gives a tensor when its turn has come."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = saving(path)
+    folder = find_checkpoint(source)
+    lock, saved = Lock.read(folder), Saved(folder)
+    known, came = lock.config.get(PRETRAINED), lock.config["model"].get("pretrained")
+    if not known or not came:
+        raise _not_pretrained(f"the model of {folder}")
+    _check_new(target)
+    model = _model(known)
+    with on_meta():
+        fused = sizes_of_parts(model.spec.module(), model.spec.split)
+    kinds = {
+        name.removeprefix("model."): Kind(dtype or kind.dtype, kind.shape)
+        for name, kind in saved.kinds.items()
+        if name.startswith("model.")
+    }
+    pieces = [
+        piece for name, kind in kinds.items() for piece in pieces_of(model, name, kind, fused.get(name))
+    ]
+    shards = _shards(pieces, shard_bytes)
+    draft = target.with_name(f".{target.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
-    state = {name: torch.empty(kind.shape, dtype=kind.dtype, device="meta") for name, kind in kinds.items()}
+    draft.mkdir(parents=True)
     try:
-        write_part(draft, 0, parts_of(state), lambda item: load(item.index.fqn))
-        write_metadata(draft, [0])
-        lock.write(draft)
-        commit(path)
-    except BaseException:
+        with _could_not(f"write {target}"):
+            for file, shard in shards.items():
+                write_file(draft / file, shard, saved)
+            _write_beside(draft, Path(came), known, shards, str(next(iter(kinds.values())).dtype))
+            draft.rename(target)
+    finally:
         shutil.rmtree(draft, ignore_errors=True)
-        raise
+    return Moved(folder, target, lock.step, len(pieces), sum(piece.nbytes for piece in pieces))
 
 
-def write_file(
-    path: Path,
-    kinds: Mapping[str, Kind],
-    metadata: Mapping[str, str],
-    load: Callable[[str], Tensor],
-    *,
-    in_order: bool = False,
-) -> int:
-    """Write a safetensors file of the tensors `kinds`, and return its bytes. One tensor is in memory at a time.
+def save_pretrained(
+    trainer: Trainer, folder: Path | str, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+) -> Path:
+    """Write the weights of a trainer of `[model] pretrained` as `export_pretrained` does.
 
-    load:     gives the whole tensor of a name; called once for each, in the file's order.
-    in_order: that is the order of `kinds`; else that of falling element size, then name.
+    The ranks write a checkpoint of the weights beside `folder`, of which the first rank makes the folder.
+
+    folder:    new, on a file system that all hosts share. The others wait for mesh.timeout_s at most.
+    Called by: every rank of the mesh, between two steps.
+    Raises:    ConfigError where the model is of no such folder; TrainingError on every rank where one of them could
+               not write, or `folder` is there. Nothing is left of it then.
+    """
+    engine, mesh, target = trainer.engine, trainer.mesh, Path(folder)
+    named, what = engine.sections.model, f"write {target}"
+    if named is None or named.pretrained is None:
+        raise _not_pretrained("the model of this trainer")
+    on_all_ranks(mesh, what, lambda: _check_new(target) if is_first(mesh) else None)
+    parts = target.with_name(f".{target.name}.checkpoint")
+    weights = {f"model.{name}": each.detach() for name, each in engine.own_parameters()}
+    try:
+        checkpoint.write(mesh, weights, parts, trainer.lock())
+        make = partial(export_pretrained, parts, target, dtype=dtype, shard_bytes=shard_bytes)
+        on_all_ranks(mesh, what, lambda: make() if is_first(mesh) else None)
+    finally:
+        if is_first(mesh):
+            shutil.rmtree(parts, ignore_errors=True)
+    return target
+
+
+def _check_new(target: Path) -> None:
+    if target.exists():
+        raise TrainingError(
+            f"{target} is there already",
+            given=f"{target}, which is a {'folder' if target.is_dir() else 'file'}",
+            expected="the name of a folder that is not there yet",
+            hint="another name; or remove it first",
+        )
+
+
+def _write_beside(
+    folder: Path, source: Path, known: Mapping[str, Any], shards: Mapping[str, Sequence[_Piece]], dtype: str
+) -> None:
+    """Write what belongs to the weights: their index, config.json, and the tokenizer that `source` has."""
+    texts: dict[str, Any] = {}
+    if len(shards) > 1:
+        places = {piece.name: file for file, shard in shards.items() for piece in shard}
+        size = sum(piece.nbytes for shard in shards.values() for piece in shard)
+        texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    texts[CONFIG] = {k: v for k, v in known.items() if k not in ("torch_dtype", "_name_or_path")}
+    texts[CONFIG]["dtype"] = dtype.removeprefix("torch.")
+    for name, content in texts.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    for name in _BESIDE:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(source / name, folder / name)
+
+
+def _model(known: Mapping[str, Any]) -> SpecModel:
+    """The model that a config.json describes, without weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Trained or not, what is dropped in training is no part of the weights.
+        plain = {
+            name: 0.0 if name.endswith(("dropout", "_pdrop")) else value for name, value in known.items()
+        }
+        (Path(folder) / CONFIG).write_text(json.dumps(plain))
+        made = model_of(
+            ModelConfig(pretrained=folder, random_weights=True),
+            DataConfig(seq_len=8),
+            TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1),
+        )
+    assert isinstance(made, SpecModel)
+    return made
+
+
+def pieces_of(model: SpecModel, name: str, kind: Kind, sizes: Sequence[int] | None) -> Iterator[_Piece]:
+    """The tensors of the folder that a parameter becomes. sizes: of its parts, where it is kept by units."""
+    names, transposed = model.stored(name)
+    shape = (kind.shape[0] * kind.shape[1], *kind.shape[2:]) if sizes else kind.shape
+
+    def taken(value: Tensor, at: tuple[Any, ...] = ()) -> Tensor:
+        value = (joined(value, sizes) if sizes else value)[at].to(kind.dtype)
+        return (value.T if transposed else value).contiguous()
+
+    if isinstance(names, str):
+        yield _Piece(names, Kind(kind.dtype, shape[::-1] if transposed else shape), name, taken)
+        return
+    for place, row in enumerate(names):
+        rows = shape[1] // len(row)
+        part = (rows, *shape[2:])
+        stored = Kind(kind.dtype, part[::-1] if transposed else part)
+        for run, each in enumerate(row):
+            at = (place, slice(run * rows, (run + 1) * rows))
+            yield _Piece(each, stored, name, partial(taken, at=at))
+
+
+def _shards(pieces: Sequence[_Piece], most: int) -> dict[str, list[_Piece]]:
+    """The tensors of each file, of `most` bytes or a single one."""
+    found: list[list[_Piece]] = []
+    used = 0
+    for piece in pieces:
+        if not found or used + piece.nbytes > most:
+            found.append([])
+            used = 0
+        found[-1].append(piece)
+        used += piece.nbytes
+    if len(found) == 1:
+        return {SINGLE: found[0]}
+    return {f"model-{n:05}-of-{len(found):05}.safetensors": shard for n, shard in enumerate(found, 1)}
+
+
+def write_file(path: Path, pieces: Sequence[_Piece], saved: Saved) -> None:
+    """Write a safetensors file of pieces of a checkpoint. A parameter is loaded once for neighbours taken from it.
+
     The file appears under its name when it is whole and on the disk; one that was there is replaced.
     Raises: UnsupportedOp for a dtype that the format does not have, or on a big-endian machine; OSError.
     """
-    entries: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
     place = 0
-    order = list(kinds) if in_order else sorted(kinds, key=lambda name: (-kinds[name].dtype.itemsize, name))
-    for name in order:
-        kind = kinds[name]
-        if kind.dtype not in SAFETENSORS_NAMES or name == _METADATA or sys.byteorder != "little":
+    for piece in pieces:
+        kind = piece.kind
+        if kind.dtype not in SAFETENSORS_NAMES or piece.name == _METADATA or sys.byteorder != "little":
             raise UnsupportedOp(
-                f"a safetensors file cannot hold {name}",
+                f"a safetensors file cannot hold {piece.name}",
                 given=f"{kind}, {sys.byteorder}-endian",
-                expected=f"another name than {_METADATA}, one of {', '.join(_DTYPES)}, little-endian",
+                expected=f"another name than {_METADATA}, one of {', '.join(SAFETENSORS_NAMES.values())}, "
+                "little-endian",
             )
-        end = place + math.prod(kind.shape) * kind.dtype.itemsize
+        offsets = [place, place + piece.nbytes]
         dtype, shape = SAFETENSORS_NAMES[kind.dtype], list(kind.shape)
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, end]}
-        place = end
+        entries[piece.name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        place += piece.nbytes
     header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
     draft = path.with_name(path.name + ".tmp")
     try:
         with draft.open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
-            for name in order:
-                tensor = load(name)
+            of, whole = "", torch.empty(0)
+            for piece in pieces:
+                if piece.of != of:
+                    del whole
+                    of, whole = piece.of, saved.load(f"model.{piece.of}")
+                tensor = piece.take(whole)
                 if tensor.numel():
-                    file.write(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+                    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    return 8 + len(header) + place
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[tuple[Any, dict[str, Kind]]]:
-    """A safetensors file that is open for reading, and its tensors; the package checks the header before any use.
-
-    Raises TrainingError where the file is not there or not as the format has it.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            file: Any = stack.enter_context(cast(Any, safe_open(path, framework="pt")))
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            kinds = {
-                name: Kind(_DTYPES[part.get_dtype()], tuple(part.get_shape()))
-                for name, part in slices.items()
-            }
-        except (SafetensorError, OSError, KeyError) as error:
-            raise TrainingError(
-                f"{path} cannot be read as a safetensors file",
-                given=f"dtype {error}" if isinstance(error, KeyError) else str(error),
-                expected="a file as the format has it, of dtypes " + ", ".join(_DTYPES),
-                hint="a file that `meshcomm export` wrote; or copy it again, if it was cut short",
-            ) from error
-        yield file, kinds
-
-
-def _loaded(file: Any, name: str) -> Tensor:
-    """In memory of its own: the file is mapped."""
-    found: Tensor = file.get_tensor(name).clone()
-    return found
-
-
-@contextlib.contextmanager
-def could_not(what: str) -> Iterator[None]:
+def _could_not(what: str) -> Iterator[None]:
     """Raise what another library or the disk raises as a TrainingError: could not `what`."""
     try:
         yield
@@ -262,3 +341,12 @@ def could_not(what: str) -> Iterator[None]:
             given=f"{type(error).__name__}: {error}",
             expected="files that are whole, and a folder with space that can be written to",
         ) from error
+
+
+def _not_pretrained(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} cannot be written as transformers has it",
+        given="a model that is built in, or by code",
+        expected="one of [model] pretrained, whose config.json says what it is",
+        hint="meshcomm export RUN FILE, for one safetensors file of its tensors",
+    )

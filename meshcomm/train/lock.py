@@ -13,11 +13,9 @@ from typing import Any
 import einops
 import numpy as np
 import torch
-from pydantic_core import to_jsonable_python
 
 from meshcomm import __version__
-from meshcomm.config import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
-from meshcomm.config.section import Section
+from meshcomm.config import Config
 from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
@@ -31,10 +29,8 @@ _FIXED = ("model.", "pretrained.", "train.seed", "train.dtype")
 _SAMPLES = {
     "data.seq_len": "sequence",
     "train.global_batch_size": "global_batch_size",
-    **{f"data.{key}": "data" for key in ("sha256", "order", "weights", "validation", "build", "args")},
+    **{f"data.{key}": "data" for key in ("sha256", "weights", "validation", "build", "args")},
 }
-# What a run did before there was the setting, where that is not its default.
-_BEFORE = {"data.order": "random"}
 # Where the run is kept and whether it resumes says nothing about what is trained.
 _LEFT_OUT = {"train": {"out", "resume"}}
 # How a run is written down changes nothing in what it computes.
@@ -53,10 +49,7 @@ _NOT_THE_MODEL = {
 }
 # Where it lies may change; what lies there may not.
 _MAY_MOVE = {"model.pretrained"}
-_CLASSES = (MeshConfig, ParallelConfig, ModelConfig, DataConfig, TrainConfig)
-_SECTIONS: Mapping[str, type[Section]] = {
-    each.__name__.removesuffix("Config").lower(): each for each in _CLASSES
-}
+_SECTIONS = ("mesh", "parallel", "model", "data", "train")
 
 
 @dataclass(frozen=True)
@@ -81,6 +74,22 @@ class Lock:
 
     metadata: str = ""
     """SHA-256 of the metadata beside the lock file, which says where each tensor lies; "": there is none."""
+
+    def continuing(self, saved: Lock) -> Lock:
+        """What the run is from now on, and how far `saved` had come: of other data no sample was read."""
+        old, new = _flat(saved), _flat(self)
+        changed = [name for name in _SAMPLES if old.get(name) != new.get(name)]
+        read = saved.samples
+        if read is None:
+            read = int(saved.step * saved.config.get("train", {}).get("global_batch_size", 0))
+        return replace(
+            self,
+            step=saved.step,
+            seconds=saved.seconds,
+            skipped=saved.skipped,
+            samples=0 if _begins_again(changed) else read,
+            best=() if changed else saved.best,
+        )
 
     def write(self, folder: Path) -> None:
         """Write lock.json into `folder`, for the metadata there. Raises OSError."""
@@ -143,8 +152,7 @@ def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
 def compare(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
     """What is different now from when the checkpoint `folder` was made, one setting per line.
 
-    A setting that one of them does not know, being of another version, has its default there: that is
-    what a run did before the setting came. What only says how a run is written down is left out.
+    What only says how a run is written down is left out.
 
     Raises ConfigError, with both values of each, where what differs makes it another training, or
     where the checkpoint lies behind its last step.
@@ -152,7 +160,7 @@ def compare(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
     old, new = _flat(saved), _flat(now)
     differences: dict[str, tuple[Any, Any]] = {}
     for name in dict.fromkeys((*old, *new)):
-        before, after = _known(old, name), _known(new, name)
+        before, after = old.get(name), new.get(name)
         # The order of mesh.dims is who sits where.
         moved = isinstance(before, dict) and before == after and list(before) != list(after)
         if name not in _OF_NO_EFFECT | _NOT_THE_MODEL and (moved or before != after):
@@ -193,28 +201,8 @@ def compare(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def samples_read(saved: Lock, now: Lock) -> int:
-    """How many samples of the data of `now` were read when `saved` was made: none, where that was another data."""
-    old, new = _flat(saved), _flat(now)
-    if _begins_again([name for name in _SAMPLES if _known(old, name) != _known(new, name)]):
-        return 0
-    if saved.samples is not None:
-        return saved.samples
-    return int(saved.step * saved.config.get("train", {}).get("global_batch_size", 0))
-
-
-def best_of(saved: Lock, now: Lock) -> tuple[Any, ...]:
-    """How low the validation loss had come when `saved` was made; of other data: nobody knows."""
-    old, new = _flat(saved), _flat(now)
-    return () if any(_known(old, name) != _known(new, name) for name in _SAMPLES) else saved.best
-
-
 def _begins_again(names: Iterable[str]) -> bool:
     return any(_SAMPLES.get(name) in ("data", "sequence") for name in names)
-
-
-def _known(settings: Mapping[str, Any], name: str) -> Any:
-    return settings[name] if name in settings else _default(name)
 
 
 def _sha256(content: bytes) -> str:
@@ -226,15 +214,3 @@ def _flat(lock: Lock) -> dict[str, Any]:
     sections = {**lock.config, "versions": lock.versions}
     found = {f"{section}.{key}": value for section, table in sections.items() for key, value in table.items()}
     return {**found, "device": lock.plan.get("device")}
-
-
-def _default(name: str) -> Any:
-    """Of a setting `section.key`, as a lock has it; None where there is none."""
-    if name in _BEFORE:
-        return _BEFORE[name]
-    section, _, key = name.partition(".")
-    field = _SECTIONS[section].model_fields.get(key) if section in _SECTIONS else None
-    if field is None or field.is_required():
-        return None
-    # As JSON has it: lists for tuples, tables for sections.
-    return to_jsonable_python(field.get_default(call_default_factory=True))

@@ -15,7 +15,7 @@ from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tensor.parameters import fused_sizes, joined
 from meshcomm.train.checkpoint_reader import Kind
-from meshcomm.train.pretrained import pieces_of
+from meshcomm.train.export import pieces_of
 
 # Of the largest output. Norms and routers of transformers round float64 to float32.
 _ROOM, _ROOM_OF_TRANSFORMERS = 1e-9, 1e-5

@@ -23,7 +23,6 @@ from meshcomm.parallel.batch_norm import batch_norms
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import whole
-from meshcomm.train.data import Batches, GivenBatches
 from meshcomm.train.original import compare_forward
 from meshcomm.train.trainer import RECORDER, Recorder, Trainer
 
@@ -115,22 +114,15 @@ class _Enough(BaseException):
 
 @final
 class _Recorder(Recorder):
-    """script: the program may end before the last step. original, copies: see `record`."""
+    """script: the program may end before the last step. original: see `record`."""
 
-    def __init__(
-        self, config: Config, steps: int, *, script: bool, original: bool, copies: int | None = None
-    ) -> None:
+    def __init__(self, config: Config, steps: int, *, script: bool, original: bool) -> None:
         self.config, self._steps = load_config(config, ['train.on_nonfinite="skip"']), steps
-        self._script, self._compares, self._copies = script, original, copies
+        self._script, self._compares = script, original
         self._original = ""
         self._done: list[Done] = []
         self._found: Record | None = None
         self._error: TrainingError | None = None
-
-    def reads(self, engine: Engine, batches: Batches | GivenBatches) -> None:
-        """See Recorder."""
-        if self._copies is not None and isinstance(batches, Batches) and _has_batch_norms(engine):
-            batches.divide_as(self._copies, engine.microbatches)
 
     def begins(self, engine: Engine, inputs: Tensor) -> None:
         """See Recorder."""
@@ -192,19 +184,15 @@ def record_script(script: Path, arguments: Sequence[str], config: Config, steps:
     return _Recorder(config, steps, script=True, original=True).run(program)
 
 
-def record(
-    mesh: Mesh, config: Config, steps: int, copies: int | None = None, *, original: bool = False
-) -> Record:
+def record(mesh: Mesh, config: Config, steps: int, *, original: bool = False) -> Record:
     """Run the first `steps` steps of `config` on an open mesh. Called by: every rank.
 
-    copies: of the mesh that is compared; batch norms get the samples that they have there, for as many
-            micro-batches in a step. None: this mesh.
     original: compare outputs with the module's own first, on a mesh of one rank; raises TrainingError where they differ.
 
     Every rank returns the same losses and norms, and its own stages' weights and gradients, whole.
     Nothing is written, and no checkpoint is read.
     """
-    recorder = _Recorder(config, steps, script=False, original=original, copies=copies)
+    recorder = _Recorder(config, steps, script=False, original=original)
     found = recorder.run(lambda: Trainer(mesh, config).run())
     assert found is not None
     return found
@@ -217,11 +205,7 @@ def _recorded(engine: Engine, done: Sequence[Done]) -> Record:
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradients[name] = whole(grad, of=parameter).double().cpu()
     losses, norms = tuple(each.loss for each in done), tuple(each.gradient_norm for each in done)
-    return Record(losses, norms, weights, gradients, _has_batch_norms(engine))
-
-
-def _has_batch_norms(engine: Engine) -> bool:
-    return any(batch_norms(module) for module in engine.modules)
+    return Record(losses, norms, weights, gradients, any(batch_norms(module) for module in engine.modules))
 
 
 @final

@@ -101,7 +101,7 @@ class Parity:
 
     def facts(self) -> dict[str, Any]:
         """All of it as plain data; numbers that are not finite are None."""
-        blame = self.blamed
+        blamed = self.blamed
         return {
             "config": self.config.source,
             "dims": dict(self.config.mesh.dims),
@@ -110,14 +110,9 @@ class Parity:
             "notes": list(self.notes),
             "original": self.original,
             "agrees": self.agrees,
-            "first": self.first and _facts(self.first),
-            "blame": blame
-            and {
-                "dims": list(blame.dims),
-                "ranks": blame.ranks,
-                "difference": blame.difference and _facts(blame.difference),
-                "words": blame.words,
-            },
+            "first": _facts(self.first),
+            "blame": blamed
+            and {**asdict(blamed), "difference": _facts(blamed.difference), "words": blamed.words},
             "differences": [_facts(one) for one in self.differences],
         }
 
@@ -134,9 +129,9 @@ def prove(
             it has said what went wrong.
     Where they differ, smaller meshes are started too, until a dim is to blame. Nothing stays behind.
 
-    Raises: ConfigError where there is nothing to compare, or for more steps than the training has;
-            TrainingError where one process alone gets no finite numbers, or other outputs than the module itself; LaunchError where the run
-            on the mesh fails; UnsupportedOp for a script with batch norms whose step has several micro-batches.
+    Raises: ConfigError where there is nothing to compare, or for more steps than the training has; TrainingError where
+            one process alone gets no finite numbers, or other outputs than the module itself; LaunchError where the
+            run on the mesh fails; UnsupportedOp for batch norms in a step of several micro-batches.
     """
     exact, notes = in_float64(config)
     count = _steps(exact, steps)
@@ -153,9 +148,7 @@ def prove(
         if known.batch_norms and _copies(exact) > 1:
             runs = replace(runs, batch_norms=True)
             known = runs.alone()
-            notes += (
-                f"train.micro_batch_size = {runs.together} on one process: batch norms see all ranks' samples",
-            )
+            notes += ("one micro-batch on every mesh: batch norms see the samples of all ranks",)
         for (kind, step), value in known.steps().items():
             if not math.isfinite(value):
                 raise TrainingError(
@@ -183,7 +176,7 @@ class _Runs:
     """Runs of the first `steps` steps of `config` on its mesh, on parts of it, and on one process.
 
     folder:      for the files of all of them.
-    batch_norms: the model has some; micro-batches are then, over all ranks, as large as on the whole mesh.
+    batch_norms: the model has some; the micro-batch of a step is then, over all ranks, that of the whole mesh.
     """
 
     config: Config
@@ -193,19 +186,13 @@ class _Runs:
     script: Script | None
     batch_norms: bool = False
 
-    @property
-    def together(self) -> int:
-        """Samples of one micro-batch over all ranks."""
-        assert self.config.train is not None
-        return self.config.train.micro_batch_size * _copies(self.config)
-
     def alone(self) -> Record:
         """The record of one process."""
         if self.script is not None:
             return Record.read(self._job(self._sized(only(self.config, ()))) / _REFERENCE)
         one = reference(self._sized(only(self.config, ())) if self.batch_norms else self.config)
         with init(one) as mesh:
-            return record(mesh, one, self.steps, self._copies, original=True)
+            return record(mesh, one, self.steps, original=True)
 
     def on_mesh(self, names: Sequence[str], part: Config) -> list[Difference]:
         """The worst differences of a part of the mesh from the reference, whose parameters are `names`."""
@@ -213,34 +200,27 @@ class _Runs:
         of_ranks = [json.loads(path.read_text()) for path in sorted(place.glob("rank*.json"))]
         return worst([[Difference(**each) for each in found] for found in of_ranks], names)
 
-    @property
-    def _copies(self) -> int:
-        return _copies(self.config) if self.batch_norms else 1
-
     def _sized(self, part: Config) -> Config:
-        """`part` with micro-batches for batch norms.
-
-        Raises UnsupportedOp for a script with several of them in a step, whose samples nobody can put into their order.
-        """
+        """`part`, with batch norms in one micro-batch. Raises UnsupportedOp where a step has several."""
         if not self.batch_norms:
             return part
         train, copies = self.config.train, _copies(self.config)
         assert train is not None
-        if self.script is not None and train.global_batch_size != self.together:
+        if train.global_batch_size != train.micro_batch_size * copies:
             raise UnsupportedOp(
-                "a script with batch norms and several micro-batches in a step cannot be compared with one process",
+                "batch norms and several micro-batches in a step cannot be compared with one process",
                 given=f"train.global_batch_size = {train.global_batch_size}, train.micro_batch_size = {train.micro_batch_size} on "
                 f"{copies} ranks along data and shard",
-                expected="one micro-batch in a step: batch norms see one at a time, and the script says which samples it has",
+                expected="one micro-batch in a step: batch norms see one at a time",
                 hint=f"--set train.micro_batch_size={train.global_batch_size // copies}",
             )
-        return load_config(part, [f"train.micro_batch_size={self.together // _copies(part)}"])
+        return load_config(part, [f"train.micro_batch_size={train.global_batch_size // _copies(part)}"])
 
     def _job(self, part: Config) -> Path:
         """Run all ranks of a mesh; the folder with what they found. A script on one rank leaves its record there."""
         place = Path(tempfile.mkdtemp(dir=self.folder))
         facts = part.model_dump(mode="json", exclude_unset=True)
-        job: dict[str, Any] = {"config": facts, "steps": self.steps, "copies": self._copies}
+        job: dict[str, Any] = {"config": facts, "steps": self.steps}
         if self.script is not None:
             (place / _CONFIG).write_text(json.dumps(facts))
             job["script"] = [str(self.script[0]), list(self.script[1])]
@@ -271,9 +251,10 @@ def _steps(config: Config, given: int | None) -> int:
     return min(STEPS, most) if given is None else given
 
 
-def _facts(one: Difference) -> dict[str, Any]:
-    finite = one.absolute != math.inf
-    return {**asdict(one), **({} if finite else {"absolute": None, "relative": None})}
+def _facts(one: Difference | None) -> dict[str, Any] | None:
+    if one is None or one.absolute != math.inf:
+        return one and asdict(one)
+    return {**asdict(one), "absolute": None, "relative": None}
 
 
 def blame(config: Config, run: Run, tolerance: float) -> Blame:
@@ -305,19 +286,11 @@ def suspected(config: Config) -> tuple[str, ...]:
 def only(config: Config, dims: Iterable[str]) -> Config:
     """The same training on a smaller mesh, where only `dims` are above 1.
 
-    The expert's dim is not one of the base but made of others: with it, the data's dim gets the size
-    that it needs besides, and its view the rest. Without it, experts are not split.
-
-    Raises ConfigError where there is no such mesh.
+    The expert's dim is not one of the base but made of others: with it, the data's dim gets the size that it needs
+    besides, and its view the rest. Without it, experts are not split. Raises ConfigError where there is no such mesh.
     """
-    kept = set(dims)
-    parallel = config.parallel
-    if parallel is None:
-        raise ConfigError(
-            "a configuration without training has no dim to blame",
-            given=f"{config.source} without [parallel]",
-            expected="all of [parallel] [model] [data] [train]",
-        )
+    kept, parallel = set(dims), config.parallel
+    assert parallel is not None
     facts: dict[str, Any] = config.model_dump(exclude_unset=True)
     facts.pop("topology", None)
     mesh = {key: value for key, value in facts["mesh"].items() if key not in _OF_ALL_RANKS}
@@ -332,15 +305,10 @@ def only(config: Config, dims: Iterable[str]) -> Config:
         more = view[expert] // math.gcd(view[expert], math.prod(sizes[dim] for dim in carriers))
         carrier = parallel.data if parallel.data in carriers else carriers[0]
         sizes[carrier or ""] *= more
-        left = math.prod(sizes[dim] for dim in carriers) // view[expert]
-        made = {}
-        for dim in view:
-            if dim in shared:
-                made[dim] = sizes[dim]
-            elif dim == expert:
-                made[dim] = view[dim]
-            else:
-                made[dim], left = left, 1
+        made = {dim: sizes[dim] if dim in shared else 1 for dim in view} | {expert: view[expert]}
+        # What is left goes to the first of the others.
+        for dim in [dim for dim in view if dim not in (*shared, expert)][:1]:
+            made[dim] = math.prod(sizes[dim] for dim in carriers) // view[expert]
         mesh["views"] = {name: made}
     else:
         section.pop("expert", None)
@@ -356,8 +324,7 @@ def _tried(config: Config, dims: Sequence[str], run: Run, tolerance: float) -> B
     try:
         part = only(config, dims)
     except ConfigError:
-        # This training cannot run on such a mesh, so nothing can be compared.
-        return None
+        return None  # this training cannot run on such a mesh
     ranks = math.prod(part.mesh.dims.values())
     try:
         found = max(run(part), key=lambda one: one.relative)
@@ -366,18 +333,15 @@ def _tried(config: Config, dims: Sequence[str], run: Run, tolerance: float) -> B
     return Blame(tuple(dims), ranks, found) if found.relative > tolerance else None
 
 
-def differences(
-    config: Config, steps: int, reference: Path, copies: int | None = None
-) -> list[Difference] | None:
+def differences(config: Config, steps: int, reference: Path) -> list[Difference] | None:
     """Run the steps on the mesh of `config`; this rank's differences from the record in `reference`.
 
-    copies:    see `record`.
     Called by: every rank of the job. None on a rank that the mesh leaves out.
     """
     with init(config) as mesh:
         if not mesh.is_member:
             return None
-        return compare(record(mesh, config, steps, copies), Record.read(reference), mesh.rank)
+        return compare(record(mesh, config, steps), Record.read(reference), mesh.rank)
 
 
 def main(folder: Path) -> None:
@@ -388,7 +352,7 @@ def main(folder: Path) -> None:
 
     def body() -> None:
         if "script" not in facts:
-            found = differences(config, steps, known, facts["copies"])
+            found = differences(config, steps, known)
         else:
             os.environ[CONFIG_VARIABLE] = str(folder / _CONFIG)
             path, arguments = facts["script"]

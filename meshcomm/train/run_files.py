@@ -1,4 +1,4 @@
-"""The files of a run in `train.out`, checkpoints aside: metrics.jsonl, config.json and run.json."""
+"""The files of a run in `train.out`, checkpoints aside: metrics, what it was and how it ended, traces and profiles."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, final
 
-from meshcomm.config import Config
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from meshcomm.config import Config, TrainConfig
 from meshcomm.config.section import Table
 from meshcomm.config.write import plain
 from meshcomm.errors import TrainingError
 from meshcomm.layout import Plan
+from meshcomm.mesh import Mesh
 from meshcomm.train.callbacks import Evaluation, Start, Step, Summary
 from meshcomm.train.checkpoint_folder import FOLDER, replace
+from meshcomm.transport.torch_private import profiling
 
 METRICS: Final = "metrics.jsonl"
 CONFIG: Final = "config.json"
@@ -29,6 +34,7 @@ PROFILE: Final = "profile"
 TENSORBOARD: Final = "tensorboard"
 WANDB: Final = "wandb"
 _FORMAT: Final = 1
+_OPERATORS: Final = 20
 
 
 def check_folder(folder: Path) -> None:
@@ -50,10 +56,9 @@ def check_folder(folder: Path) -> None:
 
 
 def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
-    """Rename what an earlier run left: metrics.jsonl -> metrics.1.jsonl, checkpoints -> checkpoints.1.
+    """Rename what an earlier run left: metrics.jsonl -> metrics.1.jsonl, checkpoints -> checkpoints.1 and so on.
 
-    config.json, run.json, trace.json, and the folders profile, tensorboard and wandb likewise. Or the next number that
-    is free of all, the highest being the latest. Nothing is deleted.
+    Or the next number that is free of all, the highest being the latest. Nothing is deleted.
     """
     files = {name: name.replace(".", ".{}.") for name in (METRICS, CONFIG, RUN, TRACE)}
     names = files | {name: name + ".{}" for name in (FOLDER, PROFILE, TENSORBOARD, WANDB)}
@@ -67,12 +72,7 @@ def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
 
 @final
 class MetricsFile:
-    """Writes `folder`/metrics.jsonl.
-
-    folder: made where it is not there.
-    after:  the step whose checkpoint a run goes on from: the lines up to it stay, the rest is cut off, and new
-            lines follow.
-    """
+    """Writes `folder`/metrics.jsonl. after: the step that a run goes on from; lines behind its own are cut off."""
 
     def __init__(self, folder: Path, after: int = 0) -> None:
         check_folder(folder)
@@ -82,13 +82,7 @@ class MetricsFile:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: Step | Evaluation) -> None:
-        """Append one line: step, loss, gradient_norm, lr, tokens, tokens_per_s, seconds, skipped.
-
-        Where it is known: model_flops_per_s, mfu, hfu, peak_memory_bytes, peak_memory_rank. Of an evaluation: step,
-        validation_loss, validation_tokens, seconds.
-
-        A number that is not finite is null. fault stands on lines of steps that were left out.
-        """
+        """Append one line: the fields that are known. A number that is not finite is null."""
         facts = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(step).items()
@@ -132,13 +126,10 @@ def _end_of(path: Path, step: int) -> int:
 def recorded(folder: Path, config: Config, plan: Plan, start: Start) -> Iterator[list[Summary]]:
     """Write `folder`/config.json and `folder`/run.json now, and run.json again when the block ends.
 
-    config.json is `config` with the sizes of `plan`: `meshcomm.config.load_config` reads it. run.json has format;
-    run, another text at every start; state: "running", "finished" or "stopped"; fingerprint, of the live
-    plan, whose backends are known; dims; steps, tokens_per_step, parameters; resumed: the last step that
-    was done before, or None; and from the end on ended: steps, tokens, seconds, late, stats and
-    stats_steps (as late, traffic and traffic_steps of Summary), model_flops_per_s, mfu, hfu, peak_memory_bytes and
-    peak_memory_rank, each None where it is not known, and reason: why it ended before its last step, or None.
-    Each file holds its old or its new text at any moment. A run that is killed stays "running".
+    config.json is `config` with the sizes of `plan`: `meshcomm.config.load_config` reads it. In run.json, `run` is another
+    text at every start; state is "running", "finished" or "stopped"; `ended` has the Summary, None where something is
+    not known, and reason: why it ended before its last step, or None. Each file holds its old or its new text at any
+    moment. A run that is killed stays "running".
 
     Yields:    a list; the block adds its Summary before it ends, in whatever way.
     Called by: the rank that writes metrics.jsonl.
@@ -191,7 +182,7 @@ def _end(folder: Path, about: dict[str, Any], state: str, ended: list[Summary], 
             "late": {dim: {"rank": rank, "mean_s": mean_s} for dim, (rank, mean_s) in last.late.items()},
             "stats": [] if last.traffic is None else last.traffic.facts()["rows"],
             "stats_steps": last.traffic_steps,
-            **{key: getattr(last.rates, key, None) for key in ("model_flops_per_s", "mfu", "hfu")},
+            **{key: getattr(last.rates, key, None) for key in ("model_flops_per_s", "mfu")},
             "peak_memory_bytes": getattr(last.memory, "nbytes", None),
             "peak_memory_rank": getattr(last.memory, "rank", None),
         }
@@ -216,3 +207,61 @@ def naming(path: Path) -> Iterator[None]:
             expected="a folder that this user may write to, on a disk with space left",
             hint="make space or mend the disk, then train.resume = true goes on from the last checkpoint",
         ) from error
+
+
+@final
+class Windows(contextlib.ExitStack):
+    """`train.trace_steps` and `train.profile_steps` of a run whose first `done` steps are over.
+
+    Called by: every rank, `before` and `after` each step. Leaving it ends what is open.
+    """
+
+    def __init__(self, mesh: Mesh, train: TrainConfig, done: int) -> None:
+        super().__init__()
+        out, self._first = Path(train.out), done + 1
+        self._windows: list[tuple[tuple[int, int], contextlib.AbstractContextManager[Any]]] = []
+        if train.trace_steps:
+            self._windows.append((train.trace_steps, mesh.trace(out / TRACE)))
+        if train.profile_steps and (not train.profile_ranks or mesh.rank in train.profile_ranks):
+            self._windows.append((train.profile_steps, profiled(out / PROFILE, mesh.rank, mesh.device)))
+        self._open: dict[int, contextlib.ExitStack] = {}
+
+    def before(self, step: int) -> None:
+        """Open what begins with this step; a run that was resumed may begin inside."""
+        for place, ((first, last), window) in enumerate(self._windows):
+            if step == max(first, self._first) <= last:
+                self._open[place] = self.enter_context(contextlib.ExitStack())
+                self._open[place].enter_context(window)
+
+    def after(self, step: int) -> None:
+        """Close what ends with this step."""
+        for place, ((_, last), _) in enumerate(self._windows):
+            if step == last and place in self._open:
+                self._open.pop(place).close()
+
+
+@contextlib.contextmanager
+def profiled(folder: Path, rank: int, device: torch.device) -> Iterator[None]:
+    """Watch the block with torch.profiler; then write `folder`/rankN.json, a Chrome trace, and rankN.txt.
+
+    rankN.txt has the most expensive operators, by their own time on the device, or else on the CPU.
+    Called by: any rank, alone. Ending it waits for the device.
+    Raises:    TrainingError where another profiler runs in this process, or a file cannot be written.
+    """
+    cuda = device.type == "cuda"
+    # torch would end the other one without an error.
+    if profiling():
+        raise TrainingError(
+            f"torch.profiler cannot be started on rank {rank}",
+            given="a profiler that runs already",
+            expected="no other profiler in this process",
+            hint="remove train.profile_steps, or the other one",
+        )
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]) as watched:
+        yield
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        watched.export_chrome_trace(str(folder / f"rank{rank}.json"))
+        by = "self_device_time_total" if cuda else "self_cpu_time_total"
+        table = watched.key_averages().table(sort_by=by, row_limit=_OPERATORS, max_name_column_width=60)
+        (folder / f"rank{rank}.txt").write_text(table + "\n", encoding="utf-8")

@@ -1,10 +1,8 @@
-"""A training run on the screen: one progress bar, then a summary with its loss curve."""
+"""A training run on the screen: one progress bar, then a summary."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from statistics import fmean
+from collections.abc import Iterator
 from typing import final
 
 from rich.console import Console
@@ -14,21 +12,17 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
-from rich.text import Text
 
 from meshcomm.show.page import page_view
 from meshcomm.show.stats import stats_page
-from meshcomm.show.units import bytes_text
+from meshcomm.show.units import bytes_text, count
 from meshcomm.train.callbacks import Callback, Evaluation, Resumed, Start, Step, Summary
-from meshcomm.train.cost import Rates
 
-BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", " .:-=+*#"
 _QUIET_S = 30.0
 
 
@@ -42,65 +36,56 @@ class TrainingReporter(Callback):
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
-        self._start: Start | None = None
+        columns = (
+            *(SpinnerColumn(), TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None)),
+            *(TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn(compact=True)),
+            TextColumn("left"),
+        )
+        self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._steps = 0
         self._said: Step | None = None
 
     def on_start(self, start: Start) -> None:
         """Print what is about to run, and open the bar."""
-        self._start = start
+        self._steps, done = start.steps, 0
+        size = f"{start.text_bytes:,} " if start.text_bytes else ""
+        files = f" from {count(start.text_files, 'file')}" if start.text_files else ""
         self._say(
-            f"{start.parameters:,} parameters, {data_line(start)}, "
+            f"{start.parameters:,} parameters, {size}{start.unit}{files}, "
             f"{start.steps} steps of {start.tokens_per_step:,} tokens, "
-            f"{start.threads} CPU thread{'s' if start.threads > 1 else ''} per rank"
+            f"{count(start.threads, 'CPU thread')} per rank"
         )
         if start.warm_up_s:
             took = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in start.warm_up_s.items())
             self._say(f"groups warmed up: {took}")
-        done = 0
         if start.resumed is not None:
             done = start.resumed.step
             self._say("\n".join(resumed_lines(start.resumed)))
-        if not self._console.is_terminal and done < start.steps:
+        if self._bar.disable and done < start.steps:
             self._say(f"running step {done + 1} of {start.steps}; the first takes longest")
-        if self._console.is_terminal:
-            self._progress = Progress(
-                SpinnerColumn(),
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None),
-                TextColumn("loss {task.fields[loss]}"),
-                TextColumn("{task.fields[speed]}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(compact=True),
-                TextColumn("left"),
-                console=self._console,
-            )
-            self._task = self._progress.add_task(
-                "train", total=start.steps, completed=done, loss="-", speed="- tokens/s"
-            )
-            self._progress.start()
+        self._bar.add_task("loss -", total=start.steps, completed=done)
+        self._bar.start()
 
     def on_step(self, step: Step) -> None:
         """Move the bar, or print a line now and then, and one for a step that was left out."""
         if step.fault:
             self._say(f"step {step.step} is left out: " + step.fault.partition("\n")[0])
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step.step, loss=f"{step.loss:.4f}", speed=speed(step))
-            return
-        assert self._start is not None
-        steps, said = self._start.steps, self._said
-        tenth = max(1, steps // 10)
-        if (
+        mfu = "" if step.mfu is None else f"  MFU {100 * step.mfu:.3g}%"
+        now = f"loss {step.loss:.4f}  {step.tokens_per_s:,.0f} tokens/s{mfu}"
+        self._bar.update(self._bar.task_ids[0], completed=step.step, description=now)
+        if self._bar.disable and self._is_due(step):
+            self._said = step
+            left = step.seconds / step.step * (self._steps - step.step)
+            self._say(f"step {step.step}/{self._steps}  {now}  {duration(left)} left")
+
+    def _is_due(self, step: Step) -> bool:
+        said, tenth = self._said, max(1, self._steps // 10)
+        return (
             said is None
-            or step.step == steps
+            or step.step == self._steps
             or step.step // tenth > said.step // tenth
             or step.seconds - said.seconds > _QUIET_S
-        ):
-            self._said = step
-            left = step.seconds / step.step * (steps - step.step)
-            self._say(f"step {step.step}/{steps}  loss {step.loss:.4f}  {speed(step)}  {duration(left)} left")
+        )
 
     def on_eval(self, evaluation: Evaluation) -> None:
         """Print a line."""
@@ -111,15 +96,18 @@ class TrainingReporter(Callback):
 
     def on_end(self, summary: Summary, error: BaseException | None) -> None:
         """Close the bar, and print the summary or how far the run came."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if not self._bar.disable:
+            self._bar.stop()
         if error is not None:
-            steps = self._start.steps if self._start else 0
             loss = f", loss {summary.losses[-1]:.4f}" if summary.losses else ""
-            self._say(f"stopped after step {summary.steps} of {steps}{loss}; metrics in {summary.metrics}")
+            self._say(
+                f"stopped after step {summary.steps} of {self._steps}{loss}; metrics in {summary.metrics}"
+            )
             return
-        self._console.print(summary_panel(summary, unicode=self._console.encoding.startswith("utf")))
+        facts = Table.grid(padding=(0, 2))
+        for name, fact in summary_rows(summary):
+            facts.add_row(name, fact)
+        self._console.print(Panel(facts, title="training finished", expand=False))
         if summary.traffic is not None and summary.traffic.rows:
             self._console.print(page_view(stats_page(summary.traffic.facts(), summary.traffic_steps)))
 
@@ -143,50 +131,29 @@ def resumed_lines(resumed: Resumed) -> list[str]:
     return [first, *(f"  {line}" for line in resumed.differences)]
 
 
-def summary_panel(summary: Summary, *, unicode: bool = True) -> Panel:
-    """Final loss, speed, time and the loss curve of a run that did at least one step."""
-    facts = Table.grid(padding=(0, 2))
-    facts.add_row("loss", f"{summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per {summary.unit}")
+def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Final loss, speed and time of a run that did at least one step."""
+    yield "loss", f"{summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per {summary.unit}"
     if summary.evaluation is not None:
         last = summary.evaluation
-        facts.add_row("validation", f"{last.validation_loss:.4f} after step {last.step}")
+        yield "validation", f"{last.validation_loss:.4f} after step {last.step}"
     if summary.skipped:
-        facts.add_row("left out", f"{summary.skipped} of {summary.steps} steps, not finite")
-    facts.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s")
+        yield "left out", f"{summary.skipped} of {summary.steps} steps, not finite"
+    yield "speed", f"{summary.tokens_per_s:,.0f} tokens/s"
     if summary.rates is not None:
-        facts.add_row("model FLOP/s", _flops(summary.rates))
+        flops, mfu = summary.rates
+        share = "" if mfu is None else f", MFU {100 * mfu:.3g}%"
+        yield "model FLOP/s", f"{bytes_text(flops).removesuffix('B')}FLOP/s a rank{share}"
     if summary.memory is not None:
-        memory = summary.memory
-        facts.add_row("peak memory", f"{bytes_text(memory.nbytes)} on rank {memory.rank}, {memory.kind}")
+        nbytes, rank, kind = summary.memory
+        yield "peak memory", f"{bytes_text(nbytes)} on rank {rank}, {kind}"
     if summary.stopped:
-        facts.add_row("ended early", summary.stopped)
-    facts.add_row("time", f"{duration(summary.seconds)} for {summary.steps} steps, {summary.tokens:,} tokens")
+        yield "ended early", summary.stopped
+    yield "time", f"{duration(summary.seconds)} for {summary.steps} steps, {summary.tokens:,} tokens"
     if summary.late:
         late = (f"{dim}: rank {rank}, {mean * 1e3:.1f} ms" for dim, (rank, mean) in summary.late.items())
-        facts.add_row("latest to come", "; ".join(late))
-    facts.add_row("metrics", str(summary.metrics))
-    if line := curve(summary.losses, BARS if unicode else ASCII_BARS):
-        facts.add_row("curve", Text(line))
-    return Panel(facts, title="training finished", expand=False)
-
-
-def speed(step: Step) -> str:
-    """Tokens each second, and MFU where it is known."""
-    return f"{step.tokens_per_s:,.0f} tokens/s" + ("" if step.mfu is None else f"  MFU {100 * step.mfu:.3g}%")
-
-
-def _flops(rates: Rates) -> str:
-    shares = [
-        f"{name} {100 * share:.3g}%" for name, share in (("MFU", rates.mfu), ("HFU", rates.hfu)) if share
-    ]
-    return ", ".join([f"{bytes_text(rates.model_flops_per_s).removesuffix('B')}FLOP/s a rank", *shares])
-
-
-def data_line(start: Start) -> str:
-    """How much there is to train on."""
-    count = f"{start.text_bytes:,} " if start.text_bytes else ""
-    files = f" from {start.text_files} file{'' if start.text_files == 1 else 's'}" if start.text_files else ""
-    return f"{count}{start.unit}{files}"
+        yield "latest to come", "; ".join(late)
+    yield "metrics", str(summary.metrics)
 
 
 def duration(seconds: float) -> str:
@@ -201,18 +168,3 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def curve(losses: Sequence[float], bars: str = BARS, columns: int = 60) -> str:
-    """The losses over the steps as one line of `bars`, lowest first. A bar is the mean of the steps that it covers.
-
-    >>> curve([4.0, 3.0, 2.0, 1.0]), curve([1.0, 3.0, 5.0, 7.0], "_^", 2), curve([2.0, math.nan])
-    ('█▆▃▁', '_^', '▁')
-    """
-    losses = [loss for loss in losses if math.isfinite(loss)]
-    count = len(losses)
-    columns = min(columns, count)
-    means = [fmean(losses[x * count // columns : (x + 1) * count // columns]) for x in range(columns)]
-    low, top = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(bars) - 1) / (top - low) if top > low else 0.0
-    return "".join(bars[round((mean - low) * scale)] for mean in means)

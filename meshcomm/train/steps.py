@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -14,6 +15,7 @@ import torch
 
 from meshcomm.config import Config, TrainConfig
 from meshcomm.errors import TrainingError
+from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
@@ -22,9 +24,8 @@ from meshcomm.train.checkpoint import Checkpoints, state_of
 from meshcomm.train.cost import Cost
 from meshcomm.train.data import Batches, Corpus, GivenBatches
 from meshcomm.train.lock import Lock
-from meshcomm.train.run_files import METRICS, MetricsFile, recorded, settings_of
-from meshcomm.train.sinks import SINKS
-from meshcomm.train.windows import Windows
+from meshcomm.train.run_files import METRICS, MetricsFile, Windows, check_folder, recorded, settings_of
+from meshcomm.train.sinks import Sink, check_sinks
 
 # Steps that may be left out one after the other: more of them are no accident.
 _IN_A_ROW = 10
@@ -56,6 +57,29 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     falls = {"cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1.0}
     least = 1.0 if train.schedule == "constant" else train.min_lr_ratio
     return train.lr * (least + (1 - least) * falls.get(train.schedule, 1 - done))
+
+
+def check_outputs(train: TrainConfig) -> None:
+    """Make `train.out`. Raises TrainingError, ConfigError where the run cannot be written as [train] says."""
+    check_sinks(train)
+    check_folder(Path(train.out))
+
+
+@contextlib.contextmanager
+def threads_and_precision(mesh: Mesh, train: TrainConfig, ranks_here: int) -> Iterator[None]:
+    """Set torch's threads and `train.float32_matmul_precision`, until the run has ended."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        if mesh.device.type == "cpu":
+            # More threads than cores slow each other down; ranks on one host share its cores.
+            bound = hasattr(os, "sched_getaffinity")
+            cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1
+            torch.set_num_threads(max(1, cores // ranks_here))
+        torch.set_float32_matmul_precision(train.float32_matmul_precision or precision)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(threads)
 
 
 class Reading(NamedTuple):
@@ -117,7 +141,7 @@ class Steps:
         sinks = []
         if is_first(mesh):
             settings = settings_of(config, mesh.plan)
-            sinks = [SINKS[name](self._out, settings, self._first) for name in train.log_to]
+            sinks = [Sink(name, self._out, settings, self._first) for name in train.log_to]
         self._callbacks = (self._early, *callbacks, *sinks)
         self._start = Start(
             steps=train.steps,

@@ -19,22 +19,22 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.models import ModelSpec, model_of
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.wrapped import WrappedModule
-from meshcomm.parallel.build import Sections, sections
+from meshcomm.parallel.build import Model, Sections, sections
 from meshcomm.parallel.compose import Engine, LossOf
-from meshcomm.parallel.model import Model
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
-from meshcomm.train import checkpoint, loop
+from meshcomm.train import checkpoint
 from meshcomm.train.agree import agree, agreed_corpus, corpus_of
 from meshcomm.train.callbacks import Callback, Summary
-from meshcomm.train.checkpoint import Attempt
-from meshcomm.train.data import Batches, Corpus, Data, GivenBatches, placed
-from meshcomm.train.lock import lock_of
-from meshcomm.train.steps import learning_rate
+from meshcomm.train.checkpoint import Attempt, Checkpoints
+from meshcomm.train.data import Batches, Corpus, Data, GivenBatches, batches_of, placed
+from meshcomm.train.lock import Lock, lock_of
+from meshcomm.train.steps import Progress, Reading, Steps, check_outputs, learning_rate, threads_and_precision
 
 MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 
@@ -49,9 +49,6 @@ class Recorder(ABC):
 
     def begins(self, engine: Engine, inputs: Tensor) -> None:  # noqa: B027
         """Before each step."""
-
-    def reads(self, engine: Engine, batches: Batches | GivenBatches) -> None:  # noqa: B027
-        """Before the first step of `Trainer.run`."""
 
     @abstractmethod
     def stepped(self, engine: Engine) -> None:
@@ -71,21 +68,18 @@ class Trainer:
 
     Args:
         mesh: an open mesh that this rank is a member of.
-        config: what it was opened with; None: that of `meshcomm run CONFIG`. [parallel] and [train] are needed,
-            [model] where no model is given, [data] where no data is given to `run`, where [model] is there, and for
-            a pipeline, whose stages must know data.seq_len.
-        model: None: that of [model]. A ModelSpec or Model: built in parts, so that all kinds of parallelism can be
-            had which it tells of. An nn.Module: as it is, for data and shard; for tensor once `tensor_parallel` has
-            split it. The weights of the first rank along data and shard become those of all of them.
-        optimizer: (parameter groups) -> an optimiser; None: that of [train]. There are two groups or more: vectors
-            have weight_decay 0. Its lr follows train's schedule from what it is set to here, train.lr being what the
-            schedule is a share of.
-        loss: (outputs, targets) -> the mean over a microbatch; the step's is the mean of those of all microbatches of
-            all ranks. None: the model's own, or cross-entropy over all targets of the global batch that are not -100.
-        scheduler: (optimizer) -> a torch LRScheduler in place of train's schedule; a function of the step is
-            `lambda optimizer: LambdaLR(optimizer, factor)`. It is stepped after each step. A run that resumes steps it
-            as often as there were steps, and then gives it the state that was saved; where its settings are others
-            now, these count, and the state follows from the number of steps alone.
+        config: what it was opened with; None: that of `meshcomm run CONFIG`. [parallel] and [train] are needed; [model]
+            where no model is given; [data] where `run` is given no data, with [model], and for a pipeline.
+        model: None: that of [model]. A ModelSpec or Model: built in parts, for all kinds of parallelism that it tells
+            of. An nn.Module: as it is, for data and shard; for tensor once `tensor_parallel` has split it. The weights
+            of the first rank along data and shard become those of all of them.
+        optimizer: (parameter groups) -> an optimiser; None: that of [train]. Vectors have a group of weight_decay 0.
+            Its lr follows train's schedule from what it is set to here, train.lr being what the schedule is a share of.
+        loss: (outputs, targets) -> the mean over a microbatch; the step's is the mean over all microbatches of all
+            ranks. None: the model's own, or cross-entropy over all targets of the global batch that are not -100.
+        scheduler: (optimizer) -> a torch LRScheduler in place of train's schedule, stepped after each step. A run that
+            resumes steps it as often as there were steps, and then gives it the state that was saved; where its
+            settings are others now, these count, and the state follows from the number of steps alone.
         callbacks: called on every rank, in this order.
 
     Called by: every rank of the mesh, with equal arguments.
@@ -108,7 +102,7 @@ class Trainer:
         said = None if self._recorder is None else self._recorder.config
         config = _of_the_job(config) if said is None else said
         self._facts = agree(mesh, config)
-        self._mesh, self._config = mesh, config
+        self.mesh, self._config = mesh, config
         self._model = _model(mesh, config, model, loss)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._made: Engine | None = None
@@ -117,11 +111,6 @@ class Trainer:
         self.callbacks = tuple(callbacks)
         for callback in self.callbacks:
             callback.trainer = self
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh that it trains on."""
-        return self._mesh
 
     @property
     def engine(self) -> Engine:
@@ -149,27 +138,50 @@ class Trainer:
     def run(self, data: Data | None = None, attempt: Attempt | None = None) -> Summary:
         """Train up to train.steps, from the start or from the last complete checkpoint in train.out.
 
-        data:      what each step is made of, this rank's share of the global batch: (step) -> (inputs, targets), or
-                   an iterable of (inputs, targets), such as a DataLoader, which begins again at its end, after
-                   `set_epoch` of its sampler, and of which a run that goes on from a checkpoint takes those of the steps before first. Equal along
-                   tensor, pipeline and context. None: that of [data].
+        data:      this rank's share of each global batch: (step) -> (inputs, targets), or an iterable of them, such as
+                   a DataLoader, which begins again at its end, after `set_epoch` of its sampler; a run that resumes
+                   takes those of the steps before first. Equal along tensor, pipeline and context. None: [data].
         attempt:   as the launcher says. A job that it restarts goes on from its own last checkpoint.
         Called by: every rank of the mesh.
-        Returns:   the same losses on every rank. The first rank has written metrics.jsonl, and beside it
-                   config.json and run.json, into train.out; see meshcomm.train.run_files.
-        Raises:    ConfigError where config and checkpoint do not fit; TrainingError where ranks have different
-                   data, a parameter gets no gradient, the loss or the gradient norm is not finite (see
-                   train.on_nonfinite), or a checkpoint cannot be written or read; CallMismatchError where ranks
-                   called differently in a step.
+        Returns:   the same losses on every rank. The first rank has written the files of `run_files` into train.out.
+        Raises:    ConfigError where config and checkpoint do not fit; TrainingError where ranks have different data, a
+                   parameter gets no gradient, the loss or the gradient norm is not finite (see train.on_nonfinite), or a
+                   checkpoint cannot be written or read; CallMismatchError where ranks called differently in a step.
         """
         source = self._corpus() if data is None else data
         if self._recorder is not None:
-            batches = loop.batches_for(self.engine, source)
-            self._recorder.reads(self.engine, batches)
+            batches = self._batches(source)
             # The recorder ends it.
             for step in count(1):
                 self.step(*batches(step))
-        return loop.run(self._mesh, self._facts, self._make, self.callbacks, source, attempt or Attempt())
+        train = self._facts.sections.train
+        writes = is_first(self.mesh)
+        on_all_ranks(self.mesh, "start the training", lambda: check_outputs(train) if writes else None)
+        with threads_and_precision(self.mesh, train, self._facts.ranks_here):
+            return self._train(source, attempt or Attempt())
+
+    def _train(self, data: Data | Corpus, attempt: Attempt) -> Summary:
+        corpus = data if isinstance(data, Corpus) else None
+        checkpoints = Checkpoints(self.mesh, self._facts.sections.train)
+        start = lock_of(self.mesh, self._config, b"" if corpus is None else corpus.digest)
+        resumed, lock = checkpoints.begin(attempt, start)
+        # What a checkpoint has is not read from elsewhere, nor drawn, before.
+        engine = self._make(not lock.step)
+        losses: list[float] = []
+        if resumed is not None and lock.step:
+            checkpoint.resume(self.mesh, engine, resumed.folder, losses)
+        lock = start.continuing(lock)
+        validation = None if corpus is None else corpus.validation
+        held = None if validation is None else batches_of(engine, validation)
+        reading = Reading(self._batches(data, lock.step, lock.samples or 0), corpus, held)
+        progress = Progress(lock, losses, resumed)
+        return Steps(engine, self._config, reading, self.callbacks, checkpoints, progress).run()
+
+    def _batches(self, data: Data | Corpus, step: int = 0, samples: int = 0) -> Batches | GivenBatches:
+        """What each step after `step` is made of; samples: that were read until then."""
+        if isinstance(data, Corpus):
+            return batches_of(self.engine, data, (step, samples))
+        return GivenBatches(data, self.engine, step)
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         """One step of a loop of your own; `look` tells what it gave.
@@ -182,7 +194,7 @@ class Trainer:
         """
         if not torch.is_grad_enabled():
             raise UnsupportedOp(
-                f"a step needs gradients, on {self._mesh.label}",
+                f"a step needs gradients, on {self.mesh.label}",
                 given="Trainer.step within torch.no_grad or torch.inference_mode",
                 expected="gradients to be recorded",
                 hint="move the step out of the block; Trainer.evaluate computes a loss alone",
@@ -231,9 +243,11 @@ class Trainer:
 
         Called by: every rank. Raises TrainingError on every rank where one could not write, or has what cannot be saved.
         """
-        engine = self.engine
-        lock = replace(lock_of(self._mesh, self._config, b""), step=engine.done)
-        checkpoint.write(self.mesh, checkpoint.state_of(self.mesh, engine), Path(folder), lock)
+        checkpoint.write(self.mesh, checkpoint.state_of(self.mesh, self.engine), Path(folder), self.lock())
+
+    def lock(self) -> Lock:
+        """What a checkpoint after the last step says about the training."""
+        return replace(lock_of(self.mesh, self._config, b""), step=self.engine.done)
 
     def load(self, folder: str | Path) -> None:
         """Make the state that of a folder that `save` or a run's checkpoint made on any mesh; `step` goes on after it.
@@ -253,12 +267,12 @@ class Trainer:
                 hint="trainer.run(data) with (inputs, targets) of each step, or [data] sequence = 128",
             )
         if self._recorder is not None:
-            return corpus_of(self._mesh, facts.sections, self._model.vocab_size)
-        return agreed_corpus(self._mesh, facts, self._model.vocab_size)
+            return corpus_of(facts.sections, self._model.vocab_size)
+        return agreed_corpus(self.mesh, facts, self._model.vocab_size)
 
     def _make(self, filled: bool) -> Engine:
         if self._made is None:
-            engine = Engine(self._mesh, self._config, self._model, self._optimizer, filled=filled)
+            engine = Engine(self.mesh, self._config, self._model, self._optimizer, filled=filled)
             if self._scheduler is not None:
                 engine.scheduler = _scheduler(self._scheduler, engine.optimizer)
             self._made = engine
@@ -319,28 +333,22 @@ def _configured(config: Config, known: Sections) -> Model:
 
 
 def _scheduler(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
-    example = "lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))"
+    wrong = ""
+    cause: Exception | None = None
     try:
         found = make(optimizer)
+        if not isinstance(found, LRScheduler) or isinstance(found, ReduceLROnPlateau):
+            wrong = f"scheduler(optimizer) returned a {type(found).__name__}"
+        elif found.optimizer is not optimizer:
+            wrong = f"a {type(found).__name__} of another {type(found.optimizer).__name__}"
     except (TypeError, ValueError) as error:
+        wrong, cause = f"{type(error).__name__}: {error}", error
+    if wrong:
         raise ConfigError(
-            "the scheduler cannot be made",
-            given=f"{type(error).__name__}: {error}",
-            expected="a function of the optimizer",
-            hint=example,
-        ) from error
-    if not isinstance(found, LRScheduler) or isinstance(found, ReduceLROnPlateau):
-        raise UnsupportedOp(
-            f"the scheduler is a {type(found).__name__}",
-            given=f"scheduler(optimizer) returned a {type(found).__name__}",
-            expected="a torch.optim.lr_scheduler.LRScheduler whose rates follow from the number of steps",
-            hint=example,
-        )
-    if found.optimizer is not optimizer:
-        raise ConfigError(
-            f"the {type(found).__name__} schedules another optimizer",
-            given=f"a scheduler of another {type(found.optimizer).__name__}",
-            expected="a scheduler of the optimizer that the function is called with",
-            hint=example,
-        )
+            "the scheduler cannot be used",
+            given=wrong,
+            expected="a function of the optimizer that returns a torch.optim.lr_scheduler.LRScheduler of it, whose "
+            "rates follow from the number of steps",
+            hint="lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))",
+        ) from cause
     return found

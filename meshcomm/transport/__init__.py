@@ -1,6 +1,6 @@
 """What carries bytes along one group: torch process groups, or nothing at all for a group of one."""
 
-from meshcomm.transport.base import P2P, Done, Prepared, SoloTransport, Transport, Work
+from meshcomm.transport.base import P2P, Prepared, SoloTransport, Transport, Work
 from meshcomm.transport.process_group import ProcessGroupTransport
 
-__all__ = ["P2P", "Done", "Prepared", "ProcessGroupTransport", "SoloTransport", "Transport", "Work"]
+__all__ = ["P2P", "Prepared", "ProcessGroupTransport", "SoloTransport", "Transport", "Work"]

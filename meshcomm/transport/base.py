@@ -24,21 +24,6 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
-@final
-class Done:
-    """Work that is over."""
-
-    __slots__ = ()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """True, at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """True."""
-        return True
-
-
 class P2P(NamedTuple):
     """One end of a message. peer: a coord; None: receive from whoever sends first."""
 
@@ -72,8 +57,6 @@ class Transport(ABC):
     ordered: bool = False
     # Whether a run of it ends by telling of calls that nobody waited for: their handles need not.
     tells_unwaited: bool = False
-    # Whether only the thread that made a call may wait for it.
-    one_thread: bool = False
 
     @property
     def timeout_s(self) -> float:

@@ -90,7 +90,9 @@ class ProcessGroupTransport(Transport):
         return Prepared(method, _options(row.options, blocking, op, root, device))
 
     def start_p2p(self, batch: Sequence[P2P]) -> Sequence[Work]:
-        if not self.ordered or len(batch) == 1:
+        if len(batch) == 1:
+            return (self._message(batch[0]),)
+        if not self.ordered:
             return [self._message(message) for message in batch]
         # NCCL runs the calls of one group as one kernel; apart they could wait for each other.
         self.group._start_coalescing(self.device)

@@ -1,4 +1,4 @@
-"""What can each backend do? One table, for the check before a call and for the documentation."""
+"""What does each backend reduce? One table, for the check before a call and for the documentation."""
 
 from __future__ import annotations
 
@@ -44,31 +44,6 @@ REDUCED: Final[dict[str, frozenset[torch.dtype]]] = {
     "nccl": _WHOLE | _FLOATS | _COMPLEX | frozenset(WIDENED) | {torch.bool},
 }
 
-# Which device's tensors a backend carries, and what it lacks there. Of gloo, mpi, nccl and xccl as torch's documentation
-# has it (torch.distributed, "Backends"), where "?" is what depends on how MPI was built; of ucc, which that table leaves
-# out, as its ProcessGroupUCC implements them. A collective that is not named is there.
-_MESSAGES: Final = frozenset(("send", "recv"))
-CARRIES: Final[dict[tuple[str, str], dict[str, frozenset[str]]]] = {
-    ("gloo", "cpu"): {},
-    ("gloo", "cuda"): {"no": _MESSAGES | {"barrier"}},
-    ("mpi", "cpu"): {"no": frozenset(("reduce_scatter",))},
-    ("mpi", "cuda"): {"no": frozenset(("reduce_scatter",)), "?": frozenset(("*",))},
-    ("nccl", "cuda"): {},
-    ("ucc", "cpu"): {"list": frozenset(("reduce_scatter",))},
-    ("ucc", "cuda"): {"list": frozenset(("reduce_scatter",))},
-    ("xccl", "xpu"): {},
-}
-
-
-def carries(backend: str, device: str, operation: str) -> str:
-    """ "yes", "no", "?" (MPI, built for CUDA or not) or "list" (only torch's call on a list of tensors, which meshcomm
-    does not make): whether `backend` carries out `operation`, a collective's name, "send" or "recv", on `device`.
-    """
-    known = CARRIES.get((backend, device))
-    if known is None:
-        return "no"
-    return next((say for say, names in known.items() if operation in names or "*" in names), "yes")
-
 
 def check_reduce(backend: str, op: str, dtype: torch.dtype, where: Callable[[], str]) -> None:
     """Raise UnsupportedOp unless a reduction `op` of `dtype` exists and is exact on `backend`.
@@ -111,20 +86,6 @@ def _kind_of(dtype: torch.dtype) -> Kind:
     if dtype.is_floating_point:
         return "float8" if dtype.itemsize == 1 else "float"
     return "complex" if dtype.is_complex else "whole"
-
-
-def support_table() -> list[dict[str, str]]:
-    """backend, dtype and the operations it has: one row per backend and dtype, for documentation."""
-    dtypes = sorted({dtype for known in REDUCED.values() for dtype in known}, key=name_of)
-    return [
-        {
-            "backend": backend,
-            "dtype": name_of(dtype),
-            "ops": " ".join(op for op in REDUCTIONS if reduce_refusal(backend, op, dtype) is None),
-        }
-        for backend in REDUCED
-        for dtype in dtypes
-    ]
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -24,7 +24,7 @@ from unittest.mock import patch
 from weakref import WeakValueDictionary
 
 import torch
-import torch._C._distributed_c10d as bindings
+import torch._C._distributed_c10d as c10d_bindings
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -33,8 +33,9 @@ from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# For a backend in Python: what it returns, what sees every operator, the tensors in nested arguments.
+# For a backend in Python: what it returns, the classes of its options, what sees every operator, the tensors in nested arguments.
 Work: Any = dist._Work
+bindings: Any = c10d_bindings
 DispatchMode: Any = TorchDispatchMode
 leaves_of: Callable[[Any], list[Any]] = tree_leaves
 # A block that no mode sees.
@@ -81,9 +82,8 @@ _HOOKED_GROUPS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 class GroupHooks:
     """Calls `before` and `after` around every call on `group`, whoever makes it (torch 2.14 and newer).
 
-    before: gets name, input_tensors, output_tensors, root, async_op; what it raises reaches the caller, and
-    nothing is sent. after: gets name, work. Older torch has no such hooks; then this is of use to dry runs alone.
-    group: None where it has no hooks, or has them no more.
+    before: gets name, input_tensors, output_tensors, root, async_op; if it raises, nothing is sent. after: gets name,
+    work. Older torch has no such hooks; only dry runs call these then. group: None where it has no hooks.
     """
 
     def __init__(
@@ -159,11 +159,6 @@ def group_named(name: str) -> Any:
     return c10d._resolve_process_group(_NAME(name))
 
 
-def ranks_of(group: Any) -> list[int]:
-    """The global ranks of a group, in the order of its own."""
-    return dist.get_process_group_ranks(group)
-
-
 # Whether torch.profiler is recording.
 profiling = torch.autograd._profiler_enabled
 
@@ -234,28 +229,23 @@ def work_error(work: Any) -> RuntimeError | None:
     return found[0]
 
 
+# The default process group, and its store.
+default_group: Callable[[], dist.ProcessGroup] = c10d._get_default_group
+default_store: Callable[[], dist.Store] = c10d._get_default_store
+# The global ranks of a group, in the order of its own.
+ranks_of: Callable[[Any], list[int]] = dist.get_process_group_ranks
+
+
 def source_rank(work: Any) -> int:
     """The group rank that a receive from any source got its message from."""
     rank: int = work._source_rank()
     return rank
 
 
-def default_group() -> dist.ProcessGroup:
-    """The default process group."""
-    found: dist.ProcessGroup = c10d._get_default_group()
-    return found
-
-
 def bound_device() -> torch.device | None:
     """The device that the default process group is bound to."""
     found: torch.device | None = default_group().bound_device_id
     return found
-
-
-def default_store() -> dist.Store:
-    """The store of the default process group."""
-    store: dist.Store = c10d._get_default_store()
-    return store
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
@@ -275,11 +265,6 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
 def has_backend(name: str) -> bool:
     """Whether a backend of this name was registered by `Backend.register_backend`."""
     return name.upper() in dist.Backend._plugins
-
-
-def live_groups() -> int:
-    """Number of process groups that exist in this process, the default one included."""
-    return len(c10d._world.pg_names)
 
 
 # The function that waits torch's own 30 minutes where it is given no timeout, and what it asks then.
@@ -325,10 +310,8 @@ def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh
     return found
 
 
-def root_of(device_mesh: DeviceMesh) -> DeviceMesh:
-    """The DeviceMesh that a slice was cut from; of what is no slice itself."""
-    root: DeviceMesh = device_mesh._get_root_mesh()
-    return root
+# The DeviceMesh that a slice was cut from; of what is no slice itself.
+root_of: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
 
 
 def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -340,9 +323,8 @@ def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:
 def forget_device_meshes(meshes: Iterable[DeviceMesh]) -> None:
     """Take their groups from `meshes`, and empty DTensor's caches, which hold on to the DeviceMeshes that they have met.
 
-    They know a DeviceMesh by its ranks and names, so that one that is made later, over other groups
-    with the same ranks, would be taken for the one before, and its groups be looked for in vain. A group that some
-    other cache, or a tensor of the program, still led to would keep its sockets and threads.
+    They know a DeviceMesh by its ranks and names: a later one over other groups with the same ranks would be taken for
+    the one before. A group that something still led to would keep its sockets and threads.
     """
     for mesh in meshes:
         for each in (mesh, mesh._get_root_mesh()):
@@ -422,10 +404,9 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class SoloGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group of one rank that copies instead of communicating.
+    """A process group of one rank that copies instead of communicating, where torch wants one for a dim of size 1.
 
-    It stands where torch wants a group for a dim of size 1 (DeviceMesh, pipelining). It opens no
-    socket, starts no thread, and is exact, where the "fake" backend leaves outputs unwritten.
+    Exact, where the "fake" backend leaves outputs unwritten.
     """
 
     def __init__(self, name: str, rank: int) -> None:

@@ -23,12 +23,9 @@ def page_facts(settings: Config, world: int | None, topology: TopologyConfig) ->
 
     world: number of processes, or None where every size is given. topology: as `discovered` gives it.
 
-    Keys: title, and of `plan_facts` world_size, fingerprint, groups, groups_per_rank; dims, as there, each
-    with home (the view that it belongs to, "" for the base) and digits (see Layout.digits); base and
-    views: (dim, size) pairs in order; rank_order: the rank at each position, or None where they are the
-    same; ranks_per_node, nodes_per_rack: None where not known; traffic: see `predicted_traffic`;
-    trains: None without training, else the dim of every part and what the model is.
-    Their length does not grow with the number of ranks, except for rank_order.
+    Those of `plan_facts`, each dim with home (its view, "" for the base) and digits (see Layout.digits); base and views:
+    (dim, size) pairs in order; rank_order: the rank at each position, None if they are equal; trains: None without
+    training. Their length does not grow with the number of ranks, except for rank_order.
     Raises ConfigError or LayoutError where the world or the training does not fit.
     """
     filled = settings.resolved(world)
@@ -69,13 +66,9 @@ def _trains(settings: Config, layout: Layout) -> Facts | None:
 def predicted_traffic(settings: Config, layout: Layout, topology: TopologyConfig) -> Facts | None:
     """The calls of one step on the rank with most layers, as `place` estimates them, by the dims that they go along.
 
-    settings: with every size filled in. Returns None where they say nothing about training, or no sizes of the model, else
-    links: the text of each level, or None where nobody says which ranks share a node; and rows, each
-    with along (names of dims), digits (see Layout.digits), size (ranks of a group), operation, what (in
-    words), calls, size_bytes (of one call, as nccl-tests counts), sent_bytes (what the rank sends in a
-    step: calls * size_bytes * the operation's share that crosses a link), received_bytes (of calls that receive
-    alone, else None), and, where links are known,
-    seconds (of all the calls, one after the other) and link (the slowest one that a group crosses).
+    settings: with every size filled in; None if they have no training or no sizes of the model. size_bytes: of one call,
+    as nccl-tests counts; sent_bytes: what the rank sends in a step; received_bytes: of calls that receive alone, else
+    None; seconds: of all the calls, one after the other, and link: the slowest that a group crosses; None if unknown.
     """
     model = settings.model
     if settings.parallel is None or settings.train is None or settings.data is None or model is None:

@@ -67,12 +67,10 @@ def run_news(folder: Path | None, known: str = "", offset: int = 0, most_bytes: 
     known, offset: what the call before returned as id and offset; "" and 0 for the first. most_bytes: to
     read at once; -1: all.
 
-    Keys: state ("none": the configuration does not train; "waiting": nothing was written yet; "running",
-    "finished", "stopped"; "unknown": metrics without a run.json that can be read), folder, about (the
-    content of run.json, or None), id, reset (the lines are those of another run than `known`, from its
-    first on), offset, more (ask again at once), age_s (seconds since metrics were written, or None), and
-    columns: for each of COLUMNS its values, one a line, None where a line has no finite number.
-    A folder that is not there, or goes away, is no error.
+    state: "none" (the configuration does not train), "waiting" (nothing was written yet), "running", "finished",
+    "stopped", or "unknown" (metrics without a run.json that can be read); about: the content of run.json; reset: the
+    lines are those of another run than `known`, from its first on; more: ask again at once; age_s: seconds since metrics
+    were written; columns: for each of COLUMNS its values, None for no finite number. A missing folder is no error.
     """
     about = None if folder is None else _about(folder)
     run = "" if about is None else about["run"]

@@ -32,13 +32,8 @@ _HEADERS: Final = {
 class Server(ThreadingHTTPServer):
     """Serves `/`, `/facts.json` and `/run.json` on 127.0.0.1, and nothing else.
 
-    Args:
-        facts:  as from `page_facts`.
-        folder: of the run, there or not; None without training.
-        port:   0 for one that is free.
-    It answers GET and HEAD whose Host is a name of this machine; a thread for each connection. Start it
-    with `serve_forever`, end it with `shutdown` from another thread and `server_close`.
-    Raises ViewError where the port cannot be had.
+    facts: of `page_facts`. folder: of the run, there or not; None without training. port: 0 for one that is free.
+    Answers GET and HEAD whose Host is a name of this machine. Raises ViewError if the port is taken.
     """
 
     daemon_threads = True

@@ -32,7 +32,6 @@ from meshcomm.errors import AutogradError, CallMismatchError, LayoutError, Unmat
 from meshcomm.mesh import Mesh
 from meshcomm.simulator.run import run_ranks
 from meshcomm.testing import Pool
-from tests.benchmarks.algorithms import algorithms
 from tests.documents import tool
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "costs.md"
@@ -364,15 +363,3 @@ def test_the_simulator_counts_what_the_formulas_say(n: int) -> None:
         assert (max(sent), sum(sent), counts.steps) == (cost.busiest_bytes, cost.total_bytes, cost.steps), (
             name
         )
-
-
-def measured(mesh: Mesh) -> list[Any]:
-    return algorithms(mesh, "dp", {"64 KiB": 64 << 10}, rounds=1)
-
-
-def test_the_benchmark_has_a_row_for_each_algorithm() -> None:
-    first, second = meshcomm.simulate(measured, dims={"dp": 2})
-    assert first == second
-    flat = [name for name in scheduled.SCHEDULED if name != "two_level"]
-    assert [row.name for row in first] == [f"{name} of 64 KiB / flat" for name in flat]
-    assert all(row.ratio > 0 for row in first)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -17,8 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.bench.facts import Asked, chosen_dims, items, measured_facts
-from meshcomm.bench.measure import Item, Measured, in_turn
+from meshcomm.bench.measure import Asked, Item, Measured, chosen_dims, in_turn, items, measured_facts
 from meshcomm.cli import app
 from meshcomm.config import Config, TopologyConfig, load_config
 from meshcomm.errors import ConfigError, UnknownDim
@@ -30,7 +28,6 @@ from meshcomm.predict.times import COUNTED, OPERATIONS, Operation, bus_factor, c
 from meshcomm.reductions import REDUCTIONS
 from meshcomm.show.bench import bench_view, fit_facts, row_facts
 from meshcomm.testing import Pool
-from tests.benchmarks.table import compare, rows_table
 
 ROOT = Path(__file__).parents[2]
 SIZES = [1 << power for power in range(10, 27, 4)]
@@ -49,22 +46,6 @@ def test_bandwidths_by_hand() -> None:
     # Of each round: 0.25, 2 and 1.5. The ratio of the medians would be 0.5.
     assert facts["ratio"] == pytest.approx(1.5)
     assert set(OPERATIONS) == set(COUNTED) == set(get_args(Operation))
-
-
-def test_captions_say_which_figures_are_medians_of_ratios_and_which_of_medians() -> None:
-    # Of each round 0.25, 2 and 1.5; the ratio of the medians, 2 ms and 4 ms, would be 0.5.
-    row = compare("a / b", [0.001, 0.002, 0.009], [0.004, 0.001, 0.006], 4_000_000)
-    assert (row.ours_s, row.theirs_s, row.ratio) == (0.002, 0.004, pytest.approx(1.5))
-    text = shown(rows_table("calls", [row]))
-    assert re.search(r"a / b +2 ms +4 ms +1.500 +2.00", text)
-    of_one = made_facts(1) | {
-        "rows": [row_facts("dp", 4, "broadcast", 4_000_000, 7, [0.001, 0.002, 0.009], [0.004, 0.001, 0.006])]
-    }
-    for each in (text, printed(of_one)):
-        said = " ".join(each.split())
-        assert "medians of the rounds; " in said and "ratio: the median of the rounds' ratios" in said
-        assert re.search(r"GB/s:? (of|the bytes over) the median time", said)
-    assert re.search(r"2 ms +2 +2 +4 ms +1.50", printed(of_one))
 
 
 def test_a_size_is_what_nccl_tests_counts() -> None:
@@ -295,7 +276,6 @@ def made_facts(dims: int = 3) -> dict[str, Any]:
         "machine": machine | {"device": "a <device> & more", "torch": "2.13.0"},
         "mesh": {"dims": {"dp": 2, "tp": 2}, "world_size": 4},
         "rounds": 9,
-        "alone": False,
         "dims": [{"dim": dim, "size": 4, "groups": 1, "backend": "gloo", "link": "node"} for dim in names],
         "rows": rows,
         "skipped": [{"dim": "pp", "operation": None, "why": "one rank: nothing moves"}],
@@ -339,7 +319,7 @@ def test_the_table_has_every_row_and_what_was_left_out() -> None:
 # -- real ranks -------------------------------------------------------------------------------------
 
 
-def on_ranks(operations: tuple[Operation, ...], lacking: tuple[str, ...], alone: bool) -> dict[str, Any]:
+def on_ranks(operations: tuple[Operation, ...], lacking: tuple[str, ...]) -> dict[str, Any]:
     """The facts, and for each item under "made" how many calls of either side this rank has made."""
     from meshcomm.bench.calls import Call, Pair, pair
 
@@ -366,13 +346,13 @@ def on_ranks(operations: tuple[Operation, ...], lacking: tuple[str, ...], alone:
         patch("meshcomm.bench.measure.pair", counted),
         meshcomm.init(**mesh_of, device="cpu", validate_calls=0) as mesh,  # type: ignore[arg-type]
     ):
-        asked = Asked(operations, [64, 4099], ("tp", "all"), 1, alone, round_s=0.001)
+        asked = Asked(operations, [64, 4099], ("tp", "all"), 1, round_s=0.001)
         facts = measured_facts(mesh, asked, TopologyConfig(ranks_per_node=2), progress=mesh.rank == 0)
     return facts | {"made": made}
 
 
 def test_four_ranks_measure_every_operation_along_every_dim(pool: Pool) -> None:
-    by_rank = pool.run(on_ranks, OPERATIONS, (), False, ranks=4)
+    by_rank = pool.run(on_ranks, OPERATIONS, (), ranks=4)
     facts = by_rank[0]
     # All ranks have the same figures: the slowest rank's.
     assert all(each["rows"] == facts["rows"] for each in by_rank)
@@ -394,23 +374,11 @@ def test_four_ranks_measure_every_operation_along_every_dim(pool: Pool) -> None:
 
 
 def test_what_the_backend_lacks_is_skipped_by_name(pool: Pool) -> None:
-    facts = pool.run(on_ranks, ("all_reduce", "all_gather"), ("sum",), False, ranks=4)[0]
+    facts = pool.run(on_ranks, ("all_reduce", "all_gather"), ("sum",), ranks=4)[0]
     assert {row["operation"] for row in facts["rows"]} == {"all_gather"}
     assert len(facts["skipped"]) == 2
     assert "skipped: all_reduce along tp: " in printed(facts)
     assert "an operation that gloo has" in facts["skipped"][0]["why"]
-
-
-def test_alone_one_group_runs_while_the_others_wait(pool: Pool) -> None:
-    by_rank = pool.run(on_ranks, ("broadcast",), (), True, ranks=4)
-    assert all(each["rows"] == by_rank[0]["rows"] and each["alone"] for each in by_rank)
-    for number, row in enumerate(by_rank[0]["rows"]):
-        for rank, each in enumerate(by_rank):
-            # Along tp ranks 0 and 1 are a group; the others have made the first call, which connects.
-            waits = row["dim"] == "tp" and rank > 1
-            ours, theirs = each["made"][number]
-            assert ours == theirs and (ours == 1 if waits else ours > 2 * row["calls"])
-    assert "one group along a dim at a time" in printed(by_rank[0])
 
 
 GPUS = torch.cuda.device_count()
@@ -437,39 +405,42 @@ def test_nccl_is_measured_on_the_device(pool: Pool) -> None:
 # -- the command ------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, outside any launcher."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
 def refused(*words: str) -> str:
     result = CliRunner().invoke(app, ["bench", *words])
     assert result.exit_code == 2, (result.stdout, result.stderr, result.exception)
     return result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--op allreduce", 'did you mean "all_reduce"?'),
+        ("--dim pp", "the mesh has no dim 'pp'"),
+        ("--bytes 8", "8 bytes are too few for all_gather along tp"),
+        ("--bytes much", "'much' is not a number of bytes"),
+        ("--world-size 8", "2*3 = 6"),
+        ("--fit fit.json", "--fit fit.toml"),
+        ("--fit none/fit.toml", "none/fit.toml cannot be written"),
+        ("--fit mesh.toml", "mesh.toml exists, and meshcomm bench did not write it"),
+        ("--set mesh.dims={dp=1}", "no dim to measure has two ranks or more"),
+        ("--fit fit.toml --bytes 4KiB", "one size does not tell"),
+    ],
+)
 def test_what_cannot_be_measured_is_refused_before_a_process_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def never(*_: object) -> int:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr("meshcomm.jobs.starting.launch", never)
-    (tmp_path / "mesh.toml").write_text('mesh = { dims = { dp = 2, tp = 3 }, device = "cpu" }\n')
-    mesh = "mesh.toml"
-    assert 'did you mean "all_reduce"?' in refused(mesh, "--op", "allreduce")
-    assert "the mesh has no dim 'pp'" in refused(mesh, "--dim", "pp")
-    assert "8 bytes are too few for all_gather along tp" in refused(mesh, "--bytes", "8")
-    assert "'much' is not a number of bytes" in refused(mesh, "--bytes", "much")
-    assert "2*3 = 6" in refused(mesh, "--world-size", "8")
-    assert "--fit fit.toml" in refused(mesh, "--fit", "fit.json")
-    assert "none/fit.toml cannot be written" in refused(mesh, "--fit", "none/fit.toml")
-    assert "mesh.toml exists, and meshcomm bench did not write it" in refused(mesh, "--fit", mesh)
-    assert "no dim to measure has two ranks or more" in refused(mesh, "--set", "mesh.dims={ dp = 1 }")
-    assert "one size does not tell" in refused(mesh, "--fit", "fit.toml", "--bytes", "4KiB")
-    # The same, of a file that bench wrote, is let through: the launcher is reached.
-    (tmp_path / "old.toml").write_text(f"{MARK} --fit`: before\n")
-    result = CliRunner().invoke(app, ["bench", mesh, "--fit", "old.toml"])
-    assert isinstance(result.exception, AssertionError)
+    monkeypatch.setattr("meshcomm.jobs.starting.launch", lambda *_: pytest.fail("a process was started"))
+    (folder / "mesh.toml").write_text('mesh = { dims = { dp = 2, tp = 3 }, device = "cpu" }\n')
+    assert said in refused("mesh.toml", *words.split())
 
 
 def job(folder: str, byte_s: float) -> tuple[str, str, str]:
@@ -479,7 +450,7 @@ def job(folder: str, byte_s: float) -> tuple[str, str, str]:
 
     from meshcomm.jobs.bench import Output, body
 
-    def sweep(mesh: Any, wanted: list[Item], rounds: int, **_: Any) -> tuple[list[Measured], list[Any]]:
+    def sweep(mesh: Any, wanted: list[Item], rounds: int, *_: Any) -> tuple[list[Measured], list[Any]]:
         times = [(1e-4 + byte_s * item.size_bytes,) * rounds for item in wanted]
         return [Measured(item, 1, t, t) for item, t in zip(wanted, times, strict=True)], []
 
@@ -487,7 +458,7 @@ def job(folder: str, byte_s: float) -> tuple[str, str, str]:
     settings = load_config({"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "topology": {"ranks_per_node": 1}})
     asked = Asked(["sendrecv"], [1024, 1 << 22], (), 1)
     output = Output(True, Path(folder, "b.toml"))
-    with redirect_stdout(out), redirect_stderr(err), patch("meshcomm.bench.facts.sweep", sweep):
+    with redirect_stdout(out), redirect_stderr(err), patch("meshcomm.bench.measure.sweep", sweep):
         try:
             body(settings, asked, output)
         except ConfigError as error:
@@ -509,19 +480,16 @@ def test_a_job_prints_json_and_writes_the_fit(pool: Pool, tmp_path: Path) -> Non
     assert facts["fit"]["notes"] == ["ranks_per_node = 1, as config says; the launcher has 2 on this host"]
     # Measured without the comparison of first calls, which is not written.
     assert "validate_calls" not in (tmp_path / "b.toml").read_text()
-
-
-def test_what_was_measured_is_shown_where_nothing_can_be_fitted(pool: Pool, tmp_path: Path) -> None:
-    (text, _, raised), _ = pool.run(job, str(tmp_path), 0.0, ranks=2)
+    (text, _, raised), _ = pool.run(job, str(tmp_path / "none"), 0.0, ranks=2)
+    # Nothing can be fitted: what was measured is shown all the same.
     assert len(json.loads(text)["rows"]) == 2
-    assert raised.startswith("no bandwidth is in these times: dp") and not (tmp_path / "b.toml").exists()
+    assert raised.startswith("no bandwidth is in these times: dp") and not (tmp_path / "none").exists()
 
 
-def test_the_ranks_are_asked_for_what_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "mesh.toml").write_text('mesh = { dims = { dp = -1, tp = 2 }, device = "cpu" }\n')
+def test_the_ranks_are_asked_for_what_was_typed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "mesh.toml").write_text('mesh = { dims = { dp = -1, tp = 2 }, device = "cpu" }\n')
+    # What bench wrote before is replaced.
+    (folder / "b.toml").write_text(f"{MARK} --fit`: before\n")
     started: list[tuple[list[str], int]] = []
     bodies: list[tuple[Any, ...]] = []
 
@@ -535,7 +503,7 @@ def test_the_ranks_are_asked_for_what_was_typed(tmp_path: Path, monkeypatch: pyt
     words = (
         "bench mesh.toml --world-size 4 --op reduce --op all_reduce --bytes 4KiB --bytes 64 --dim tp --rounds 3"
     )
-    more = "--alone --json --fit b.toml --set mesh.timeout_s=50.0"
+    more = "--json --fit b.toml --set mesh.timeout_s=50.0"
     assert CliRunner().invoke(app, [*words.split(), *more.split()]).exit_code == 0
     ((arguments, world),) = started
     assert world == 4 and arguments[:3] == ["-P", "-m", "meshcomm"]
@@ -545,6 +513,6 @@ def test_the_ranks_are_asked_for_what_was_typed(tmp_path: Path, monkeypatch: pyt
     assert CliRunner().invoke(app, arguments[3:]).exit_code == 0
     ((settings, asked, output),) = bodies
     assert settings.mesh.timeout_s == 50.0
-    assert asked == Asked(("all_reduce", "reduce"), [4096, 64], ["tp"], 3, True)
+    assert asked == Asked(("all_reduce", "reduce"), [4096, 64], ["tp"], 3)
     assert output == (True, Path("b.toml"))
     assert "--world-size 8 inside a job of 4 processes" in refused("mesh.toml", "--world-size", "8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,14 +16,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from meshcomm.config import ModelConfig, ParallelConfig, TrainConfig
+from meshcomm.config import ModelConfig, TrainConfig
 from meshcomm.mesh import Mesh
 from meshcomm.models.transformer import initialise
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.context import sequence_positions
 from meshcomm.parallel.optimizer import decay_groups, optimizer_of
 from meshcomm.parallel.pipeline import Stage
-from tests.benchmarks.plain import Plain, PlainExperts, split_by_torch, split_sequence
+from tests.benchmarks.plain import Plain, split_by_torch, split_sequence
 
 
 class Loop:
@@ -37,10 +37,6 @@ class Loop:
         self.mixed = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
         self.losses: list[float] = []
         self.split_logits = False
-        self.experts = [each for each in module.modules() if isinstance(each, PlainExperts)]
-        self.balance = 0.0
-        # Of experts that are spread: the ranks that have the same ones, and how many there are in all.
-        self.copies: tuple[dist.ProcessGroup, int] | None = None
 
     def step(self) -> None:
         """One step; the mean loss of this rank's samples is kept."""
@@ -52,18 +48,8 @@ class Loop:
                 with torch.autocast(x.device.type, self.mixed) if self.mixed else nullcontext():
                     logits = self.module(x)
                 loss = F.cross_entropy(logits.flatten(0, 1), y.flatten()) / len(self.pairs)
-                uneven = [each.balance for each in self.experts]
-                asked = self.balance / len(self.pairs) * torch.stack(uneven).sum() if uneven else 0.0
-                (loss + asked).backward()
+                loss.backward()
             losses.append(loss.detach())
-        if self.copies is not None:
-            group, ranks = self.copies
-            held = [weight for each in self.experts for weight in each.experts.parameters()]
-            flat = torch.cat([weight.grad.flatten() for weight in held if weight.grad is not None]) / ranks
-            if group.size() > 1:
-                dist.all_reduce(flat, group=group)
-            for weight, mean in zip(held, flat.split([weight.numel() for weight in held]), strict=True):
-                weight.grad = mean.view_as(weight)
         self.optimizer.step()
         self.losses.append(float(torch.stack(losses).sum()))
 
@@ -151,24 +137,11 @@ def by_torch(
             split_by_torch(module, over[part.tensor], part.sequence_parallel, part.pipeline is None)
     dims = [dim for dim in part.gradient_dims if mesh.size(dim) > 1]
     # Where fully_shard would shard what the mesh does not: with tensor and pipeline it is how torch combines them.
-    copied = (
-        part.shard is None and (context.size > 1 or settings.experts > 0) and len(dims) == len(over.shape)
-    )
-    copies = None
-    if part.expert is not None and copied:
-        names.append("all_to_all")
-        copies = _spread(mesh, part, modules[0])
-    if copied:
+    if part.shard is None and context.size > 1 and len(dims) == len(over.shape):
         names.append("DDP")
-        # DDP leaves alone what needs no gradient while it is made.
-        apart = [weight for name, weight in modules[0].named_parameters() if copies and ".experts." in name]
-        for weight in apart:
-            weight.requires_grad_(False)
         # Ranks along context have other positions in their buffers.
         alone = {"init_sync": False, "broadcast_buffers": False, "process_group": dist.new_group()}
         modules = [DistributedDataParallel(modules[0], **alone)]  # type: ignore[arg-type]
-        for weight in apart:
-            weight.requires_grad_(True)
     elif dims:
         names.append("fully_shard")
         for module in modules:
@@ -183,36 +156,13 @@ def by_torch(
     else:
         loop = Loop(modules[0], train, engine.microbatches, x, y)
         loop.split_logits = "parallelize_module" in names
-        loop.balance, loop.copies = settings.balance_loss, copies
     return " + ".join(names) or "a loop", loop
 
 
-def no_counterpart(parts: Collection[str], settings: ModelConfig) -> str | None:
+def no_counterpart(settings: ModelConfig) -> str | None:
     """Why torch has nothing to compare with here; None where it has."""
     if not settings.is_built_in:
         return "only the built-in model is written in plain PyTorch too"
-    if settings.experts and (set(parts) - {"data", "expert"} or settings.capacity_factor is not None):
-        return "experts of the plain model are spread along data's ranks, and have no capacity"
-    if settings.dropout or settings.tied_embeddings:
-        return "dropout and shared embeddings are not in the plain model"
+    if settings.dropout or settings.tied_embeddings or settings.experts:
+        return "experts, dropout and shared embeddings are not in the plain model"
     return None
-
-
-def _spread(mesh: Mesh, part: ParallelConfig, module: Plain) -> tuple[dist.ProcessGroup, int]:
-    """Leave this rank's experts alone in `module`; the ranks that have the same ones, and how many ranks there are.
-
-    Called by: every rank.
-    """
-    assert part.expert is not None
-    copies = part.expert_gradient_dims(mesh.layout.views)
-    of_experts, of_copies = (_group(mesh, dims) for dims in (part.expert, copies))
-    for each in module.modules():
-        if isinstance(each, PlainExperts):
-            each.spread(of_experts)
-    return of_copies, mesh.world_size
-
-
-def _group(mesh: Mesh, dims: str | tuple[str, ...]) -> dist.ProcessGroup:
-    found: Any = dist.new_subgroups_by_enumeration(mesh.layout.groups(dims).tolist())[0]
-    assert isinstance(found, dist.ProcessGroup)
-    return found

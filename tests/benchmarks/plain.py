@@ -1,4 +1,4 @@
-"""The built-in transformer as one writes it in plain PyTorch: what `meshcomm bench --train` measures torch's ways with."""
+"""The built-in transformer as one writes it in plain PyTorch: what torch's ways to train are measured with."""
 
 from __future__ import annotations
 
@@ -49,23 +49,6 @@ class _Gathered(torch.autograd.Function):
         return mine, None
 
 
-class _Exchanged(torch.autograd.Function):
-    """Rows by rank, sent[0] of them for the first; -> those that arrive, received[0] from the first."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]
-    ) -> Tensor:
-        ctx.back = group, received, sent
-        found = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(found, rows.contiguous(), received, sent, group)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Exchanged.forward(ctx, grad, *ctx.back), None, None, None
-
-
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions."""
 
@@ -110,82 +93,15 @@ class FeedForward(nn.Module):
         return out
 
 
-class _Weights(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        count, width, ff = config.experts, config.hidden_size, config.intermediate_size
-        self.w1 = nn.Parameter(torch.empty(count, ff, width))
-        self.w3 = nn.Parameter(torch.empty(count, ff, width))
-        self.w2 = nn.Parameter(torch.empty(count, width, ff))
-
-
-@final
-class PlainExperts(nn.Module):
-    """The most probable experts of each token, without a capacity: rows sorted by expert, and where experts are spread
-    two all_to_all, as torchtitan does it (torchtitan/models/moe.py).
-
-    balance: of the last forward pass, what `meshcomm.parallel.expert.routing.balance` gives.
-    """
-
-    balance: Tensor
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.slots, self.count = min(config.experts_per_token, config.experts), config.experts
-        self.router = nn.Linear(config.hidden_size, config.experts, bias=False)
-        self.experts = _Weights(config)
-        self.group: dist.ProcessGroup | None = None
-
-    def spread(self, group: dist.ProcessGroup) -> None:
-        """Keep this rank's experts alone, those of its place in `group`."""
-        self.group, own = group, self.count // group.size()
-        for name, weight in list(self.experts.named_parameters()):
-            mine = weight.detach()[group.rank() * own :][:own].clone()
-            setattr(self.experts, name, nn.Parameter(mine))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, sequence, width) -> the same shape."""
-        probabilities = self.router(x).softmax(-1)
-        weights, chosen = probabilities.topk(self.slots)
-        if self.slots > 1:
-            weights = weights / weights.sum(-1, keepdim=True)
-        each = F.one_hot(chosen, self.count).sum((1, 2))
-        fractions = each.to(x.dtype) / (x.shape[1] * self.slots)
-        self.balance = self.count * (fractions * probabilities.mean(1)).sum(-1).mean()
-        often, order = each.sum(0), chosen.flatten().argsort(stable=True)
-        rows = x.flatten(0, 1)[order // self.slots]
-        if self.group is None:
-            done = self._through(rows, often.tolist())
-        else:
-            theirs = torch.empty_like(often)
-            dist.all_to_all_single(theirs, often, group=self.group)
-            sides = torch.stack([often, theirs]).unflatten(1, (self.group.size(), -1))
-            sent, received = sides.sum(2).tolist()
-            arrived: Any = _Exchanged.apply(rows, self.group, sent, received)
-            # By sender and within it by expert; together by expert.
-            own = torch.arange(sides.shape[2]).repeat(self.group.size())
-            sorts = own.repeat_interleave(theirs).argsort(stable=True)
-            made = self._through(arrived[sorts], sides[1].sum(0).tolist())
-            done = _Exchanged.apply(made[sorts.argsort()], self.group, received, sent)
-        spread = done[order.argsort()].unflatten(0, (-1, self.slots))
-        out: Tensor = (spread * weights.flatten(0, 1).unsqueeze(-1)).sum(1).view(x.shape)
-        return out
-
-    def _through(self, rows: Tensor, often: list[int]) -> Tensor:
-        held = self.experts
-        parts = zip(rows.split(often), held.w1.unbind(), held.w3.unbind(), held.w2.unbind(), strict=True)
-        return torch.cat([F.linear(F.silu(F.linear(x, a)) * F.linear(x, b), c) for x, a, b, c in parts])
-
-
 class Block(nn.Module):
-    """x + attention(norm x), then x + feed-forward(norm x), or experts in its place."""
+    """x + attention(norm x), then x + feed-forward(norm x)."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config)
         self.ff_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.ff = PlainExperts(config) if config.has_experts(layer) else FeedForward(config)
+        self.ff = FeedForward(config)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
         """(batch, sequence, width) -> the same shape."""
@@ -198,7 +114,7 @@ class Block(nn.Module):
 class Plain(nn.Module):
     """Some consecutive layers of it, with the embedding before the first and the head behind the last.
 
-    Parameters have the names and shapes of `meshcomm.models.transformer.Transformer`'s. No dropout, no capacity.
+    Parameters have the names and shapes of `meshcomm.models.transformer.Transformer`'s. No dropout, no experts.
     """
 
     rotary: Tensor
@@ -207,7 +123,7 @@ class Plain(nn.Module):
         super().__init__()
         first, last = layers[0] == 0, layers[-1] == config.num_layers - 1
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size) if first else None
-        self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in layers})
+        self.layers = nn.ModuleDict({str(layer): Block(config) for layer in layers})
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps) if last else None
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if last else None
         table = rotary_table(seq_len, config.head_size, config.rope_theta)

@@ -1,6 +1,6 @@
 """Starts of whole jobs, until every dim is used, beside torch's init_device_mesh.
 
-python -m tests.benchmarks.startup [--world-size 8] [--rounds 9] [--json]
+python -m tests.benchmarks.startup [--world-size 8] [--rounds 9]
 """
 
 from __future__ import annotations
@@ -65,18 +65,12 @@ class Startup(NamedTuple):
     cpu_s: float
 
 
-def startup(world: int | None, rounds: int, as_json: bool) -> None:
-    """Measure starts of three dims each way in turn and print medians.
-
-    world: processes, started both cold and forked; None: 8 cold and 64 forked ones.
-    """
+def startup(world: int | None, rounds: int) -> None:
+    """Measure starts of three dims each way in turn and print medians; of 8 cold and 64 forked processes, or of `world`."""
     facts = []
     for fork, size in ((False, world or _COLD), (True, world or _FORKED)):
         for name, each in measured(three_dims(size), rounds, fork=fork).items():
             facts.append({"processes": size, "forked": fork, "program": name, **each._asdict()})
-    if as_json:
-        print(json.dumps({"load": os.getloadavg(), "cores": os.cpu_count(), "starts": facts}, indent=2))
-        return
     print("| processes | program | created | used | CPU of a rank |\n|---|---|---|---|---|")
     for row in facts:
         times = " | ".join(f"{row[name]:.3f} s" for name in ("created_s", "used_s", "cpu_s"))
@@ -191,6 +185,5 @@ if __name__ == "__main__":
     )
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    startup(given.world, given.rounds, given.json)
+    startup(given.world, given.rounds)

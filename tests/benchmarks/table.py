@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from rich import box
-from rich.table import Table
+from rich.console import Group
 
+from meshcomm.show.page import Cells, Column, Line, page_view
 from meshcomm.show.units import seconds_text
 
 
@@ -39,25 +39,17 @@ def compare(
     return Row(name, median(ours), median(theirs), median(ratios), bytes_moved, target)
 
 
-def rows_table(title: str, rows: Sequence[Row]) -> Table:
+def rows_table(title: str, rows: Sequence[Row]) -> Group:
     """One row per comparison: both medians, the median of the ratios, what that has to reach."""
-    table = Table(
-        title=f"{title}; times: medians of the rounds; ratio: the median of the rounds' ratios;\nGB/s: the bytes over the median time",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    table.add_column("ours / theirs", no_wrap=True)
-    for column in ("ours", "theirs", "ratio", "GB/s ours", "target"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        speed = "-" if row.bytes_moved is None else f"{row.bytes_moved / row.ours_s / 1e9:.2f}"
-        table.add_row(
-            row.name,
-            seconds_text(row.ours_s),
-            seconds_text(row.theirs_s),
-            f"{row.ratio:.3f}",
-            speed,
-            row.target or "-",
-        )
-    return table
+    note = "times: medians of the rounds; ratio: the median of the rounds' ratios;\nGB/s: the bytes over the median time"
+    columns: dict[str, Column] = {
+        "ours / theirs": lambda row: row.name,
+        ">ours": lambda row: seconds_text(row.ours_s),
+        ">theirs": lambda row: seconds_text(row.theirs_s),
+        ">ratio": lambda row: f"{row.ratio:.3f}",
+        ">GB/s ours": lambda row: (
+            None if row.bytes_moved is None else f"{row.bytes_moved / row.ours_s / 1e9:.2f}"
+        ),
+        ">target": lambda row: row.target or None,
+    }
+    return page_view([Line(f"{title}; {note}"), Cells.of(rows, columns)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.bench.facts import machine_facts
+from meshcomm.bench.measure import machine_facts
 from meshcomm.comm.spans import Span
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError
@@ -20,16 +20,10 @@ from tests.benchmarks.training import measured, trained, training_text, ways
 MODEL = "model={ num_layers = 2, hidden_size = 32, num_heads = 4, num_kv_heads = 2, intermediate_size = 64, vocab_size = 64 }"
 
 
-def config_of(dims: str, parallel: str, world: int, *more: str) -> Config:
+def config_of(dims: str, parallel: str, world: int) -> Config:
     mesh = {"mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0}}
-    settings = [f"mesh.dims={dims}", f"parallel={parallel}"]
-    model = MODEL
-    if "expert" in parallel:
-        model = MODEL.replace(" }", ", experts = 4, balance_loss = 1.0 }")
-        settings += ["mesh.views={ expert = { edp = 2, ep = 2 } }", model, "data={ seq_len = 16 }"]
-        settings.append("train={ steps = 1, global_batch_size = 32, micro_batch_size = 2 }")
-    base = load_config(mesh, settings)
-    return load_config(trained(base, world), [model, "data.seq_len=16", 'train.dtype="float64"', *more])
+    base = load_config(mesh, [f"mesh.dims={dims}", f"parallel={parallel}"])
+    return load_config(trained(base, world), [MODEL, "data.seq_len=16", 'train.dtype="float64"'])
 
 
 def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str, Any]]:
@@ -61,63 +55,31 @@ def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str
 @pytest.mark.parametrize(
     ("dims", "parallel", "torchs", "predicted"),
     [
-        pytest.param(
-            "{ dp = 2, tp = 2 }",
-            '{ data = "dp", tensor = "tp" }',
-            "parallelize_module + fully_shard",
-            {"dp", "tp"},
-            marks=pytest.mark.parity,
-        ),
-        pytest.param(
-            "{ tp = 2 }",
-            '{ tensor = "tp", sequence_parallel = true }',
-            "parallelize_module",
-            {"tp"},
-            marks=pytest.mark.parity,
-        ),
-        pytest.param(
-            "{ dp = 2, fs = 2 }",
-            '{ data = "dp", shard = "fs" }',
-            "fully_shard",
-            set(),
-            marks=pytest.mark.parity,
-        ),
-        pytest.param(
-            "{ pp = 2, tp = 2 }",
-            '{ pipeline = "pp", tensor = "tp" }',
+        ("dp = 2, tp = 2", 'data = "dp", tensor = "tp"', "parallelize_module + fully_shard", {"dp", "tp"}),
+        ("tp = 2", 'tensor = "tp", sequence_parallel = true', "parallelize_module", {"tp"}),
+        ("dp = 2, fs = 2", 'data = "dp", shard = "fs"', "fully_shard", set()),
+        (
+            "pp = 2, tp = 2",
+            'pipeline = "pp", tensor = "tp"',
             "parallelize_module + pipelining, 1F1B",
             {"bubble", "tp"},
-            marks=pytest.mark.parity,
         ),
-        pytest.param(
-            "{ dp = 2, cp = 2 }",
-            '{ data = "dp", context = "cp" }',
-            "keys and values gathered + DDP",
-            {"dp_cp"},
-            marks=pytest.mark.parity,
-        ),
-        pytest.param(
-            "{ cp = 2, tp = 2 }",
-            '{ context = "cp", tensor = "tp", attention = "ulysses" }',
+        ("dp = 2, cp = 2", 'data = "dp", context = "cp"', "keys and values gathered + DDP", {"dp_cp"}),
+        (
+            "cp = 2, tp = 2",
+            'context = "cp", tensor = "tp", attention = "ulysses"',
             "keys and values gathered + parallelize_module + fully_shard",
             {"cp", "tp"},
-            marks=pytest.mark.parity,
-        ),
-        pytest.param(
-            "{ dp = 4 }",
-            '{ data = "dp", expert = "ep" }',
-            "all_to_all + DDP",
-            {"ep", "dp", "edp"},
-            marks=pytest.mark.parity,
         ),
     ],
 )
+@pytest.mark.parity
 def test_torch_trains_the_same_model_on_the_same_samples(
     pool: Pool, dims: str, parallel: str, torchs: str, predicted: set[str]
 ) -> None:
-    world = 2 if dims == "{ tp = 2 }" else 4
+    world = 2 if dims == "tp = 2" else 4
     for names, ours, theirs, facts in pool.run(
-        steps, config_of(dims, parallel, world), ranks=world, timeout_s=240.0
+        steps, config_of(f"{{ {dims} }}", f"{{ {parallel} }}", world), ranks=world, timeout_s=240.0
     ):
         assert names[0] == "meshcomm"
         assert names[3] == f"torch: {torchs}"
@@ -182,12 +144,8 @@ def test_a_bubble_is_measured_and_predicted() -> None:
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
-    mesh = {"mesh": {"dims": {"dp": 2}, "device": "cpu"}}
-    role = 'parallel={ data = "dp" }'
-    for sets, message in (
-        ((), "which dim plays which part"),
-        ((role, "mesh.ranks=[0, 1]"), "on all ranks of the job"),
-        ((role, "train={ steps = 1, global_batch_size = 8, micro_batch_size = 4 }"), "how to train, but not what"),
-    ):
-        with pytest.raises(ConfigError, match=message):
+    mesh, role = {"mesh": {"dims": {"dp": 2}, "device": "cpu"}}, 'parallel={ data = "dp" }'
+    train = "train={ steps = 1, global_batch_size = 8, micro_batch_size = 4 }"
+    for sets in ((), (role, "mesh.ranks=[0, 1]"), (role, train)):
+        with pytest.raises(ConfigError, match="cannot be measured"):
             trained(load_config(mesh, sets), 2)

@@ -21,17 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshcomm.bench.facts import machine_facts
-from meshcomm.bench.measure import in_turn, slowest
+from meshcomm.bench.measure import in_turn, machine_facts, slowest
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.layout.sizes import coords_text
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.models import model_of
-from meshcomm.parallel.build import sections
+from meshcomm.parallel.build import Splits, materialise, sections
 from meshcomm.parallel.compose import Engine
-from meshcomm.parallel.model import Splits, materialise
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor import TensorSplit
 from meshcomm.show.page import Cells, Line, Part, as_text, page_view
@@ -89,7 +87,7 @@ def ways(mesh: Mesh, config: Config) -> tuple[list[Way], list[Without], Engine]:
     config: with [parallel], [model], [data] and [train]. Called by: every rank; all of the world are in the mesh.
     """
     known = sections(mesh, config)
-    part, settings, data, train = known
+    _, settings, data, train = known
     assert settings is not None and data is not None
     model = model_of(settings, data, train)
     if not model.vocab_size:
@@ -131,7 +129,7 @@ def ways(mesh: Mesh, config: Config) -> tuple[list[Way], list[Without], Engine]:
         copied: nn.Module = DistributedDataParallel(whole(), process_group=dist.new_group())
         loop = Loop(copied, train, engine.microbatches, x, y)
         found.append(Way("torch: DDP on all ranks", each * mesh.world_size, loop.step, loop.losses))
-        why = no_counterpart(part.parts, settings)
+        why = no_counterpart(settings)
         if why is None:
             mine = [engine.splits.context.split(samples, 1) for samples in (x, y)]
             name, same = by_torch(mesh, engine, settings, *mine)
@@ -207,32 +205,17 @@ def _nothing() -> None:
 def trained(settings: Config, world: int) -> Config:
     """`settings` with the yardstick's model where they have none. Raises ConfigError for a mesh that plays no part."""
     part = settings.parallel
-    if part is None:
+    if part is None or settings.mesh.ranks is not None or (settings.train and settings.model is None):
         raise ConfigError(
-            f"{settings.source} does not say which dim plays which part",
-            given="no [parallel]",
-            expected="the parts of its dims in training",
+            f"{settings.source} cannot be measured",
+            expected="[parallel], all ranks of the job, and [model] if there is [train]",
             hint=f'--set parallel.data="{next(iter(settings.mesh.dims))}"',
         )
-    if settings.mesh.ranks is not None:
-        raise ConfigError(
-            "training is measured on all ranks of the job",
-            given=f"mesh.ranks = {list(settings.mesh.ranks)}",
-            expected="a mesh of all of them",
-            hint="--set mesh.ranks=   (nothing behind = removes it)",
-        )
-    if settings.model is None and settings.train is None:
+    if settings.model is None:
         share = part.copies(settings.mesh.sizes(world))
         batch = share * MICROBATCH * MICROBATCHES
         train = f"train={{ steps = 1, global_batch_size = {batch}, micro_batch_size = {MICROBATCH} }}"
         settings = load_config(settings, [*YARDSTICK, train])
-    if settings.model is None:
-        raise ConfigError(
-            f"{settings.source} says how to train, but not what",
-            given="[train] without [model]",
-            expected="both, or neither: then the yardstick's model is trained",
-            hint="--set train=   (nothing behind = removes it)",
-        )
     quiet = settings.mesh.model_copy(update={"validate_calls": 0})
     return settings.model_copy(update={"mesh": quiet})
 

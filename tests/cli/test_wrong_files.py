@@ -26,7 +26,7 @@ WORDS: dict[str, list[list[str]]] = {
     "where": [["FILE", "3"]],
     "lint": [["FILE"]],
     "view": [["FILE", "--export", "out.html"]],
-    "schema": [["--out", "FILE"]],
+    "schema": [],
     "report": [["FILE"], ["FILE", "--timeline"]],
     "doctor": [["FILE"]],
     "parity": [["FILE"], [QUICK, "FILE"]],
@@ -35,7 +35,6 @@ WORDS: dict[str, list[list[str]]] = {
     "tune": [["FILE", "--world-size", "8"], [QUICK, "--world-size", "8", "--write", "FILE"]],
     "dryrun": [["FILE"], ["--world-size", "2", "FILE"], [QUICK, "FILE"]],
     "export": [["FILE", "out.safetensors"], ["FILE", "out", "--pretrained"]],
-    "import": [["FILE", "out"]],
 }
 
 
@@ -71,7 +70,7 @@ def test_a_wrong_file_is_an_error_that_names_it(folder: Path, command: str, kind
     for ending in (".toml", ".json", ".py", ".safetensors", ""):
         for words in WORDS[command]:
             # Writing over a file is what was asked for, and any text may be a script.
-            writes = command == "schema" or "--write" in words
+            writes = "--write" in words
             script = "good.py" not in words and (
                 ending == ".py" or (words[0] == QUICK and not words[1].startswith("--"))
             )
@@ -96,7 +95,7 @@ def test_a_wrong_file_is_an_error_that_names_it(folder: Path, command: str, kind
 
 @pytest.mark.parametrize("world", ["0", "-1", "7", "99999999999", "many"])
 def test_a_world_that_does_not_fit_is_an_error(folder: Path, world: str) -> None:
-    with_world = [name for name in WORDS if name not in ("schema", "report", "export", "import", "view")]
+    with_world = [name for name in WORDS if name not in ("schema", "report", "export", "view")]
     for command in (*with_world, "view"):
         script = ["good.py"] * (command in ("run", "simulate"))
         place = ["3"] * (command == "where")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,23 @@ def test_the_stack_of_a_thread_and_one_s_own() -> None:
     own = [(file, name) for file, _, name in stack_of(threading.get_ident()) if not is_ours(file)]
     assert own[0] == (__file__, "test_the_stack_of_a_thread_and_one_s_own")
     assert stack_of(-1) == []
+
+
+class Local:
+    """Something that a failed call holds."""
+
+
+def test_a_stack_keeps_no_frame() -> None:
+    def fails() -> weakref.ref[Local]:
+        local = Local()
+        stack_of(threading.get_ident())
+        return weakref.ref(local)
+
+    gc.disable()
+    try:
+        assert fails()() is None
+    finally:
+        gc.enable()
 
 
 def watched_for_frames() -> int:

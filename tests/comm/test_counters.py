@@ -16,7 +16,7 @@ from meshcomm.comm.counters import CallCounter, PendingCall, counter_of
 from meshcomm.config import load_config
 from meshcomm.errors import MeshClosed
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.compare_ranks import StatsOfAll, records_of_all, stats_of_all
+from meshcomm.mesh.all_ranks import StatsOfAll, records_of_all, stats_of_all
 from meshcomm.mesh.stats import CallStats, Stats
 from meshcomm.predict.estimate import expected
 from meshcomm.show.page import Cells, Line
@@ -61,7 +61,6 @@ def program(mesh: Mesh) -> Counted:
     mesh.rearrange(torch.ones(3, 2), "a b -> a (tp b)")
     for _ in range(2):
         mesh.shift("tp", x)
-    mesh.shift("dp", torch.ones(2 + mesh.coord("dp")), handshake=True)
     if tp == 0:
         mesh.send("tp", x, dst=1)
         mesh.isend("tp", x, dst=1, tag=7, handshake=True).wait()
@@ -76,7 +75,6 @@ def program(mesh: Mesh) -> Counted:
 
 
 def by_hand(mesh_coords: dict[str, int]) -> Counted:
-    handshaken = 4 * (2 + max(mesh_coords["dp"], 1 - mesh_coords["dp"]))
     found: Counted = {
         ("tp", "all_reduce", False): (301, 300 * 12 + 32),
         ("tp", "all_reduce by ring", False): (1, 32),
@@ -95,7 +93,6 @@ def by_hand(mesh_coords: dict[str, int]) -> Counted:
         ("dp", "all_gather", False): (1, 16),
         ("dp", "reduce_scatter", False): (1, 16),
         ("tp", "shift", False): (2, 24),
-        ("dp", "shift", False): (1, handshaken),
         ("dp", "exchange", False): (1, 12),
     }
     if mesh_coords["tp"] == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -13,12 +14,12 @@ import torch
 from torch import nn
 
 import meshcomm
-from meshcomm.collectives import ALL_REDUCE
+from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from meshcomm.comm import communicator
 from meshcomm.comm.check_call import check
 from meshcomm.comm.p2p import Messages
 from meshcomm.comm.request import Request
-from meshcomm.errors import CommunicationError, MeshcommError, ShapeError, UnsupportedOp
+from meshcomm.errors import CommunicationError, MeshcommError, ShapeError
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport
 from tests.ranks import on_ranks
@@ -63,7 +64,6 @@ KINDS: Final[list[Callable[..., Any]]] = [
     lambda m, rng, me, x, y, to, tag: m.exchange("dp", *messages(x, y, to, tag), async_op=True).wait(),
     lambda m, rng, me, x, y, to, tag: m.shift("dp", x, rng.choice((1, 1, -1, 3, 2, True, 1.0, np.int64(1)))),
     lambda m, rng, me, x, y, to, tag: m.shift("dp", x, rng.choice((1, -1)), wrap=False),
-    lambda m, rng, me, x, y, to, tag: m.shift("dp", x, handshake=True),
     lambda m, rng, me, x, y, to, tag: received_any(m, me),
     lambda m, rng, me, x, y, to, tag: m.all_reduce("dp", x, rng.choice(("sum", "max"))),
     lambda m, rng, me, x, y, to, tag: m.all_reduce(
@@ -337,10 +337,11 @@ def test_an_option_that_the_fast_path_does_not_know_takes_the_stages(mesh: Any) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(communicator, "Request", WithOption)
         patch.setattr(communicator, "check", checked)
+        comm, x = mesh._at["dp"], torch.ones(4)
         calls = [
-            lambda **more: mesh.all_gather("dp", torch.ones(4), **more),
-            lambda **more: mesh.all_reduce("dp", torch.ones(4), **more),
-            lambda **more: mesh.all_to_all("dp", torch.ones(4), **more),
+            partial(comm.collective, ALL_GATHER, x),
+            partial(comm.collective, ALL_REDUCE, x, False, "sum"),
+            partial(comm.collective, ALL_TO_ALL, x),
         ]
         for call in calls:
             for _ in range(70):
@@ -350,7 +351,12 @@ def test_an_option_that_the_fast_path_does_not_know_takes_the_stages(mesh: Any) 
             assert seen == []
             call(interleave=True)
             assert seen == [True]
-        with pytest.raises(UnsupportedOp, match="interleave has no effect"):
-            mesh.all_gather("dp", [torch.ones(4)], interleave=True)
     with pytest.raises(TypeError, match="interleave"):
         mesh.all_gather("dp", torch.ones(4), interleave=True)
+
+
+@pytest.mark.mesh(dp=2, validate_calls=0, via="gloo", timeout_s=20)
+def test_a_scatter_tells_its_slices_however_often_it_was_made(mesh: Any) -> None:
+    for size in (4, 4, 4, 8):
+        x = torch.arange(float(size)) if mesh.coord("dp") == 1 else None
+        assert torch.equal(mesh.scatter("dp", x, src=1), torch.arange(float(size)).chunk(2)[mesh.coord("dp")])

@@ -32,7 +32,7 @@ def test_a_mode_of_torch_changes_nothing(mesh: Mesh) -> None:
     mesh.all_reduce("dp", [negative])
     with torch.device("meta"):  # as around a model that is made without memory
         summed = mesh.all_reduce("dp", torch.arange(1.0, 4.0, device="cpu").to(torch.bfloat16))
-        received = mesh.shift("dp", summed, handshake=True)
+        received = mesh.shift("dp", summed)
         told = mesh.objects.all_gather("dp", mesh.coord("dp"))
     assert received is not None
     # One element of a slice: contiguous, whatever its stride.

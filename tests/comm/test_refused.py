@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import Backend
 from torch.distributed.tensor import DTensor, Replicate
 
 import meshcomm
+from meshcomm.collectives import ROWS
 from meshcomm.errors import (
     AutogradError,
-    CommunicationError,
     LayoutError,
     MeshcommError,
     PatternError,
@@ -23,6 +24,7 @@ from meshcomm.errors import (
     UnsupportedOp,
 )
 from meshcomm.mesh import Mesh
+from tests.documents import tool
 
 DIMS: dict[str, Any] = {"dims": {"dp": 2, "tp": 2, "one": 1}, "merge": {"both": ("dp", "tp")}}
 LEVELS: dict[str, Any] = {"algorithm": "hierarchical"}
@@ -85,7 +87,7 @@ REFUSED: list[Refused] = [
     (lambda m: m.all_reduce("dp", watched(4)), AutogradError, "change a tensor that needs gradients"),
     # An out.
     (lambda m: m.reduce_scatter("dp", ones(), out=0), ShapeError, "given a int"),
-    (lambda m: m.all_gather("dp", [ones()], out=ones()), UnsupportedOp, "of a list.*out has no effect"),
+    (lambda m: m.all_gather("dp", [ones()], out=ones()), ShapeError, "given a list"),
     (lambda m: m.all_gather("dp", ones(4), out=ones(4)), ShapeError, "out does not fit the result"),
     (lambda m: m.all_gather("dp", ones(2), out=ones(4).double()), ShapeError, "out does not fit the result"),
     # Dims, axes, coords, tags, offsets.
@@ -114,7 +116,13 @@ REFUSED: list[Refused] = [
     (lambda m: m.broadcast("dp", ones(2), True), LayoutError, "is not a coord"),
     (lambda m: m.reduce("dp", ones(2), True), LayoutError, "is not a coord"),
     (lambda m: m.broadcast("dp", ones(2), src=7), LayoutError, "src=7 is not a coord"),
-    (lambda m: m.recv("dp", ones(), src=m.coord("dp")), CommunicationError, "has sent itself nothing"),
+    (lambda m: m.recv("dp", ones(), src=m.coord("dp")), UnsupportedOp, "no messages to itself.*mesh.exchange"),
+    (lambda m: m.objects.send("dp", 1, m.coord("dp")), UnsupportedOp, "no messages to itself"),
+    (
+        lambda m: m.exchange("dp", [(ones(), m.coord("dp"))], [(torch.ones(9), m.coord("dp"))]),
+        ShapeError,
+        "a message to itself does not fit",
+    ),
     (lambda m: m.recv("dp", ones(), src=None), LayoutError, "src=None is not a coord.*mesh.recv_any"),
     (lambda m: m.shift("dp", ones(), "1"), LayoutError, "number of coords"),
     (lambda m: m.exchange("dp", [(ones(), peer(m), -1)]), LayoutError, "not a tag"),
@@ -368,21 +376,17 @@ def test_what_backward_needs_is_not_overwritten_unseen(mesh: Mesh) -> None:
 
 
 def test_the_table_of_backends_knows_every_operation_and_torch_s_devices() -> None:
-    from torch.distributed import Backend
-
-    from meshcomm.collectives import ROWS
-    from meshcomm.transport.support import CARRIES, carries
-
+    page = tool("support")
     of_torch = {(name, each) for name, devices in Backend.backend_capability.items() for each in devices}
-    assert set(CARRIES) == {pair for pair in of_torch if pair[0] != "fake"}
-    named = {name for cells in CARRIES.values() for names in cells.values() for name in names}
+    assert set(page.CARRIES) == {pair for pair in of_torch if pair[0] != "fake"}
+    named = {name for cells in page.CARRIES.values() for names in cells.values() for name in names}
     assert named <= {"send", "recv", "*", *ROWS}
     # torch's own table: Gloo has no messages and no barrier of CUDA tensors, MPI no reduce_scatter.
     for operation in ("send", "recv", *ROWS):
-        assert (carries("gloo", "cuda", operation) == "no") == (operation in ("send", "recv", "barrier"))
-        assert (carries("mpi", "cpu", operation) == "no") == (operation == "reduce_scatter")
-        assert carries("nccl", "cuda", operation) == carries("xccl", "xpu", operation) == "yes"
-        assert carries("nccl", "cpu", operation) == "no"
+        gloo, mpi = page.carries("gloo", "cuda", operation), page.carries("mpi", "cpu", operation)
+        assert (gloo == "no") == (operation in ("send", "recv", "barrier"))
+        assert (mpi == "no") == (operation == "reduce_scatter")
+        assert page.carries("nccl", "cuda", operation) == page.carries("xccl", "xpu", operation) == "yes"
 
 
 def answers(mesh: Mesh) -> list[tuple[str, str]]:

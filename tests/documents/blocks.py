@@ -1,16 +1,4 @@
-"""The fenced blocks of a page, with what comments before them say.
-
-A comment right before a block says how it is run; a reader of the page does not see it:
-
-    <!-- file: hello.py -->        the block is a file of that name, for commands further down
-    <!-- output -->                the block is what the block before it prints; `...` stands for any lines
-    <!-- output: any order -->     the same, lines in any order; also before a ```console block
-    <!-- output: sample -->        what is shown differs from run to run: it is not compared
-    <!-- exit: 2 -->               the commands of the block end with that code
-    <!-- raises: DeadlockError --> the block ends with that error; an <!-- output --> block after it has its text
-    <!-- mesh: dp=2 tp=2 -->       the block is run on every rank of that mesh, in the simulator
-    <!-- processes: dp=2 tp=2 -->  the same, on processes
-"""
+"""The fenced blocks of a page, with what comments before them say; docs/design/house.md lists the comments."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ NOT_RUN = {
     "dryrun": "runs some forty ranks; tests/dryrun/test_dryrun.py",
     "doctor": "says what this machine has; tests/doctor/test_doctor.py",
     "export": "wants a run's checkpoint; tests/train/test_checkpoint_safetensors.py",
-    "import": "wants an exported file; tests/train/test_checkpoint_safetensors.py",
     "report": "wants the reports of a job that failed; tests/mesh/test_verdicts.py",
     "view": "serves until it is stopped; tests/view/test_view.py",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import doctest
 import inspect
@@ -10,6 +11,8 @@ import io
 import json
 import math
 import re
+import symtable
+import tokenize
 import tomllib
 import types
 from collections.abc import Callable, Mapping
@@ -26,15 +29,13 @@ from meshcomm.cli import app
 from meshcomm.config import Config, load_config
 from meshcomm.errors import RankFailed
 from meshcomm.testing import Pool
-from meshcomm.testing.dryrun import read as read_marker
 from meshcomm.testing.pool import Ended, Limits
 from tests.documents import ranks
 from tests.documents.blocks import ROOT, Block
 from tests.documents.commands import NOT_RUN, Command, command_lines, read
-from tests.documents.preludes import PRELUDES
 from tests.documents.ranks import function_of
 from tests.documents.shown import differs
-from tests.documents.source import comments, dims_of_init, free_names, opens_a_mesh
+from tests.documents.tables import PRELUDES
 
 MESH = {"pp": 2, "dp": 2, "tp": 2}
 # Languages whose blocks are neither run nor commands: figures, trees, errors of other programs.
@@ -139,10 +140,6 @@ class Page:
         if "parametrize" in marks:
             name, values = marks["parametrize"].args[:2]
             arguments[name] = next(iter(values))
-        if "mesh_dryrun" in marks:
-            # That it can be read; tests/dryrun runs the like.
-            read_marker(marks["mesh_dryrun"].args, marks["mesh_dryrun"].kwargs)
-            return
         if "mesh" not in marks:
             function(**arguments)
             return
@@ -307,3 +304,62 @@ def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         whole = key == "dims" or not (isinstance(old, dict) and isinstance(value, dict))
         merged[key] = value if whole else _merged(old, value)
     return merged
+
+
+# -- what a block of Python says about itself, without being run ------------------------------------------
+
+
+def free_names(text: str) -> set[str]:
+    """Names that a block uses and does not make."""
+    top = symtable.symtable(text, "page", "exec")
+    made = {one.get_name() for one in top.get_symbols() if one.is_assigned() or one.is_imported()}
+    found: set[str] = set()
+
+    def visit(table: symtable.SymbolTable) -> None:
+        for one in table.get_symbols():
+            if one.is_referenced() and (table is top or one.is_global()):
+                found.add(one.get_name())
+        for child in table.get_children():
+            visit(child)
+
+    visit(top)
+    return found - made - set(dir(builtins))
+
+
+def opens_a_mesh(tree: ast.Module) -> bool:
+    """Whether a block calls meshcomm.init itself, outside of every function."""
+    return any(_is_init(node) for node in _outside_functions(tree))
+
+
+def dims_of_init(tree: ast.Module) -> dict[str, int]:
+    for node in _outside_functions(tree):
+        if _is_init(node):
+            for keyword in node.keywords:
+                if keyword.arg == "dims":
+                    sizes = ast.literal_eval(keyword.value)
+                    return {name: 2 if size == -1 else size for name, size in sizes.items()}
+    return {}
+
+
+def _outside_functions(tree: ast.AST) -> list[Any]:
+    found, waiting = [], list(ast.iter_child_nodes(tree))
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)):
+            found.append(node)
+            waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def _is_init(node: Any) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("meshcomm.init", "init")
+
+
+def comments(text: str) -> dict[int, str]:
+    """Comments by line; by the negative one where nothing else stands on it."""
+    tokens = tokenize.generate_tokens(io.StringIO(text + "\n").readline)
+    return {
+        one.start[0] * (-1 if one.line.lstrip().startswith("#") else 1): one.string.lstrip("# ")
+        for one in tokens
+        if one.type == tokenize.COMMENT
+    }

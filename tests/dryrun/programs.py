@@ -38,18 +38,8 @@ class Rank:
         nbytes = 4
         for size in shape:
             nbytes *= size
-        span = Span(
-            self._group(dim),
-            dim,
-            call,
-            f"train.py:{line}",
-            0.0,
-            nbytes=nbytes,
-            shape=shape,
-            dtype="float32",
-            **facts,
-        )
-        return self._made(span, wait)
+        facts |= {"nbytes": nbytes, "shape": shape, "dtype": "float32"}
+        return self._made(Span(self._group(dim), dim, call, f"train.py:{line}", 0.0, **facts), wait)
 
     def message(
         self,

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.config import TopologyConfig, load_config
-from meshcomm.dryrun.facts import dry_facts
 from meshcomm.dryrun.script import Script, function_step, script_step
-from meshcomm.dryrun.training import priced
+from meshcomm.dryrun.training import dry_facts, priced
 from meshcomm.dryrun.world import World, dry_world
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Layout
@@ -39,7 +38,6 @@ UNKNOWN: dict[str, tuple[Callable[[Mesh, int], object], str]] = {
         "the slice's shape.*\n.*\n.*\n.*out=",
     ),
     "recv": (lambda m, c: m.recv("dp", src=c ^ 1), "the message's shape.*\n.*\n.*\n.*out="),
-    "shift": (lambda m, c: m.shift("dp", X, 1, handshake=True), "the shape that comes"),
     "all_gather": (lambda m, c: m.all_gather("dp", X[:c], uneven=True), "the sizes of their parts"),
     "gather": (lambda m, c: m.gather("dp", X[:c], 0, uneven=True), "the sizes of their parts"),
     "all_to_all": (
@@ -52,7 +50,6 @@ UNKNOWN: dict[str, tuple[Callable[[Mesh, int], object], str]] = {
     "recv_any": (lambda m, c: m.recv_any("dp", X), "who sends first"),
     "store.get": (lambda m, c: m.store.get("k"), 'only another rank could set "k"'),
     "store.wait": (lambda m, c: m.store.wait(["k"]), 'only another rank could set "k"'),
-    "store.multi_get": (lambda m, c: m.store.multi_get(["k"]), 'only another rank could set "k"'),
     "broadcast_object_list": (lambda m, c: dist.broadcast_object_list([None], src=1), "the objects, "),
     "all_gather_object": (lambda m, c: dist.all_gather_object([None] * 4, c), "the objects, "),
     "scatter_object_list": (lambda m, c: dist.scatter_object_list([None], None, src=1), "the objects, "),
@@ -143,7 +140,7 @@ def test_what_is_called_a_step_is_one(
     assert {each["call"]: each["calls"] for each in row["calls"]} == rows
     parts = facts["step"]["compute_s"] + sum(facts["step"]["exposed_s"].values())
     assert facts["step"]["seconds"] == pytest.approx(parts + sum(facts["step"]["late_s"].values()))
-    shown = as_text(dry_view({**facts, "timeline": []}), 120)
+    shown = as_text(dry_view(facts), 120)
     assert f"{part} of each" in shown and f"time of {part}" in shown and f"calls of {part}" in shown
 
 
@@ -166,7 +163,7 @@ def test_calls_on_other_groups_are_said_not_to_be_compared(tmp_path: Path) -> No
         (0, 2),
     ]
     facts = dry_facts(found, None, TopologyConfig(), 0.0)
-    shown = as_text(dry_view({**facts, "timeline": []}), 120)
+    shown = as_text(dry_view(facts), 120)
     assert "not compared: 1 call on groups that are none of the mesh's" in shown
 
 

@@ -23,13 +23,24 @@ def _x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
-def _differs(cells: str, call: Call, quick: bool = False, **more: Any) -> Row:
+def _reduced(mesh: Mesh) -> None:
+    check(mesh.all_reduce("dp", _x(3)), 4.0)
+
+
+def differs(
+    cells: str,
+    call: Call,
+    quick: bool = False,
+    dim: str = "dp",
+    first: Callable[[Mesh], object] = _reduced,
+    **more: Any,
+) -> Row:
     """Rank 2 of four makes another call than the others, and after the error all make the same again."""
 
     def program(me: Rank) -> None:
         with me.mesh(**more.get("keys", {})) as mesh:
-            for _ in range(more.get("before", 1)):
-                check(mesh.all_reduce("dp", _x(3)), 4.0)
+            for _ in range(more.get("times", 1)):
+                first(mesh)
             odd = me.number == _ODD
             if odd and more.get("late"):
                 time.sleep(more["late"])
@@ -38,10 +49,10 @@ def _differs(cells: str, call: Call, quick: bool = False, **more: Any) -> Row:
                 call(mesh, odd)
             finally:
                 # Nothing was sent: the group is as good as before.
-                check(mesh.all_reduce("dp", _x(3)), 4.0)
+                _reduced(mesh)
 
     expected = everyone("CallMismatchError")
-    return row(f"{cells} | dp", program, expected, (_ODD,), DIFFERS_S, dims=_LINE, quick=quick)
+    return row(f"{cells} | {dim}", program, expected, (_ODD,), DIFFERS_S, dims=_LINE, quick=quick)
 
 
 _GRADIENTS: Final[Call] = lambda m, odd: m.functional.all_reduce(  # noqa: E731
@@ -216,36 +227,36 @@ def _shapes(mesh: Mesh, odd: bool) -> object:
 _WORDS: Final = (("compared", 64), ("not compared", 0))
 
 ROWS = [
-    _differs("other-shape | other shape | in all_reduce", _shapes, quick=True),
-    _differs("other-shape-late | other shape, half a second late | in all_reduce", _shapes, late=0.5),
-    _differs(
+    differs("other-shape | other shape | in all_reduce", _shapes, quick=True),
+    differs("other-shape-late | other shape, half a second late | in all_reduce", _shapes, late=0.5),
+    differs(
         'other-shape-call-71 | other shape, validate_calls = "always" | in call 71',
         _shapes,
-        before=70,
+        times=70,
         keys={"validate_calls": "always"},
     ),
-    _differs(
+    differs(
         "other-dtype | other dtype | in all_reduce",
         lambda m, odd: m.all_reduce("dp", _x(4, dtype=torch.float64 if odd else torch.float32)),
     ),
-    _differs(
+    differs(
         "other-reduce-op | other reduce op | in all_reduce",
         lambda m, odd: m.all_reduce("dp", _x(4), "max" if odd else "sum"),
     ),
-    _differs("other-root | other root | in broadcast", lambda m, odd: m.broadcast("dp", _x(4), int(odd))),
-    _differs("other-root-scatter | other root | in scatter", lambda m, odd: m.scatter("dp", _x(4), 2 * odd)),
-    _differs(
+    differs("other-root | other root | in broadcast", lambda m, odd: m.broadcast("dp", _x(4), int(odd))),
+    differs("other-root-scatter | other root | in scatter", lambda m, odd: m.scatter("dp", _x(4), 2 * odd)),
+    differs(
         "other-axis | other axis | in all_gather",
         lambda m, odd: m.all_gather("dp", _x(4, 4), axis=1 if odd else 0),
     ),
-    _differs(
+    differs(
         "other-operation | other operation | in reduce_scatter",
         lambda m, odd: m.all_to_all("dp", _x(4)) if odd else m.reduce_scatter("dp", _x(4)),
         quick=True,
     ),
-    _differs("other-shape-gradients | other shape | in functional.all_reduce", _GRADIENTS),
-    _differs("swapped-calls | swapped order of two calls | same dim", _two_calls),
-    _differs("skipped-then-another | skipped call, the next one differs | same dim", _skips),
+    differs("other-shape-gradients | other shape | in functional.all_reduce", _GRADIENTS),
+    differs("swapped-calls | swapped order of two calls | same dim", _two_calls),
+    differs("skipped-then-another | skipped call, the next one differs | same dim", _skips),
     _skipped("skipped-tp", _CUBE, "tp", 6),
     _skipped("skipped-pp", _CUBE, "pp", 6, validate_calls=0),
     _skipped("skipped-dp4", _LINE, "dp", 1, validate_calls=0),

@@ -177,10 +177,11 @@ def _saves(fault: Callable[[Rank], None]) -> Program:
 
 def _whole(checkpoints: Any, first: Path) -> None:
     """The first checkpoint is the last complete one, and has the numbers that were saved."""
+    from meshcomm.train.checkpoint_folder import complete
     from meshcomm.train.checkpoint_reader import Saved
 
-    if checkpoints.complete() != [first]:
-        raise AssertionError(f"complete: {checkpoints.complete()}")
+    if complete(checkpoints.folder) != [first]:
+        raise AssertionError(f"complete: {complete(checkpoints.folder)}")
     found = {f"w{i}": torch.zeros(4096) for i in range(8)}
     Saved(first).fill(found)
     for i in range(8):

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.mesh import Mesh
-from tests.faults.row import DIFFERS_S, TIMEOUT_S, Program, Rank, Row, check, everyone, row
+from tests.faults.call_rows import differs
+from tests.faults.row import TIMEOUT_S, Program, Rank, Row, everyone, row
 
 _ODD: Final = 2
 _LINE: Final = {"dp": 4}
@@ -20,22 +21,13 @@ _FOUND_S: Final = 2.0
 Call = Callable[[Mesh], object]
 
 
-def _differs(cells: str, odd: Call, usual: Call, before: int = 0, dim: str = "dp", **more: Any) -> Row:
-    """Rank 2 of four makes another call than the others, and after the error all make the same again."""
+def _differs(cells: str, odd: Call, usual: Call, before: int = 0, **more: Any) -> Row:
+    """As `differs`, after some of the usual calls."""
 
-    def program(me: Rank) -> None:
-        with me.mesh() as mesh:
-            for _ in range(before):
-                usual(mesh)
-            me.strike()
-            try:
-                (odd if me.number == _ODD else usual)(mesh)
-            finally:
-                check(mesh.all_reduce("dp", torch.ones(3)), 4.0)
+    def call(mesh: Mesh, is_odd: bool) -> None:
+        (odd if is_odd else usual)(mesh)
 
-    return row(
-        f"{cells} | {dim}", program, everyone("CallMismatchError"), (_ODD,), DIFFERS_S, dims=_LINE, **more
-    )
+    return differs(cells, call, first=lambda mesh: [usual(mesh) for _ in range(before)], **more)
 
 
 def _reduces(mesh: Mesh) -> object:

@@ -43,9 +43,10 @@ from meshcomm.parallel.context import gather_sequence, ring_attention, split_seq
 from meshcomm.testing import emulated_nccl as emulation
 from meshcomm.train import Trainer
 from meshcomm.train.checkpoint_writer import parts_of, value_of
+from meshcomm.train.data import batches_of
 from meshcomm.train.data import load as text
-from meshcomm.train.loop import batches_of
 from meshcomm.transport.process_group import ProcessGroupTransport
+from tests.benchmarks.plain import Plain
 from tests.mesh import queued_program
 from tests.testing import test_emulated_nccl as queued
 
@@ -364,48 +365,6 @@ def steps_compiled() -> None:
         assert row["farthest"] < 0.02
 
 
-class Block(nn.Module):
-    """The transformer's block as one would write it without meshcomm."""
-
-    def __init__(self, width: int, heads: int, ff: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = nn.Linear(width, ff, bias=False), nn.Linear(width, ff, bias=False)
-        self.down = nn.Linear(ff, width, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        y = self.norms[0](x)
-        q, k, v = (w(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-
-        def turned(a: Tensor) -> Tensor:
-            one, other = a.float().chunk(2, -1)
-            return torch.cat([one * cos - other * sin, other * cos + one * sin], -1).to(a.dtype)
-
-        y = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)
-        x = x + self.wo(y.transpose(1, 2).flatten(2))
-        y = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-class Plain(nn.Module):
-    def __init__(self, layers: int, width: int, heads: int, ff: int, sequence: int) -> None:
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(256, width), nn.RMSNorm(width)
-        self.layers = nn.ModuleList([Block(width, heads, ff) for _ in range(layers)])
-        self.head = nn.Linear(width, 256, bias=False)
-        half = width // heads // 2
-        angle = torch.outer(torch.arange(sequence), 10000.0 ** (-torch.arange(half) / half))
-        self.cos, self.sin = nn.Buffer(angle.cos()), nn.Buffer(angle.sin())
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, self.cos, self.sin)
-        return self.head(self.norm(x))
-
-
 def peak_flops() -> float | None:
     """Dense bfloat16, by NVIDIA's data sheets."""
     name = torch.cuda.get_device_name(0) if ON_GPU else ""
@@ -457,10 +416,10 @@ def speed() -> None:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             with torch.device(DEVICE):
-                plain = Plain(layers, width, heads, ff, sequence)
+                plain = Plain(config.model, sequence, range(layers))
             optimizer = torch.optim.AdamW(plain.parameters(), 1e-4, fused=True)
             if compiled:
-                for layer in plain.layers:
+                for layer in plain.layers.values():
                     layer.compile()
 
             def step(number: int, plain: Plain = plain, optimizer: torch.optim.Optimizer = optimizer) -> None:

@@ -250,13 +250,6 @@ def test_files_of_the_working_directory_hide_no_library(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "found\n"), done.stderr
 
 
-def test_a_wrong_call_of_a_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "meshcomm", "run", "nothing.toml", "nothing.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("there is no script nothing.py\n") and "Traceback" not in done.stderr
-
-
 def test_a_wrong_config_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     program = """
 import sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import pickle
 import random
 from typing import Any
@@ -19,9 +20,7 @@ from meshcomm.layout.sizes import nearest_fits, resolve
 def random_layout(rng: random.Random) -> tuple[dict[str, int], list[int] | None]:
     names = rng.sample(["pp", "dp", "cp", "tp", "ep"], rng.randint(1, 5))
     dims = {name: rng.choice([1, 1, 2, 2, 3, 4, 5]) for name in names}
-    world = 1
-    for size in dims.values():
-        world *= size
+    world = math.prod(dims.values())
     return dims, rng.sample(range(world), world) if rng.random() < 0.5 else None
 
 
@@ -78,6 +77,9 @@ def test_the_expert_view_shares_pp_and_gets_its_own_groups() -> None:
     assert layout.groups("edp").tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert layout.coords(6, "expert") == {"edp": 1, "ep": 2}
     assert layout.get_rank(edp=1, ep=2) == 6
+    with pytest.raises(UnknownDim, match="the mesh has no view 'exprt'") as caught:
+        layout.coords(1, "exprt")
+    assert caught.value.hint == 'did you mean "expert"?'
     with pytest.raises(UnknownDim, match='"ep", "tp"\\) do not belong to one factorisation'):
         layout.groups(("ep", "tp"))
 
@@ -113,14 +115,8 @@ def test_equal_ranks_and_options_are_one_group() -> None:
         "half": None,
         "ep": "half",
     }
-    assert [family.name for family in plan.families if family.creates] == [
-        "pp",
-        "dp",
-        "tp",
-        "model",
-        "turned",
-        "half",
-    ]
+    creating = [family.name for family in plan.families if family.creates]
+    assert creating == ["pp", "dp", "tp", "model", "turned", "half"]
     own_lane = Plan(layout, options={"grad": GroupOptions(comm_id="overlap"), "ep": GroupOptions(timeout_s=5.0)})
     assert own_lane.family("grad").shares is None
     assert own_lane.family("ep").shares is None
@@ -203,6 +199,16 @@ def test_the_fingerprint_sees_all_that_must_agree() -> None:
         ({"dims": {"a": 2, "b": 2}, "merge": {"m": ("a", "c")}}, "the mesh has no dim 'c'"),
         ({"dims": {"a": 2}, "views": {"v": {"x": 0, "y": -1}}}, "views.v.x = 0 is not a size"),
         ({"dims": {"a": 2}, "views": {"v": {"x": 3}}}, "view v does not fit the world: 3, world is 2"),
+        ({"dims": {"a": 2, "b": 2}, "merge": {"m": "ab"}}, "merge.m is not a list of dims"),
+        ({"dims": {"a": 2}, "merge": ["ab"]}, "merge is not a mapping from names to lists of dims"),
+        ({"dims": {"a": 2}, "views": {"v": 4}}, "views.v is not a mapping from names to sizes"),
+        (
+            {"dims": {"a": 2}, "views": [("v", {"c": 4})]},
+            "views is not a mapping from names to sizes by name",
+        ),
+        ({"dims": [("a", 2), ("b", 2)]}, "dims is not a mapping from names to sizes"),
+        ({"dims": {"a": 2}, "rank_order": "01"}, "rank_order is not a list of ranks"),
+        ({"dims": {"a": 2}, "rank_order": [10**30, 1]}, "rank_order is not a permutation"),
     ],
 )
 def test_a_wrong_layout_is_refused_by_name(arguments: dict[str, object], message: str) -> None:
@@ -217,6 +223,8 @@ def test_coords_and_ranks_outside_the_mesh() -> None:
     for call, message in (
         (lambda: layout.coords(4), "rank 4 is not in the mesh"),
         (lambda: layout.coords(-1), "rank -1 is not in the mesh"),
+        (lambda: layout.rank_of(-1), "the mesh has no position -1"),
+        (lambda: layout.rank_of(4), "the mesh has no position 4"),
         (lambda: layout.get_rank(dp=0), "coords that do not say one rank"),
         (lambda: layout.get_rank(dp=0, tp=2), "tp=2 is outside the mesh"),
         (lambda: layout.get_rank(dp=0, ttp=1), "the mesh has no dim 'ttp'"),
@@ -267,13 +275,6 @@ def test_a_tensor_in_the_place_of_dims_says_that_dims_come_first(x: Any) -> None
     )
 
 
-def test_an_unknown_view_is_refused_by_name() -> None:
-    layout = Layout({"dp": 2, "tp": 2}, views={"expert": {"ep": 4}})
-    with pytest.raises(UnknownDim, match="the mesh has no view 'exprt'") as caught:
-        layout.coords(1, "exprt")
-    assert caught.value.hint == 'did you mean "expert"?'
-
-
 _CUBE = Layout(
     {"pp": 2, "dp": 2, "tp": 2}, rank_order=[1, 0, 2, 3, 4, 5, 6, 7], merge={"model": ("pp", "tp")}
 )
@@ -304,30 +305,6 @@ def test_ints_are_taken_and_nothing_that_looks_like_one(ask: Any, wrong: object)
     assert wrong not in _CUBE and np.int64(1) in _CUBE
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"merge": {"m": "ab"}}, "merge.m is not a list of dims"),
-        ({"merge": {"m": 3}}, "merge.m is not a list of dims"),
-        ({"merge": ["ab"]}, "merge is not a mapping"),
-        ({"views": {"v": 4}}, "views.v is not a mapping"),
-        ({"views": [("v", {"c": 4})]}, "views is not a mapping"),
-        ({"dims": [("a", 2), ("b", 2)]}, "dims is not a mapping"),
-        ({"rank_order": "0123"}, "rank_order is not a list"),
-        ({"rank_order": [10**30, 1, 2, 3]}, "no job has a rank"),
-    ],
-)
-def test_what_has_another_form_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(LayoutError, match=message):
-        Layout(**{"dims": {"a": 2, "b": 2}, **arguments})
-
-
-@pytest.mark.parametrize("position", [-1, 8])
-def test_positions_outside_of_the_grid_are_refused(position: int) -> None:
-    with pytest.raises(LayoutError, match=f"no position {position}"):
-        _CUBE.rank_of(position)
-
-
 def test_a_layout_is_a_value() -> None:
     for name in ("world_size", "dims", "merge", "_order", "unheard_of"):
         with pytest.raises(LayoutError, match=f"cannot be changed: {name}"):
@@ -340,9 +317,7 @@ def test_a_layout_is_a_value() -> None:
             assert other == layout and hash(other) == hash(layout) and repr(other) == repr(layout)
     plan = Plan(_CUBE)
     assert pickle.loads(pickle.dumps(plan)) == plan
-
-
-def test_the_order_that_was_given_stays_the_callers() -> None:
+    # The order that was given stays the caller's.
     order = np.array([1, 0], dtype=np.int64)
     layout = Layout({"dp": 2}, rank_order=order)
     order[:] = 0
@@ -358,11 +333,7 @@ def test_what_is_suggested_fits(seed: int) -> None:
     world = rng.randint(1, 64)
     suggestions = nearest_fits(sizes, world)
     for suggestion in suggestions:
-        filled = resolve(suggestion, world)
-        product = 1
-        for size in filled.values():
-            product *= size
-        assert product == world and suggestion != sizes
+        assert math.prod(resolve(suggestion, world).values()) == world and suggestion != sizes
     if sizes != {next(iter(sizes)): -1}:
         assert suggestions or resolve(sizes, world)
 

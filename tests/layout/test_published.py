@@ -1,4 +1,4 @@
-"""Five published meshes: their groups against NumPy, and where they lie on nodes of eight."""
+"""Three published meshes: their groups against NumPy, and where they lie on nodes of eight."""
 
 from __future__ import annotations
 
@@ -35,18 +35,6 @@ PUBLISHED = {
             ("tp", 8, 1, 2048, 1, "node"),
         ],
     ),
-    "Megatron 175B": Published(
-        'Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", '
-        "table 2: 174.6 billion parameters, model-parallel size 96, 1,536 GPUs; tensor 8 by its rule that tensor "
-        "parallelism takes the GPUs of a node, so pipeline 12; ranks by tensor, data, pipeline from inside",
-        {"pp": 12, "dp": 16, "tp": 8},
-        {},
-        [
-            ("pp", 12, 128, 128, 12, "network"),
-            ("dp", 16, 8, 96, 16, "network"),
-            ("tp", 8, 1, 192, 1, "node"),
-        ],
-    ),
     "Megatron 1T": Published(
         "Narayanan et al. 2021, table 1, 1008.0 billion parameters: tensor 8, pipeline 64, 3,072 GPUs, batch 3,072",
         {"pp": 64, "dp": 6, "tp": 8},
@@ -55,17 +43,6 @@ PUBLISHED = {
             ("pp", 64, 48, 48, 64, "network"),
             ("dp", 6, 8, 512, 6, "network"),
             ("tp", 8, 1, 384, 1, "node"),
-        ],
-    ),
-    "torchtitan 3-D": Published(
-        'Liang et al. 2024, "TorchTitan", and benchmarks/llama3_h100_202412_torchtitan.md of its repository, table 5: '
-        "Llama 3.1 405B on 512 GPUs, FSDP 8, TP 8, PP 8",
-        {"pp": 8, "dp_shard": 8, "tp": 8},
-        {},
-        [
-            ("pp", 8, 64, 64, 8, "network"),
-            ("dp_shard", 8, 8, 64, 8, "network"),
-            ("tp", 8, 1, 64, 1, "node"),
         ],
     ),
     "DeepSeek-V3": Published(

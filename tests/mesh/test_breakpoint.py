@@ -21,7 +21,7 @@ def stopped(mesh: Mesh, typed: str, **arguments: int) -> str:
         with contextlib.redirect_stdout(shown):
             secret = 6 * 7  # noqa: F841 (looked at in the debugger)
             mesh.breakpoint(**arguments)
-            assert not arguments.get("dp") or mesh.store.has_key("looked"), "the others did not wait"
+            assert not arguments.get("dp") or mesh.store.check(["looked"]), "the others did not wait"
             after = mesh.all_reduce("dp", torch.ones(1)).item()
             assert after == 2
             sys.settrace(None)

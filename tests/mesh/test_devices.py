@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from meshcomm.comm import Communicator
 from meshcomm.comm.diagnosis import Reason, reason_of
 from meshcomm.config.mesh import DimOptions, MeshConfig
 from meshcomm.errors import LaunchError, MeshcommError, ShapeError, UnsupportedOp
-from meshcomm.mesh import groups, watchdog
+from meshcomm.mesh import groups
 from meshcomm.mesh.desync import period_s
 from meshcomm.mesh.devices import choose_device, refuse_shared
 from meshcomm.mesh.environment import Launch, find_launch, nccl_defaults
@@ -28,7 +27,6 @@ from meshcomm.mesh.watchdog import look_interval_s
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport, SoloTransport
 from meshcomm.transport.base import Call
-from tests.mesh.test_opening_counts import Counting
 
 
 def pretend(
@@ -208,24 +206,6 @@ def test_a_barrier_names_the_device_of_the_mesh() -> None:
 )
 def test_what_nccl_says_is_understood(text: str, reason: Reason) -> None:
     assert reason_of(dist.DistBackendError(text)) == reason
-
-
-def test_watchers_look_as_seldom_as_the_store_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted on three real ones for a second, as in a world in which each may look five times a second."""
-    world = 1_024
-    monkeypatch.setattr(watchdog, "look_interval_s", lambda size: 0.2)
-    stores = [Counting(dist.HashStore()) for _ in range(3)]
-    for store in stores:
-        store.inner.add("created", world)  # nobody waits for the others' groups
-    watchers = [
-        watchdog.Watchdog(store, rank, {"dp": rank}, world, watchdog.WatchOptions(60.0, [].append))
-        for rank, store in enumerate(stores)
-    ]
-    time.sleep(1.0)
-    for each in watchers:
-        each.close()
-    looks = [sum(name == "check" for name, _ in store.told) for store in stores]
-    assert all(1 <= each <= 6 for each in looks), looks
 
 
 @pytest.mark.parametrize(

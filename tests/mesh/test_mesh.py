@@ -19,7 +19,7 @@ from meshcomm.errors import ConfigError, MeshClosed, MeshMismatchError, Unsuppor
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport
-from meshcomm.transport.torch_private import backend_of, live_groups
+from meshcomm.transport.torch_private import backend_of, groups_by_name
 from tests.ranks import on_ranks
 
 RICH: dict[str, Any] = {
@@ -52,7 +52,7 @@ def test_the_plan_is_what_real_processes_create(mesh: Mesh) -> None:
     own = [identities[each.name] for each in mine.groups if each.shares is None]
     assert len(set(own)) == len(own) == mine.creations
     # The default group, and one for each family that creates any.
-    assert live_groups() == 1 + mine.creations
+    assert len(groups_by_name()) == 1 + mine.creations
 
 
 @on_ranks(8)
@@ -78,7 +78,7 @@ def test_closing_and_opening_again_in_one_process() -> None:
             mesh.close()
             with pytest.raises(MeshClosed, match=r"the mesh {'dp': 2, 'tp': 2} is closed on rank \d \(dp="):
                 mesh.barrier("dp")
-    assert live_groups() == 0
+    assert len(groups_by_name()) == 0
 
 
 @on_ranks(5)
@@ -104,9 +104,9 @@ def test_a_mesh_from_an_existing_device_mesh() -> None:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    before = live_groups()
+    before = len(groups_by_name())
     with meshcomm.init(theirs) as mesh:
-        assert mesh.group("tp") is theirs.get_group("tp") and live_groups() == before
+        assert mesh.group("tp") is theirs.get_group("tp") and len(groups_by_name()) == before
         first = mesh.rank // 2 * 2
         assert mesh.all_gather("tp", torch.tensor([mesh.rank])).tolist() == [first, first + 1]
     # Torch sorts the ranks of a group. Along tp one of the two groups has them in descending order: both are created.
@@ -125,7 +125,7 @@ def test_a_mesh_from_an_existing_device_mesh() -> None:
 def test_device_meshes_are_over_our_groups(mesh: Mesh) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    before = live_groups()
+    before = len(groups_by_name())
     assert mesh["tp"].get_group() is mesh.group("tp")
     assert mesh["tp"].get_local_rank() == mesh.coord("tp")
     whole = torch.arange(32.0).reshape(8, 4)
@@ -143,7 +143,7 @@ def test_device_meshes_are_over_our_groups(mesh: Mesh) -> None:
         assert torch.equal(sharded.to_local(), mine)
         assert torch.equal(sharded.full_tensor(), whole)
     # Only the dim of size 1 got a handle for torch's sake; it carries nothing.
-    assert live_groups() == before + 1
+    assert len(groups_by_name()) == before + 1
 
 
 @pytest.mark.mesh(
@@ -152,7 +152,7 @@ def test_device_meshes_are_over_our_groups(mesh: Mesh) -> None:
 def test_a_merged_dim_is_one_dim_of_a_device_mesh(mesh: Mesh) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    before = live_groups()
+    before = len(groups_by_name())
     whole = torch.arange(32.0).reshape(8, 4)
     for names in (("ends",), ("cp", "ends"), ("ends", "cp")):
         device_mesh = mesh[names]
@@ -164,7 +164,7 @@ def test_a_merged_dim_is_one_dim_of_a_device_mesh(mesh: Mesh) -> None:
         mine = mesh.coord("ends") * 2
         assert torch.equal(sharded.to_local(), whole[mine : mine + 2])
         assert torch.equal(sharded.full_tensor(), whole)
-    assert live_groups() == before
+    assert len(groups_by_name()) == before
 
 
 @pytest.mark.mesh(pp=2, dp=1, tp=2, via="gloo")
@@ -213,13 +213,13 @@ def test_groups_are_warmed_up_in_plan_order_where_the_configuration_says_so(pool
 
 @on_ranks(2)
 def test_a_warm_up_that_fails_gives_the_groups_back() -> None:
-    before = live_groups()
+    before = len(groups_by_name())
     with (
         mock.patch.object(Mesh, "warm_up", side_effect=RuntimeError("no connection")),
         pytest.raises(RuntimeError, match="no connection"),
     ):
         meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30, warm_up=True)
-    assert live_groups() == before and not dist.is_initialized()
+    assert len(groups_by_name()) == before and not dist.is_initialized()
 
 
 # What rank 2 of four gives in place of the usual, and what is said of it; what it cannot even read is the others' problem.
@@ -345,8 +345,6 @@ def test_a_mesh_is_shared_by_copies_and_refuses_to_be_pickled(mesh: Mesh) -> Non
     handle.wait()
 
 
-# -- global ranks, group ranks and coords: dst and src in torch.distributed and here ---------------------------
-
 # Ranks 1, 2, 4 of five: coords 0, 1, 2. The number 1 is rank 1 and coord 1, and these are not the same.
 MEMBERS = [1, 2, 4]
 
@@ -355,57 +353,21 @@ def own(mesh: Mesh) -> Tensor:
     return torch.tensor([float(mesh.rank)])
 
 
-def of_torch(mesh: Mesh) -> None:
-    """In torch.distributed src, dst and peer are global ranks, also with a group."""
-    group, rank = mesh.group("line"), mesh.rank
+@pytest.mark.mesh(line=3, ranks=MEMBERS, world_size=5, via="gloo")
+def test_dst_and_src_are_global_ranks_in_torch_and_coords_here(mesh: Mesh) -> None:
+    if not mesh.is_member:
+        return
+    group, coord = mesh.group("line"), mesh.coord("line")
     assert dist.get_process_group_ranks(group) == MEMBERS == mesh.ranks("line")
-    assert dist.get_group_rank(group, rank) == dist.get_rank(group) == mesh.coord("line")
-    assert dist.get_global_rank(group, 1) == 2
-
-    # broadcast: src=1 is rank 1, which is coord 0. As a group rank it would be rank 2.
+    assert MEMBERS[coord] == mesh.rank == mesh.get_rank(line=coord)
+    # In torch src=1 is rank 1, which is coord 0; here it is coord 1, which is rank 2.
     x = own(mesh)
     dist.broadcast(x, src=1, group=group)
-    assert x.item() == 1
-    x = own(mesh)
-    dist.broadcast(x, group=group, group_src=1)
-    assert x.item() == 2
-    assert mesh.broadcast("line", own(mesh), src=1).item() == 2
-    # Coord 0 exists, rank 0 is not in the group.
-    with pytest.raises(ValueError, match="Global rank 0 is not part of group"):
-        dist.broadcast(own(mesh), src=0, group=group)
-    assert mesh.broadcast("line", own(mesh), src=0).item() == 1
-
-    # send and recv: rank 1 sends to dst=2. As a group rank that would be rank 4, which receives nothing.
-    if rank == 1:
-        dist.send(own(mesh), dst=2, group=group)
-        dist.send(own(mesh), group=group, group_dst=2)
-        mesh.send("line", own(mesh), dst=2)
-    elif rank == 2:
-        x = own(mesh)
-        dist.recv(x, src=1, group=group)
-        assert x.item() == 1
-    else:
-        for _ in range(2):
-            x = own(mesh)
-            dist.recv(x, group=group, group_src=0)
-            assert x.item() == 1
-
-
-def of_ours(mesh: Mesh) -> None:
-    """Here they are coords, and a number that is none is refused before anything is sent."""
-    coord = mesh.coord("line")
-    assert MEMBERS[coord] == mesh.rank == mesh.get_rank(line=coord)
-    assert mesh.get_coords(4) == {"line": 2}
+    assert (x.item(), mesh.broadcast("line", own(mesh), src=1).item()) == (1, 2)
     total = mesh.reduce("line", own(mesh), dst=2)
     assert (total is None) == (mesh.rank != 4) and (total is None or total.item() == 7)
+    # A number that is no coord is refused before anything is sent.
     with pytest.raises(meshcomm.MeshcommError, match="dst=4 is not a coord"):
         mesh.send("line", own(mesh), dst=4)
     with pytest.raises(meshcomm.MeshcommError, match="src=4 is not a coord"):
         mesh.broadcast("line", own(mesh), src=4)
-
-
-@pytest.mark.mesh(line=3, ranks=MEMBERS, world_size=5, via="gloo")
-def test_dst_and_src_are_global_ranks_in_torch_and_coords_here(mesh: Mesh) -> None:
-    if mesh.is_member:
-        of_torch(mesh)
-        of_ours(mesh)

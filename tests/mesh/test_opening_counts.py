@@ -18,7 +18,6 @@ import meshcomm
 from meshcomm.errors import MeshMismatchError
 from meshcomm.mesh import agree
 from meshcomm.mesh.job_store import TWICE
-from meshcomm.simulator.world import SimulatedStore
 from meshcomm.testing import Pool
 
 
@@ -141,51 +140,6 @@ def closed_at_once() -> int:
 @pytest.mark.faults
 def test_a_mesh_that_closes_unused_waits_until_all_ranks_have_their_groups(pool: Pool) -> None:
     assert pool.run(closed_at_once, ranks=2) == [0, 1]
-
-
-FOUR = {8: (2, 2, 1, 2), 64: (4, 4, 2, 2), 256: (4, 8, 2, 4), 1_024: (8, 8, 2, 8)}
-
-
-def opening(world: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int], int, int]:
-    """Of each of `world` simulated ranks: calls of the store to open a mesh, and its communicators; the bytes and reads of the list of who has come."""
-    calls, listed = [0] * world, []
-
-    def counted(name: str) -> Callable[..., Any]:
-        plain = getattr(SimulatedStore, name)
-
-        def ask(self: Any, keys: str | list[str], *rest: Any) -> Any:
-            calls[self._actor.rank] += 1
-            found = plain(self, keys, *rest)
-            if name == "get" and str(keys).endswith("here"):
-                listed.append(len(found))
-            return found
-
-        return ask
-
-    with monkeypatch.context() as patch:
-        for name in ("set", "get", "add", "append", "compare_set", "wait", "check"):
-            patch.setattr(SimulatedStore, name, counted(name))
-        dims = dict(zip(("pp", "dp", "cp", "tp"), FOUR[world], strict=True))
-        created = meshcomm.simulate(lambda mesh: mesh.plan.for_rank(mesh.rank).creations, dims=dims)
-    return calls, created, max(listed), len(listed)
-
-
-@pytest.mark.faults
-def test_opening_a_mesh_of_8_to_1024_ranks_asks_the_store_as_often_on_each(
-    monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
-) -> None:
-    """docs/benchmarks.md has these counts; groups of NCCL and Gloo come on top, whose calls the test above counts."""
-    found = {world: opening(world, monkeypatch) for world in FOUR}
-    for world, (calls, created, listed, reads) in found.items():
-        record_property(
-            "measured",
-            f"{world} ranks: {sorted(set(calls))} calls each, list of {listed} B read {reads} times",
-        )
-        assert set(created) == {sum(size > 1 for size in FOUR[world])}
-        # All but one, who reads the list of those who have come for all: as often as somebody has not named itself yet.
-        assert sorted(calls)[: world - 1] == [6] * (world - 1)
-        assert max(calls) <= 9 and reads == 1
-        assert listed <= 40 * world
 
 
 class _Waits(Exception):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import pickle
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ import torch.distributed as dist
 import meshcomm
 from meshcomm.comm.callsite import callsite
 from meshcomm.comm.counters import counter_of
-from meshcomm.comm.desync import RUNS, StepHistory, error_of, find_desync, last_common
 from meshcomm.comm.flight_recorder import KEPT, FlightRecorder
+from meshcomm.comm.mismatch import RUNS, StepHistory, error_of, find_desync, last_common
 from meshcomm.errors import (
     CallMismatchError,
     DeadlockError,
@@ -32,7 +31,6 @@ from meshcomm.errors import (
 from meshcomm.mesh import Mesh, desync
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.rank_record import RankRecord
-from meshcomm.testing import Pool
 from tests.ranks import on_ranks
 from tests.simulator import random_programs
 
@@ -191,13 +189,6 @@ def test_several_mismatched_ranks_and_other_bytes() -> None:
     assert tie["mismatched"] == [3]
 
 
-def test_two_mistakes_that_cancel_are_found_at_the_first() -> None:
-    programs = {rank: [ADD] * 8 for rank in range(3)}
-    found = judged({**programs, 1: [ADD, ADD, [], ADD * 2, *[ADD] * 4]})
-    assert found is not None
-    assert (found["step"], found["mismatched"]) == (3, [1])
-
-
 def test_more_calls_in_a_step_than_the_ring_holds() -> None:
     long = [ADD * (2 * KEPT)] * 2
     assert judged(dict.fromkeys(range(3), long)) is None
@@ -249,6 +240,21 @@ def test_a_rank_that_ends_each_step_twice_differs(steps: int) -> None:
     if found is not None:
         assert found["mismatched"] == [1]
         assert "in step 2 " in found["what"] or 2 * steps > RUNS
+
+
+def test_what_step_refuses() -> None:
+    def program(mesh: Mesh) -> None:
+        if not mesh.is_member:
+            with pytest.raises(NotMember):
+                mesh.step()
+            return
+        with pytest.raises(LayoutError):
+            mesh.step(apart=("cp",))
+        mesh.close()
+        with pytest.raises(MeshClosed, match="is closed"):
+            mesh.step()
+
+    meshcomm.simulate(program, dims={"dp": 2}, ranks=(0, 1), world_size=3)
 
 
 @on_ranks(1)
@@ -438,21 +444,6 @@ def test_a_simulated_rank_is_found_in_its_step(dim: str, odd: int, at: int, how:
     )
 
 
-def test_a_simulated_rank_is_found_at_once() -> None:
-    reached = []
-
-    def program(mesh: Mesh) -> None:
-        for step in range(1, 50):
-            if (mesh.rank, step) != (1, 7):
-                mesh.all_reduce("dp", torch.ones(1))
-            reached.append(step)
-            mesh.step()
-
-    with pytest.raises(CallMismatchError, match="in step 7 "):
-        meshcomm.simulate(program, dims={"dp": 3})
-    assert max(reached) <= 8
-
-
 def test_correct_programs_are_never_blamed() -> None:
     def program(mesh: Mesh, seed: int) -> int:
         chance = random.Random(seed)
@@ -527,97 +518,7 @@ def test_the_last_step_is_told_by_its_deadlock() -> None:
         meshcomm.simulate(loop, dims=DIMS, args=("dp", 5, 6, "skip"))
 
 
-def test_what_step_refuses() -> None:
-    def program(mesh: Mesh) -> list[MeshcommError | int]:
-        found: list[MeshcommError | int] = []
-        asked: list[Callable[[], int]] = [
-            lambda: mesh.step(True),
-            lambda: mesh.step("3"),  # type: ignore[arg-type]
-            lambda: mesh.step(apart=("cp",)),
-            lambda: mesh.step(),
-            lambda: mesh.step(40),
-            lambda: mesh.step(),
-        ]
-        for each in asked:
-            try:
-                found.append(each())
-            except MeshcommError as error:
-                found.append(error)
-        if mesh.is_member:
-            mesh.close()
-            with pytest.raises(MeshClosed, match="is closed"):
-                mesh.step()
-        return found
-
-    *members, outside = meshcomm.simulate(program, dims={"dp": 2}, ranks=(0, 1), world_size=3)
-    for found in members:
-        assert [type(each) for each in found[:2]] == [LayoutError] * 2
-        assert "step True is not an int" in str(found[0])
-        assert isinstance(found[2], LayoutError)
-        assert found[3:] == [1, 40, 41]
-    assert {type(each) for each in outside} == {NotMember}
-
-
 # -- processes -----------------------------------------------------------------------------------------
-
-
-def watched(mesh: Mesh, steps: int, skip: tuple[int, int]) -> None:
-    """Three equal calls in each step; rank and step of `skip` leave one out."""
-    for step in range(1, steps + 1):
-        for place in range(3):
-            if (mesh.rank, step, place) != (*skip, 1):
-                mesh.all_reduce("dp", torch.ones(4))
-        mesh.step()
-
-
-def copied(error: CallMismatchError) -> CallMismatchError:
-    """Without its traceback, whose frames would keep the group, so that the others would not notice that it is closed."""
-    made = pickle.loads(pickle.dumps(error))
-    assert isinstance(made, CallMismatchError)
-    return made
-
-
-def outcome(steps: int, skip: tuple[int, int]) -> tuple[CallMismatchError | None, int]:
-    """The error, and at which step; the timeout is longer than the test may take."""
-    at = 0
-    found: CallMismatchError | None = None
-    config = {"dims": {"dp": 4}, "device": "cpu", "timeout_s": 600, "validate_calls": 2, "reports": ""}
-    try:
-        with meshcomm.init({"mesh": config}) as mesh:
-            try:
-                watched(mesh, steps, skip)
-            except CallMismatchError as error:
-                found = copied(error)
-            at = mesh.metrics.steps
-    except CallMismatchError as error:
-        assert found is None
-        found = copied(error)
-    return found, at
-
-
-@pytest.mark.faults
-def test_every_rank_hears_of_a_skipped_call_in_a_short_program(pool: Pool) -> None:
-    """Of a long one tests/faults/step_rows.py tells, with its seconds."""
-    found = pool.run(outcome, 5, (2, 3), ranks=4)
-    for rank, (error, _) in enumerate(found):
-        assert error is not None, rank
-        assert (error.mismatched_ranks, error.step) == ((2,), 3)
-        assert error.what == 'ranks differ in step 3 along "dp": rank 2 (dp=2) made 1 collective fewer'
-        assert f"3 collectives: all_reduce 3 times at {__file__}:" in str(error)
-        # Also where it is raised by the `with` block, the error says where in the program the step ended.
-        assert f"step 3 ended at {__file__}:{watched.__code__.co_firstlineno + 6}" in str(error)
-    # The odd rank was through; the others waited in their last step for one call more.
-    assert [at for _, at in found] == [4, 4, 5, 4]
-
-
-@pytest.mark.mesh(dp=2, tp=2, via="gloo")
-def test_nothing_is_posted_before_the_first_step(mesh: Mesh) -> None:
-    watch: Any = mesh._watch
-    for steps in range(4):
-        assert (mesh.metrics.steps, watch._desync._step) == (steps, steps)
-        mesh.all_reduce("dp", torch.ones(4))
-        mesh.all_reduce("tp", torch.ones(4))
-        mesh.step()
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.compare_ranks import arrivals
+from meshcomm.mesh.all_ranks import arrivals
 
 
 def test_arrivals_by_hand() -> None:

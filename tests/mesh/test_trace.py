@@ -20,7 +20,7 @@ import meshcomm
 from meshcomm.cli import app
 from meshcomm.comm.spans import Span
 from meshcomm.config import load_config
-from meshcomm.errors import ConfigError, LaunchError, StoreError, UnsupportedOp
+from meshcomm.errors import ConfigError, LaunchError, TrainingError, UnsupportedOp
 from meshcomm.jobs.afterwards import timeline_of
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.tracing import events_of, write
@@ -116,7 +116,10 @@ def traced(folder: str) -> dict[str, Any]:
         with pytest.raises(ZeroDivisionError), mesh.trace(Path(folder) / "failed.json"):
             mesh.barrier("dp")
             raise ZeroDivisionError
-        with pytest.raises(StoreError, match="could not be written"), mesh.trace(path / "below" / "a.json"):
+        with (
+            pytest.raises(TrainingError, match="could not write the trace"),
+            mesh.trace(path / "below" / "a.json"),
+        ):
             mesh.barrier("dp")
         with mesh.trace(Path(folder) / "created.json"):
             mesh.create_group("all", ("pp", "dp"))

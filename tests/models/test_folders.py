@@ -224,21 +224,6 @@ def test_bytes_is_no_path_and_a_tokenizer_without_an_eos_ends_nothing(tmp_path: 
     assert found == [1, 2, 3] * 11
 
 
-def test_rows_of_tokens_stay_as_they_are_beside_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    folder = tokenizer(folder_of("llama", tmp_path / "model"))
-    model = config_of({"pretrained": str(folder)}, "dp=1").model
-    for name, rows in (("ids", [[1, 2], [3, 3]]), ("text", ["one two", "three three"])):
-        datasets.Dataset.from_dict({"text": rows}).save_to_disk(tmp_path / name)
-    config = DataConfig(dataset=str(tmp_path / "ids"), seq_len=2)
-    assert tokens_of(data_of.load(config, model=model)) == [1, 2, 3, 3]
-    config = DataConfig(dataset=str(tmp_path / "text"), seq_len=2)
-    assert tokens_of(data_of.load(config, model=model)) == [1, 2, 4, 3, 3, 4]
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(TrainingError, match="which their folder does not have"):
-        data_of.load(config, model=model)
-
-
 # -- tokens that the model does not have ----------------------------------------------------------
 
 

@@ -1,20 +1,18 @@
-"""Ring attention by CUDA's kernels, where there is no CUDA: stand-ins that read memory as the kernels do, and fake tensors."""
+"""Ring attention by CUDA's kernels, where there is no CUDA: stand-ins that read memory as the kernels do."""
 
 from __future__ import annotations
 
 import math
 from itertools import product
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import meshcomm
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.context import block, ring, ring_attention, torch_private
+from meshcomm.parallel.context import block, ring_attention, torch_private
 from meshcomm.parallel.context.block import (
     Queries,
     attend_block,
@@ -27,17 +25,9 @@ from tests.parallel.test_context import SEQUENCE, draw, farthest, one_process, s
 
 FLASH = "aten._scaled_dot_product_flash_attention.default"
 FLASH_BACK = "aten._scaled_dot_product_flash_attention_backward.default"
-EFFICIENT = "aten._scaled_dot_product_efficient_attention.default"
-EFFICIENT_BACK = "aten._scaled_dot_product_efficient_attention_backward.default"
-Kernel = Literal["flash", "efficient"]
 HALVES = (torch.float16, torch.bfloat16)
-needs_cuda_build = pytest.mark.skipif(
-    not torch.backends.cuda.is_built(),
-    reason=f"torch {torch.__version__} has no fake CUDA tensors: built without CUDA",
-)
 
-
-# -- stand-ins: sizes, strides and padding as in torch's flash_api.cpp and mem_eff_attention/kernel_*.h ----------
+# -- stand-ins: sizes, strides and padding as in torch's flash_api.cpp ----------------------------------
 
 
 class StandIns(DispatchMode):  # type: ignore[misc]
@@ -48,7 +38,7 @@ class StandIns(DispatchMode):  # type: ignore[misc]
         self.seen: set[str] = set()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = {FLASH: forward, EFFICIENT: forward, FLASH_BACK: backward, EFFICIENT_BACK: backward}
+        call = {FLASH: forward, FLASH_BACK: backward}
         if str(op) not in call:
             return op(*args, **(kwargs or {}))
         self.seen.add(str(op))
@@ -80,101 +70,71 @@ def checked(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, **rest: Any) -> tuple[Any, ...]:
-    """Either kernel."""
-    efficient = "compute_log_sumexp" in rest
-    assert rest["dropout_p"] == 0.0
-    assert rest["attn_bias"] is None and rest["compute_log_sumexp"] if efficient else query.dtype in HALVES
+    assert rest["dropout_p"] == 0.0 and query.dtype in HALVES
     checked(query, key, value, rest["is_causal"])
-    assert query.shape[1] == key.shape[1] or not efficient
     out, lse = plain_attention(*wide(query, key, value), rest["is_causal"], rest["scale"])
-    lse = lse.float()
-    if efficient:
-        lse = torch.nn.functional.pad(lse, (0, -query.shape[2] % 32), value=torch.inf)
-    out, none = tokens_first(out.to(query.dtype)), torch.empty(0)
-    return (out, lse, none, none) if efficient else (out, lse, none, none, 0, 0, none, none, none)
+    none = torch.empty(0)
+    return tokens_first(out.to(query.dtype)), lse.float(), none, none, 0, 0, none, none, none
 
 
 def backward(query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, **rest: Any) -> Any:
-    """Either kernel."""
-    efficient = "attn_bias" in rest
-    dout = rest["grad_out_"] if efficient else rest["grad_out"]
+    dout = rest["grad_out"]
     checked(query, key, value, rest["is_causal"])
     assert dout.dtype == out.dtype == query.dtype and logsumexp.dtype == torch.float32
     assert rest["dropout_p"] == 0.0
-    batch, heads, s, head = query.shape
-    if efficient:
-        assert rest["attn_bias"] is None and rest["grad_input_mask"] == [True, True, True, False]
-        assert heads == key.shape[1]
-        assert logsumexp.shape == (batch, heads, -(-s // 32) * 32) and logsumexp.stride(1) % 8 == 0
-        assert (logsumexp[..., s:] == torch.inf).all()
-        logsumexp = logsumexp.as_strided((batch, heads, s), (*logsumexp.stride()[:2], 1))
-        # The kernel knows the strides of a batch and a head, and takes that of a token for granted.
-        out = out.as_strided(out.shape, (out.stride(0), out.stride(1), heads * head, 1))
-    else:
-        assert (rest["cum_seq_q"], rest["cum_seq_k"]) == (None, None)
-        assert (rest["max_q"], rest["max_k"]) == (s, key.shape[2])
-        assert rest["philox_seed"].shape == (2,) and rest["philox_seed"].dtype == torch.uint64
-        # The kernel is handed a pointer: rows of each head, one after the other.
-        logsumexp = logsumexp.as_strided((batch, heads, s), (heads * s, s, 1))
+    batch, heads, s, _ = query.shape
+    assert (rest["cum_seq_q"], rest["cum_seq_k"]) == (None, None)
+    assert (rest["max_q"], rest["max_k"]) == (s, key.shape[2])
+    assert rest["philox_seed"].shape == (2,) and rest["philox_seed"].dtype == torch.uint64
+    # The kernel is handed a pointer: rows of each head, one after the other.
+    logsumexp = logsumexp.as_strided((batch, heads, s), (heads * s, s, 1))
     queries = Queries(*wide(query, out, logsumexp, dout))
     found = plain_gradients(queries, *wide(key, value), rest["is_causal"], rest["scale"])
-    found = tuple(tokens_first(x.to(query.dtype)) for x in found)
-    return (*found, None) if efficient else found
+    return tuple(tokens_first(x.to(query.dtype)) for x in found)
 
 
 @pytest.fixture
 def stood_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of a dtype as on a CUDA device; ranks switch the stand-ins on themselves."""
-
-    def kernel(q: Tensor, *_: Any) -> Kernel:
-        return "flash" if q.dtype in HALVES else "efficient"
-
-    monkeypatch.setattr(block, "attention_kernel", kernel)
+    """The kernel as on a CUDA device; ranks switch the stand-ins on themselves."""
+    monkeypatch.setattr(block, "attention_kernel", lambda *_: "flash")
     monkeypatch.setattr(block, "kernel_alignment", lambda device: 8)
 
 
-CASES = [
-    (*case, None) for case in product(("zigzag", "contiguous"), (True, False), ((12, 12), (12, 2), (6, 1)))
-]
-# Of this window kernels compute some blocks, and the formula those that it cuts.
-CASES += [(order, True, (12, 2), 17) for order in ("zigzag", "contiguous")]
+CASES = [*product(("zigzag", "contiguous"), (True, False), ((12, 12), (12, 2), (6, 1)))]
 
 
 def by_kernels(mesh: Mesh, dtype: torch.dtype) -> tuple[list[tuple[Any, float, float]], set[str]]:
     """Errors of the ring, and of torch's own attention on one process in that dtype, to float64."""
     errors = []
     with StandIns() as mode:
-        for order, causal, heads, window in CASES:
+        for order, causal, heads in CASES:
             whole = draw(*heads, dtype)
-            exact = one_process(*wide(*whole), causal, 0.4, window)
-            alone = farthest(one_process(*whole, causal, 0.4, window), exact)
-            how = {"causal": causal, "scale": 0.4, "window": window}
-            found = split_up(mesh, "cp", ring_attention, order, whole, **how)
-            errors.append(((order, causal, heads, window), farthest(found, exact), alone))
+            exact = one_process(*wide(*whole), causal, 0.4)
+            alone = farthest(one_process(*whole, causal, 0.4), exact)
+            found = split_up(mesh, "cp", ring_attention, order, whole, causal=causal, scale=0.4)
+            errors.append(((order, causal, heads), farthest(found, exact), alone))
     return errors, mode.seen
 
 
 @pytest.mark.usefixtures("stood_in")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("n", [2, 3])
 def test_the_ring_by_kernels_is_attention_of_the_whole(dtype: torch.dtype, n: int) -> None:
-    names = {FLASH, FLASH_BACK} if dtype in HALVES else {EFFICIENT, EFFICIENT_BACK}
     for errors, seen in meshcomm.simulate(by_kernels, dims={"cp": n}, args=(dtype,)):
-        assert seen == names
+        assert seen == {FLASH, FLASH_BACK}
         assert len(errors) == len(CASES)
         # Each block's result and gradients are rounded before they are added up: n roundings in the place of one.
         assert [case for case, error, alone in errors if not error < 3 * alone] == []
 
 
 @pytest.mark.usefixtures("stood_in")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("s", "t", "head"), [(33, 33, 8), (64, 32, 16), (5, 7, 6), (31, 31, 1)])
-def test_padding_strides_and_offsets(dtype: torch.dtype, s: int, t: int, head: int) -> None:
+def test_padding_strides_and_offsets(s: int, t: int, head: int) -> None:
     """Rows beyond the log-sum-exp's, heads that are no multiple of 8, parts of tensors, heads that lie apart."""
     torch.manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64).to(dtype)
+        return torch.randn(shape, dtype=torch.float64).to(torch.bfloat16)
 
     # Aligned but for where they begin.
     flat = (random(3 + 2 * s * 6 * head)[3:] for _ in range(3))
@@ -189,98 +149,26 @@ def test_padding_strides_and_offsets(dtype: torch.dtype, s: int, t: int, head: i
         exact += plain_gradients(Queries(*wide(q, out, lse, dout)), *wide(k, v), causal, 0.3)
         for mine, wanted in zip(found, exact, strict=True):
             # For rows of few keys the weights may be far above 1, as lse is drawn and not computed.
-            room = 8 * torch.finfo(dtype).eps * max(1.0, wanted.abs().max().item())
+            room = 8 * torch.finfo(torch.bfloat16).eps * max(1.0, wanted.abs().max().item())
             assert mine.shape == wanted.shape and farthest([mine], [wanted]) < room
 
 
-# -- fake tensors: which kernel, with which arguments, and how large the largest tensor is ------------------------
+# -- memory, and what the kernel for CPUs takes ------------------------------------------------------------------
 
 
-class Recorded(DispatchMode):  # type: ignore[misc]
-    """The operators that ran, and the elements of the largest tensor that one of them made."""
+class Largest(DispatchMode):  # type: ignore[misc]
+    """The elements of the largest tensor that an operator made."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.largest = 0
+        self.found = 0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = op(*args, **(kwargs or {}))
-        if "attention" in str(op):
-            self.calls.append((str(op), complete(op, args, kwargs)))
-        for each in found if isinstance(found, (tuple, list)) else (found,):
+        made = op(*args, **(kwargs or {}))
+        for each in made if isinstance(made, (tuple, list)) else (made,):
             if isinstance(each, Tensor) and each._base is None:
-                self.largest = max(self.largest, each.numel())
-        return found
-
-
-class Alone(ring._Ring):
-    """A ring whose messages arrive at once."""
-
-    def pass_on(self, x: Tensor, by: int) -> Any:
-        class Arrived:
-            def wait(self) -> list[Tensor]:
-                return [torch.empty_like(x)]
-
-        return Arrived()
-
-
-def allowed(kinds: tuple[torch.dtype, ...], each: bool) -> Any:
-    """What torch answers on a GPU of compute capability 8 or newer; efficient wants as many heads of k as of q."""
-
-    def answer(params: Any) -> bool:
-        same = params.query.shape[1] == params.key.shape[1]
-        assert params.query.requires_grad, "a kernel that cannot be trained with would be taken"
-        return params.query.dtype in kinds and params.query.shape[-1] % 8 == 0 and (same or not each)
-
-    return answer
-
-
-@needs_cuda_build
-@pytest.mark.parametrize(
-    ("dtype", "names"),
-    [
-        (torch.bfloat16, (FLASH, FLASH_BACK)),
-        (torch.float16, (FLASH, FLASH_BACK)),
-        (torch.float32, (EFFICIENT, EFFICIENT_BACK)),
-        (torch.float64, ()),
-    ],
-)
-@pytest.mark.parametrize(
-    ("order", "head"),
-    [
-        ("zigzag", 64),
-        ("contiguous", 20),
-        pytest.param("zigzag", 20, marks=pytest.mark.parity),
-        pytest.param("contiguous", 64, marks=pytest.mark.parity),
-    ],
-)
-def test_on_cuda_no_tensor_has_the_size_of_the_scores(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, names: tuple[str, ...], order: Any, head: int
-) -> None:
-    monkeypatch.setattr(torch_private, "can_use_flash_attention", allowed(HALVES, False))
-    monkeypatch.setattr(torch_private, "can_use_efficient_attention", allowed((*HALVES, torch.float32), True))
-    monkeypatch.setattr(block, "_SCORES", 1 << 21)
-    batch, heads, kv, n, s = 2, 8, 2, 4, 2048
-    with FakeTensorMode(), Recorded() as mode:
-        q = torch.empty(batch, heads, s, head, dtype=dtype, device="cuda")
-        k, v = (torch.empty(batch, kv, s, head, dtype=dtype, device="cuda") for _ in range(2))
-        here: Any = SimpleNamespace(size=lambda _: n, coord=lambda _: n - 1)
-        whole = Alone("", here, "cp", True, order, 0.125)
-        # As _RingAttention does: autograd's engine asks for a GPU.
-        with torch.no_grad():
-            out, lse = ring._forward(whole, q, k, v)
-            gradients = ring._backward(whole, Queries(q, out, lse, torch.empty_like(out)), k, v)
-        for made, given in zip((out, *gradients), (q, q, k, v), strict=True):
-            assert (made.shape, made.dtype, made.device) == (given.shape, dtype, given.device)
-        assert lse.shape == q.shape[:3] and lse.dtype == block.wide(dtype)
-    # Tensors of the size of q in its widest type, the formula's bounded scores, and never s x t of one head.
-    assert mode.largest <= max(batch * heads * s * 64, 1 << 21) < s * s
-    assert [name for name, _ in mode.calls] == [name for name in names for _ in range(n)]
-    given = [each for _, each in mode.calls]
-    # Only a rank's own block is masked.
-    assert [each["is_causal"] for each in given] == ([True, *[False] * (n - 1)] * 2 if names else [])
-    assert all(each["scale"] == 0.125 and each["query"].shape[-1] == -(-head // 8) * 8 for each in given)
+                self.found = max(self.found, each.numel())
+        return made
 
 
 def test_the_formula_holds_few_scores_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,22 +180,14 @@ def test_the_formula_holds_few_scores_at_a_time(monkeypatch: pytest.MonkeyPatch)
             *plain_gradients(Queries(q, q, lse, dout), k, v, causal, 0.4),
         ]
         monkeypatch.setattr(block, "_SCORES", 5 * 2 * 12 * SEQUENCE)
-        with Recorded() as mode:
+        with Largest() as largest:
             some = [
                 *plain_attention(q, k, v, causal, 0.4),
                 *plain_gradients(Queries(q, q, lse, dout), k, v, causal, 0.4),
             ]
         monkeypatch.undo()
         assert farthest(some, at_once) < 1e-12
-        assert mode.largest == max(5 * 2 * 12 * SEQUENCE, q.numel())
-
-
-@needs_cuda_build
-def test_a_device_that_has_no_kernel_for_it_gets_the_formula() -> None:
-    with FakeTensorMode():
-        for device, dtype in (("cuda", torch.bfloat16), ("xpu", torch.float32), ("meta", torch.float32)):
-            q = torch.empty(1, 2, 8, 16, dtype=dtype, device=device)
-            assert torch_private.attention_kernel(q, q, q, True) is None
+        assert largest.found == max(5 * 2 * 12 * SEQUENCE, q.numel())
 
 
 def test_what_the_kernel_for_cpus_takes() -> None:

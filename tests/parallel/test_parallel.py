@@ -26,7 +26,6 @@ from meshcomm.parallel import (
     whole,
 )
 from meshcomm.parallel.build import sections
-from meshcomm.parallel.norm import GradientNorm
 from meshcomm.testing import Pool
 from tests.parallel.same import close, randn
 
@@ -213,8 +212,8 @@ def test_a_loop_written_for_ddp_trains_the_same(pool: Pool) -> None:
     pool.run(beside_ddp, ranks=2)
 
 
-class Changing(nn.Module):
-    """One of its layers is frozen at first; its mean follows from a rank's own samples."""
+class Following(nn.Module):
+    """Its mean follows from a rank's own samples; one of its layers is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,47 +223,23 @@ class Changing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        y = self.two(self.one(x - self.mean))
-        return self.three(y) if hasattr(self, "three") else y
+        y: Tensor = self.two(self.one(x - self.mean))
+        return y
 
 
-def changing() -> None:
-    """A module that is cast, unfrozen and given another layer between steps, beside one process with all samples."""
+def following() -> None:
+    """A module with a frozen layer and a buffer, beside one process with all samples."""
     with meshcomm.init(cpu(dp=2)) as mesh:
         torch.manual_seed(0)
-        alone = Changing().double()
+        alone = Following().double()
         torch.manual_seed(mesh.rank)
-        ours = Changing().double()
-        ours.load_state_dict(alone.state_dict())
-        sync, norm = GradientSync(mesh, "dp", ours), GradientNorm(mesh, ours)
-        for step in range(6):
-            if step == 1:
-                ours = ours.float().double()
-                alone = alone.float().double()
-            if step == 2:
-                ours.one.requires_grad_(True)
-                alone.one.requires_grad_(True)
-            if step == 3:
-                # Of other values on each rank: those of the first one count, as at the start.
-                ours.three, alone.three = nn.Linear(1, 2).double(), nn.Linear(1, 2).double()
-                for parameter, held in zip(alone.three.parameters(), ours.three.parameters(), strict=True):
-                    parameter.data.copy_(mesh.broadcast("dp", held.detach(), src=0))
-            if step == 4:
-                ours.two.bias.requires_grad_(False)
-                alone.two.bias.requires_grad_(False)
-                alone.two.bias.grad = None
-            if step == 5:
-                # What is frozen is no longer there.
-                assert ours.two.bias.grad is None
+        ours = Following().double()
+        sync = GradientSync(mesh, "dp", ours)
+        alone.load_state_dict(ours.state_dict())
+        for step in range(3):
             xs = [randn(4, 3, seed=10 * step + rank) for rank in range(2)]
             with sync:
                 ours(xs[mesh.rank]).square().mean().backward()
-            if step == 2:
-                # It cannot count what was frozen when it was made.
-                with pytest.raises(
-                    TrainingError, match=r"one\.weight needs a gradient since GradientNorm was made"
-                ):
-                    norm.norm()
             alone.zero_grad()
             mean = alone.mean
             for rank in (1, 0):  # coord 0's mean is the one that stays
@@ -278,16 +253,31 @@ def changing() -> None:
                 assert len({str(each) for each in mesh.objects.all_gather("dp", mine.tolist())}) == 1, name
 
 
-def test_a_module_that_changes_between_steps_stays_synchronised(pool: Pool) -> None:
-    pool.run(changing, ranks=2)
+def test_buffers_and_frozen_parameters_follow_the_first_rank(pool: Pool) -> None:
+    pool.run(following, ranks=2)
 
 
-class Past(torch.optim.SGD):
-    """Changes parameters where autograd does not see it, as many do."""
-
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data.add_(parameter.grad, alpha=-0.1)
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda module: module.float(), "two.weight, two.bias"),
+        (lambda module: module.one.requires_grad_(True), "one.weight, one.bias"),
+        (lambda module: module.two.bias.requires_grad_(False), "two.bias"),
+        (lambda module: setattr(module, "three", nn.Linear(1, 2)), "three.weight, three.bias"),
+        (lambda module: delattr(module, "two"), "two.bias, two.weight"),
+    ],
+    ids=["cast", "unfrozen", "frozen", "more", "fewer"],
+)
+def test_a_module_that_has_changed_since_is_refused(change: Any, names: str) -> None:
+    module = Following().double()
+    sync = GradientSync(cast(Mesh, Recorder()), "dp", module)
+    with sync:
+        module(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+    change(module)
+    with pytest.raises(TrainingError, match="changed since its GradientSync was made") as caught:
+        sync.start()
+    assert f"given:    {names}\n" in str(caught.value)
+    GradientSync(cast(Mesh, Recorder()), "dp", module).start()
 
 
 def test_a_second_step_before_the_first_one_is_used_is_refused() -> None:
@@ -311,8 +301,6 @@ def test_a_second_step_before_the_first_one_is_used_is_refused() -> None:
     optimizer.zero_grad()  # dropped on purpose
     step()
     optimizer.zero_grad(set_to_none=False)
-    step()
-    Past(model.parameters(), lr=0.1).step()
     step()
     with torch.no_grad():
         for parameter in model.parameters():

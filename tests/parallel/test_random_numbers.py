@@ -84,29 +84,17 @@ SPEC = {"build": "tests.parallel.test_random_numbers:spec"}
 INNER = {**SPEC, "args": {"inner": 0.3}}
 
 
+TWO: dict[str, Any] = {"stages_per_rank": 2}
+DEEP: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    (SPEC, "dp=2 tp=2", {"train": {"micro_batch_size": 2, "activation_checkpointing": "selective"}}),
+    (INNER, "pp=2 dp=2", {**TWO, "schedule": "interleaved_1f1b", "train": {"activation_checkpointing": True}}),
+    (SPEC, "pp=2 tp=2", {**TWO, "schedule": "zero_bubble", "train": {"activation_checkpointing": 2}}),
+]
+
+
 @pytest.mark.parametrize(
     ("model", "dims", "more"),
-    [
-        (ALONE, "dp=2 fsdp=2", {}),
-        pytest.param(
-            SPEC,
-            "dp=2 tp=2",
-            {"train": {"micro_batch_size": 2, "activation_checkpointing": "selective"}},
-            marks=pytest.mark.parity,
-        ),
-        pytest.param(
-            INNER,
-            "pp=2 dp=2",
-            {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "train": {"activation_checkpointing": True}},
-            marks=pytest.mark.parity,
-        ),
-        pytest.param(
-            SPEC,
-            "pp=2 tp=2",
-            {"schedule": "zero_bubble", "stages_per_rank": 2, "train": {"activation_checkpointing": 2}},
-            marks=pytest.mark.parity,
-        ),
-    ],
+    [(ALONE, "dp=2 fsdp=2", {}), *(pytest.param(*each, marks=pytest.mark.parity) for each in DEEP)],
     ids=str,
 )
 def test_what_is_drawn_is_what_one_process_draws(

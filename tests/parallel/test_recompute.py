@@ -16,8 +16,7 @@ import meshcomm
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.models import Here, ModelSpec
-from meshcomm.predict.estimate import layer_activations
-from meshcomm.predict.workload import Sizes, workload
+from meshcomm.predict.estimate import Sizes, layer_activations, workload
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from tests.models import own
@@ -28,43 +27,26 @@ BUILT_IN: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_heads": 8, 
 EXPERTS: dict[str, Any] = {**BUILT_IN, "experts": 4, "experts_every": 2, "balance_loss": 0.02}
 
 
+SPREAD: dict[str, Any] = {"views": {"expert": {"edp": 2, "ep": 2}}, "expert": "ep"}
+SELECTIVE: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    (BUILT_IN, "fsdp=2 tp=2", {"sequence_parallel": True}),
+    (BUILT_IN, "pp=2 tp=2", {"schedule": "zero_bubble", "stages_per_rank": 2}),
+    (BUILT_IN, "pp=2 cp=2", {"schedule": "gpipe"}),
+    (OWN, "pp=2 tp=2", {"schedule": "1f1b", "sequence_parallel": True}),
+    (OWN, "fsdp=2 cp=2", {"attention": "ulysses"}),
+    (EXPERTS, "dp=2 cp=2", SPREAD),
+    ({**EXPERTS, "capacity_factor": 1.0}, "dp=2 cp=2", SPREAD),
+]
+
+
 @pytest.mark.parametrize(
     ("model", "dims", "recompute", "more"),
     [
-        pytest.param(
-            BUILT_IN, "fsdp=2 tp=2", "selective", {"sequence_parallel": True}, marks=pytest.mark.parity
-        ),
-        pytest.param(
-            BUILT_IN,
-            "pp=2 tp=2",
-            "selective",
-            {"schedule": "zero_bubble", "stages_per_rank": 2},
-            marks=pytest.mark.parity,
-        ),
         (BUILT_IN, "pp=2 dp=2", 2, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
-        pytest.param(BUILT_IN, "pp=2 cp=2", "selective", {"schedule": "gpipe"}, marks=pytest.mark.parity),
-        pytest.param(
-            OWN,
-            "pp=2 tp=2",
-            "selective",
-            {"schedule": "1f1b", "sequence_parallel": True},
-            marks=pytest.mark.parity,
-        ),
-        pytest.param(OWN, "fsdp=2 cp=2", "selective", {"attention": "ulysses"}, marks=pytest.mark.parity),
         pytest.param(OWN, "dp=2 fsdp=2", 3, {}, marks=pytest.mark.parity),
-        pytest.param(
-            EXPERTS,
-            "dp=2 cp=2",
-            "selective",
-            {"views": {"expert": {"edp": 2, "ep": 2}}, "expert": "ep"},
-            marks=pytest.mark.parity,
-        ),
-        pytest.param(
-            {**EXPERTS, "capacity_factor": 1.0},
-            "dp=2 cp=2",
-            "selective",
-            {"views": {"expert": {"edp": 2, "ep": 2}}, "expert": "ep"},
-            marks=pytest.mark.parity,
+        *(
+            pytest.param(model, dims, "selective", more, marks=pytest.mark.parity)
+            for model, dims, more in SELECTIVE
         ),
     ],
     ids=str,

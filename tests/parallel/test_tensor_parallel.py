@@ -11,7 +11,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,12 +18,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import meshcomm
-from meshcomm.config import MeshConfig
 from meshcomm.errors import (
     ConfigError,
     MeshMismatchError,
@@ -35,25 +32,19 @@ from meshcomm.errors import (
 )
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.stats import Stats
-from meshcomm.parallel import GradientSync
 from meshcomm.parallel.tensor import (
     ColumnParallel,
     RowParallel,
     TensorSplit,
     VocabParallelEmbedding,
     assign,
-    columns,
     cross_entropy,
-    load_unsplit_state,
     tensor_parallel,
     unsplit_state,
     whole,
     whole_shape,
 )
 from meshcomm.parallel.tensor.parameters import kept
-from meshcomm.testing import Pool
-from meshcomm.train.checkpoint import read, write
-from meshcomm.train.lock import lock_of
 from tests.parallel.same import close, part, randn
 
 VOCAB, WIDTH, TOKENS = 16, 16, 8
@@ -93,17 +84,6 @@ class Separate(nn.Module):
         return cast(Tensor, self.out(y.transpose(1, 2).flatten(2)))
 
 
-class MultiHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        self.register_buffer("mask", torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, weights = self.inner(x, x, x, attn_mask=self.mask)
-        return cast(Tensor, out * weights.detach().square().sum())
-
-
 class Block(nn.Module):
     def __init__(self, attn: nn.Module) -> None:
         super().__init__()
@@ -125,7 +105,6 @@ class Small(nn.Module):
             "gqa": lambda: Fused(8, 4),
             "mqa": lambda: Fused(4, 1),
             "separate": Separate,
-            "multihead": MultiHead,
         }
         self.embed = nn.Embedding(VOCAB, WIDTH, padding_idx=3)
         self.places = nn.Embedding(TOKENS, WIDTH)
@@ -155,7 +134,6 @@ ATTENTION: dict[str, dict[str, Any]] = {
         "layers.*.attn.out": "row",
     },
     "separate": {"layers.*.attn.[qkv]": "column", "layers.*.attn.out": "row"},
-    "multihead": {"layers.*.attn.inner": "attention"},
 }
 
 
@@ -217,11 +195,11 @@ def parity(mesh: Mesh, kind: str, sequence: bool, recompute: bool = False) -> No
     assert list(module.state_dict()) == names
     found, expected = step(module, split), step(module_of(kind), None)
     close(found[0], expected[0], "logits")
-    sizes = {"fused": [16] * 3, "gqa": [16, 8, 8], "multihead": [16] * 3, "separate": []}[kind]
+    sizes = {"fused": [16] * 3, "gqa": [16, 8, 8], "separate": []}[kind]
     for mine, other in zip(found[1:], expected[1:], strict=True):
         assert list(mine) == list(other)
     for name, grad in expected[1].items():
-        close(found[1][name], kept(grad, sizes) if "qkv" in name or "in_proj" in name else grad, name)
+        close(found[1][name], kept(grad, sizes) if "qkv" in name else grad, name)
     for name, weight in expected[2].items():
         close(found[2][name], weight, name)
 
@@ -336,7 +314,7 @@ def test_ranks_with_other_weights_or_plans_are_named() -> None:
 
 WRONG: list[tuple[str, Any, str]] = [
     ("layers.*.atn.q", "column", 'matches no part of the module; did you mean "layers.*.attn.q"?'),
-    ("layers.*.attn.q", "colum", 'style \'colum\' is none of "column", "row", "vocab", "attention"'),
+    ("layers.*.attn.q", "colum", 'style \'colum\' is none of "column", "row", "vocab", "enter"'),
     ("norm", "column", '"norm", a LayerNorm: style "column" splits an nn.Linear, this is not one'),
     ("embed", "column", '"embed", a Embedding: style "column" splits an nn.Linear'),
     ("odd", "column", '"odd", a Linear: 6 outputs are not divisible by tp: 6 % 4 = 2'),
@@ -354,7 +332,6 @@ WRONG: list[tuple[str, Any, str]] = [
     ("layers.0", "sequence", 'has style "sequence", and "layers.0.attn.q" inside of it one of its own'),
     ("head", "row", '"embed.weight" and "head.weight" are one parameter and would be split differently'),
     ("ten", "vocab", '"ten", a Embedding: 10 rows are not divisible by tp: 10 % 4 = 2'),
-    ("ten", "attention", 'style "attention" splits an nn.MultiheadAttention'),
     ("capped", "vocab", "an embedding with max_norm cannot be split"),
 ]
 
@@ -465,15 +442,9 @@ def states(mesh: Mesh) -> None:
     state = unsplit_state(module)
     assert list(state) == list(before)
     assert all(torch.equal(state[name], value) for name, value in before.items())
-    doubled = {name: value * 2 for name, value in before.items()}
-    load_unsplit_state(module, doubled)
-    assert all(torch.equal(value, before[name] * 2) for name, value in unsplit_state(module).items())
-    with pytest.raises(ShapeError, match=r"norm\.bais is unknown; did you mean") as caught:
-        load_unsplit_state(module, {**before, "norm.bais": before["norm.bias"], "norm.weight": torch.ones(3)})
-    assert "norm.weight has shape (3,)" in str(caught.value)
 
 
-def test_the_state_of_the_whole_module_comes_out_and_goes_in() -> None:
+def test_the_state_of_the_whole_module_comes_out() -> None:
     meshcomm.simulate(states, dims={"tp": 4})
 
 
@@ -510,17 +481,17 @@ class Own(nn.Module):
         x = self.embed(ids)
         places = split.positions(x.shape[1])
         x = x * (1 + 0.1 * places[:, None])
-        a, b = columns(split, self.norm(x), self.a, self.b)
-        x = x + self.out(F.silu(a) * b)
+        y = split.enter(self.norm(x))
+        x = x + self.out(F.silu(self.a(y)) * self.b(y))
         # A part that needs all of the sequence, and that all ranks compute alike.
         x = x + split.scatter((split.gather(x) * self.alike).cumsum(1))
         return cast(Tensor, self.head(split.enter(x)))
 
 
-def own_layers(mesh: Mesh, sequence: bool, overlap: bool) -> None:
+def own_layers(mesh: Mesh, sequence: bool) -> None:
     found = []
     for dim in (None, "tp"):
-        split = TensorSplit(mesh, dim, torch.float64, sequence, overlap=overlap)
+        split = TensorSplit(mesh, dim, torch.float64, sequence)
         module = Own(split)
         cross_entropy(split, module(IDS), TARGETS).backward()
         split.finish_gradients(module)
@@ -530,11 +501,9 @@ def own_layers(mesh: Mesh, sequence: bool, overlap: bool) -> None:
         close(found[1][name], expected, name)
 
 
-@pytest.mark.parametrize(
-    ("size", "sequence", "overlap"), [(2, False, False), (2, True, False), (4, True, True)]
-)
-def test_own_layers_with_the_sequence_split(size: int, sequence: bool, overlap: bool) -> None:
-    meshcomm.simulate(own_layers, dims={"tp": size}, args=(sequence, overlap))
+@pytest.mark.parametrize(("size", "sequence"), [(2, False), (4, True)])
+def test_own_layers_with_the_sequence_split(size: int, sequence: bool) -> None:
+    meshcomm.simulate(own_layers, dims={"tp": size}, args=(sequence,))
 
 
 def sent(mesh: Mesh, before: Stats) -> Counter[str]:
@@ -545,9 +514,9 @@ def sent(mesh: Mesh, before: Stats) -> Counter[str]:
     return found
 
 
-def narrow(mesh: Mesh, sequence: bool, overlap: bool) -> None:
+def narrow(mesh: Mesh, sequence: bool) -> None:
     """Under autocast (2, 8, 16) bfloat16 travels, 512 bytes, forward and backward; embeddings where it is said."""
-    split = TensorSplit(mesh, "tp", sequence_parallel=sequence, overlap=overlap)
+    split = TensorSplit(mesh, "tp", sequence_parallel=sequence)
     up, down = ColumnParallel(split, 16, 32), RowParallel(split, 32, 16)
     table = VocabParallelEmbedding(split, 12, 16, dtype=torch.bfloat16)
     torch.manual_seed(0)
@@ -557,7 +526,7 @@ def narrow(mesh: Mesh, sequence: bool, overlap: bool) -> None:
     mine = (part(mesh, "tp", x, 1) if sequence else x).clone().requires_grad_()
     before = mesh.stats()
     with torch.autocast("cpu", torch.bfloat16):
-        y = down(*columns(split, mine, up))
+        y = down(up(split.enter(mine)))
         found = table(torch.arange(8).expand(2, 8))
     assert (y.dtype, found.dtype) == (torch.bfloat16, torch.bfloat16)
     counted = sent(mesh, before)
@@ -565,10 +534,7 @@ def narrow(mesh: Mesh, sequence: bool, overlap: bool) -> None:
     assert mine.grad is not None
     assert {each.grad.dtype for each in (mine, up.weight, down.weight, table.weight)} == {torch.float32}
     both = sent(mesh, before)
-    if overlap:
-        # The gather is one exchange, in which each of two ranks sends its half.
-        assert counted["exchange"] == 256 and both["reduce_scatter"] == 3 * 512
-    elif sequence:
+    if sequence:
         assert counted == {"all_gather": 512, "reduce_scatter": 2 * 512}
         assert both == {"all_gather": 3 * 512, "reduce_scatter": 3 * 512}
     else:
@@ -576,16 +542,12 @@ def narrow(mesh: Mesh, sequence: bool, overlap: bool) -> None:
     assert torch.equal(split.gather(found.detach()), whole(table.weight)[:8].bfloat16().expand(2, 8, 16))
 
 
-@pytest.mark.parametrize(("sequence", "overlap"), [(False, False), (True, False), (True, True)])
-def test_under_autocast_what_is_sent_is_as_narrow_as_what_is_multiplied(
-    sequence: bool, overlap: bool
-) -> None:
-    meshcomm.simulate(narrow, dims={"tp": 2}, args=(sequence, overlap))
+@pytest.mark.parametrize("sequence", [False, True])
+def test_under_autocast_what_is_sent_is_as_narrow_as_what_is_multiplied(sequence: bool) -> None:
+    meshcomm.simulate(narrow, dims={"tp": 2}, args=(sequence,))
 
 
 def refusals(mesh: Mesh) -> None:
-    with pytest.raises(UnsupportedOp, match="overlap without sequence_parallel would have no effect"):
-        TensorSplit(mesh, "tp", overlap=True)
     split = TensorSplit(mesh, "tp", torch.float64, True)
     with pytest.raises(ShapeError) as caught:
         ColumnParallel(split, 8, 10)
@@ -657,65 +619,3 @@ def losses(mesh: Mesh) -> None:
 
 def test_the_loss_is_that_of_one_process_and_leaves_out_what_does_not_count() -> None:
     meshcomm.simulate(losses, dims={"tp": 4})
-
-
-# -- processes: DTensors, with data parallelism, and checkpoints -----------------------------------
-
-
-def on_processes(folder: str) -> None:
-    with meshcomm.init(MeshConfig(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30.0)) as mesh:
-        parity(mesh, "multihead", True)
-        for wrap in (summed, sharded):
-            module = module_of("gqa")
-            split = tensor_parallel(module, mesh, "tp", plan_of("gqa"), sequence_parallel=True)
-            assert all(isinstance(p, DTensor) for p in module.parameters())
-            qkv = cast(Any, module.layers[0]).attn.qkv
-            assert isinstance(qkv, nn.Linear)
-            assert cast(DTensor, qkv.weight).placements == (Shard(0),)
-            assert cast(DTensor, module.norm.weight).placements == (Replicate(),)
-            wrap(mesh, module, split)
-            optimiser = torch.optim.AdamW(module.parameters(), lr=0.1, eps=1e-3)
-            optimiser.step()
-            state = unsplit_state(module)
-            for name, weight in step(module_of("gqa"), None)[2].items():
-                close(state[name], weight, name)
-        lock = lock_of(mesh, meshcomm.load_config({"mesh": {"dims": {"dp": 2, "tp": 2}}}), b"")
-        write(mesh, module.state_dict(), Path(folder) / "saved", lock)
-    with meshcomm.init(MeshConfig(dims={"tp": 4}, device="cpu", timeout_s=30.0)) as mesh:
-        other = module_of("gqa")
-        tensor_parallel(other, mesh, "tp", plan_of("gqa"))
-        read(mesh, other.state_dict(), Path(folder) / "saved")
-        assert all(torch.equal(value, state[name]) for name, value in unsplit_state(other).items())
-
-
-def backward(mesh: Mesh, module: nn.Module, split: TensorSplit) -> None:
-    """This rank's sample of the batch, its loss divided by the number of tokens of all."""
-    dp = mesh.coord("dp")
-    loss = cross_entropy(split, module(IDS[dp : dp + 1]), TARGETS[dp : dp + 1], reduction="sum")
-    (loss / int((TARGETS >= 0).sum())).backward()
-
-
-def summed(mesh: Mesh, module: nn.Module, split: TensorSplit) -> None:
-    sync = GradientSync(mesh, "dp", module, op="sum")
-    sync.start()
-    backward(mesh, module, split)
-    sync.finish()
-    split.finish_gradients(module)
-
-
-def sharded(mesh: Mesh, module: nn.Module, split: TensorSplit) -> None:
-    for layer in cast(Any, module).layers:
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(module, mesh=mesh["dp"])
-    backward(mesh, module, split)
-    split.finish_gradients(module)
-    for parameter in module.parameters():
-        # fully_shard takes the mean over dp, the loss is a share of the sum.
-        cast(Tensor, parameter.grad).mul_(2)
-
-
-@pytest.mark.parity
-def test_on_processes_with_data_parallelism_and_a_checkpoint_for_another_mesh(
-    pool: Pool, tmp_path: Path
-) -> None:
-    pool.run(on_processes, str(tmp_path), ranks=4)

@@ -33,7 +33,7 @@ class Case:
     """A pattern, the local shape, what its dims are meant to do, and the steps it should take.
 
     roles: dim -> g(ather), s(lice), r(educe-scatter), m(ove), k(eep).
-    steps: one letter a step: g s r a(ll_to_all), p(ermute), . (reshape).
+    steps: one letter a step: g s r a(ll_to_all), . (einops.rearrange).
     """
 
     pattern: str
@@ -48,16 +48,16 @@ CASES = [
     # One dim gathered.
     Case("b s h -> b s (tp h)", (2, 3, 4), {"tp": "g"}, "g"),
     Case("b s h -> (tp b) s h", (2, 3, 4), {"tp": "g"}, "g"),
-    Case("b s h -> b s (h tp)", (2, 3, 4), {"tp": "g"}, "g.p."),
+    Case("b s h -> b s (h tp)", (2, 3, 4), {"tp": "g"}, "g."),
     Case("b h -> tp b h", (2, 3), {"tp": "g"}, "g."),
-    Case("b h -> b tp h", (2, 3), {"tp": "g"}, "g.p"),
-    Case("b h -> b h tp", (2, 3), {"tp": "g"}, "g.p"),
+    Case("b h -> b tp h", (2, 3), {"tp": "g"}, "g."),
+    Case("b h -> b h tp", (2, 3), {"tp": "g"}, "g."),
     Case("... -> tp ...", (2, 3), {"tp": "g"}, "g."),
     Case("... h -> ... (pp h)", (2, 3, 2), {"pp": "g"}, "g"),
     Case("-> dp", (), {"dp": "g"}, ".g"),
-    Case("b h -> h (dp b)", (2, 3), {"dp": "g"}, "gp"),
-    Case("b h -> b h 1 (dp 1)", (2, 3), {"dp": "g"}, "g.p."),
-    Case("(b c) h -> b (dp c) h", (6, 2), {"dp": "g"}, "g.p.", sizes={"b": 2}),
+    Case("b h -> h (dp b)", (2, 3), {"dp": "g"}, "g."),
+    Case("b h -> b h 1 (dp 1)", (2, 3), {"dp": "g"}, "g."),
+    Case("(b c) h -> b (dp c) h", (6, 2), {"dp": "g"}, "g.", sizes={"b": 2}),
     Case("b (s) h -> b (model s) h", (2, 3, 2), {"model": "g"}, "g"),
     Case("t e -> (ep t) e", (3, 2), {"ep": "g"}, "g"),
     Case("c a b -> c (dp a b)", (2, 3, 2), {"dp": "g"}, "g."),
@@ -67,16 +67,16 @@ CASES = [
     Case("b (h tp) -> b h", (2, 6), {"tp": "s"}, ".s."),
     Case("tp b h -> b h", (2, 3, 2), {"tp": "s"}, "s."),
     Case("tp -> ", (2,), {"tp": "s"}, "s."),
-    Case("b (dp tp h) -> h b", (2, 8), {"dp": "s", "tp": "s"}, "ssp"),
-    Case("... (tp h) -> h ...", (2, 3, 4), {"tp": "s"}, "sp"),
+    Case("b (dp tp h) -> h b", (2, 8), {"dp": "s", "tp": "s"}, "ss."),
+    Case("... (tp h) -> h ...", (2, 3, 4), {"tp": "s"}, "s."),
     Case("(data b) h -> b h", (8, 3), {"data": "s"}, "s"),
     # Reduced and scattered.
     Case("b s (tp h) -> b s h", (2, 3, 4), {"tp": "r"}, "r", "sum"),
     Case("(tp b) s -> b s", (4, 3), {"tp": "r"}, "r", "avg"),
     Case("b (tp h) -> b h", (2, 6), {"tp": "r"}, "r", "max"),
-    Case("b (tp h) -> h b", (2, 6), {"tp": "r"}, "rp", "min"),
+    Case("b (tp h) -> h b", (2, 6), {"tp": "r"}, "r.", "min"),
     Case("tp b -> b", (2, 3), {"tp": "r"}, "r.", "product"),
-    Case("b (dp tp h) -> b h", (2, 8), {"dp": "r", "tp": "r"}, ".p.rr.", "sum"),
+    Case("b (dp tp h) -> b h", (2, 8), {"dp": "r", "tp": "r"}, ".rr.", "sum"),
     Case("(dp b) (tp h) -> b h", (2, 4), {"dp": "r", "tp": "r"}, "rr", "sum"),
     Case("... (pp h) -> ... h", (2, 3, 4), {"pp": "r"}, "r", "avg"),
     Case("(ep t) e -> t e", (8, 2), {"ep": "r"}, "r", "sum"),
@@ -85,29 +85,29 @@ CASES = [
     Case("b (tp s) h d -> b s (tp h) d", (2, 6, 2, 2), {"tp": "m"}, "a"),
     Case("(ep e) c d -> e (ep c) d", (8, 3, 2), {"ep": "m"}, "a"),
     Case("e (ep c) d -> (ep e) c d", (2, 12, 2), {"ep": "m"}, "a"),
-    Case("tp b h -> b tp h", (2, 3, 2), {"tp": "m"}, "ap"),
+    Case("tp b h -> b tp h", (2, 3, 2), {"tp": "m"}, "a."),
     Case("b (tp h) -> (tp b) h", (3, 4), {"tp": "m"}, "a"),
-    Case("b (tp h) -> b (h tp)", (3, 4), {"tp": "m"}, ".pap."),
-    Case("(tp a) b -> b a tp", (4, 3), {"tp": "m"}, "a.p"),
-    Case("a b (tp h) -> a (h tp b)", (2, 3, 4), {"tp": "m"}, ".pap."),
+    Case("b (tp h) -> b (h tp)", (3, 4), {"tp": "m"}, ".a."),
+    Case("(tp a) b -> b a tp", (4, 3), {"tp": "m"}, "a."),
+    Case("a b (tp h) -> a (h tp b)", (2, 3, 4), {"tp": "m"}, ".a."),
     Case("(dp a) (tp b) -> (tp a) (dp b)", (4, 6), {"dp": "m", "tp": "m"}, "a.a."),
     # Where it was: nothing is sent.
     Case("b s (tp h) -> b s (tp h)", (2, 3, 4), {"tp": "k"}, ""),
-    Case("b s (tp h) -> (tp h) b s", (2, 3, 4), {"tp": "k"}, "p"),
+    Case("b s (tp h) -> (tp h) b s", (2, 3, 4), {"tp": "k"}, "."),
     Case("b (tp h) d -> b tp h d", (2, 6, 2), {"tp": "k"}, "."),
-    Case("b tp h d -> d b (tp h)", (2, 2, 3, 2), {"tp": "k"}, "p."),
-    Case("(a tp h) b -> b a (tp h)", (8, 3), {"tp": "k"}, ".p", sizes={"h": 2}),
-    Case("(h tp) b -> b h tp", (6, 2), {"tp": "k"}, ".p"),
+    Case("b tp h d -> d b (tp h)", (2, 2, 3, 2), {"tp": "k"}, "."),
+    Case("(a tp h) b -> b a (tp h)", (8, 3), {"tp": "k"}, ".", sizes={"h": 2}),
+    Case("(h tp) b -> b h tp", (6, 2), {"tp": "k"}, "."),
     # Without a mesh dim: einops.
-    Case("b (h w) c -> c b w h", (2, 6, 3), {}, ".p", sizes={"h": 2}),
+    Case("b (h w) c -> c b w h", (2, 6, 3), {}, ".", sizes={"h": 2}),
     Case("... a b -> ... (a b) 1", (2, 3, 2, 2), {}, "."),
-    Case("a ... -> (... a)", (2, 3, 2), {}, "p."),
+    Case("a ... -> (... a)", (2, 3, 2), {}, "."),
     Case("a b -> a b", (2, 3), {}, ""),
     # Several at once.
     Case("b s h -> (dp b) s (tp h)", (2, 3, 4), {"dp": "g", "tp": "g"}, "gg"),
-    Case("b h -> b (dp tp h)", (2, 3), {"dp": "g", "tp": "g"}, "gg.p."),
-    Case("b h -> b (tp dp h)", (2, 3), {"dp": "g", "tp": "g"}, "gg.p."),
-    Case("b s h -> tp (pp b) dp s h", (2, 3, 2), {"pp": "g", "dp": "g", "tp": "g"}, "ggg.p"),
+    Case("b h -> b (dp tp h)", (2, 3), {"dp": "g", "tp": "g"}, "gg."),
+    Case("b h -> b (tp dp h)", (2, 3), {"dp": "g", "tp": "g"}, "gg."),
+    Case("b s h -> tp (pp b) dp s h", (2, 3, 2), {"pp": "g", "dp": "g", "tp": "g"}, "ggg."),
     Case("b (dp s) (tp h) -> (pp b) s h", (2, 4, 6), {"pp": "g", "dp": "s", "tp": "s"}, "ssg"),
     Case("b s (tp h) -> (dp b) s h", (2, 3, 4), {"dp": "g", "tp": "r"}, "rg", "sum"),
     Case("(dp b) s (tp h) d -> b (tp s) h d", (4, 3, 4, 2), {"dp": "s", "tp": "m"}, "sa"),
@@ -120,8 +120,7 @@ LETTER = {
     "slice": "s",
     "reduce_scatter": "r",
     "all_to_all": "a",
-    "permute": "p",
-    "reshape": ".",
+    "rearrange": ".",
 }
 ROLE = {"gather": "g", "slice": "s", "reduce_scatter": "r", "move": "m", "stay": "k"}
 REDUCE = {"sum": np.sum, "avg": np.mean, "product": np.prod, "min": np.min, "max": np.max}

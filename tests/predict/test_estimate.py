@@ -12,8 +12,7 @@ import torch
 
 from meshcomm.config import Config, load_config
 from meshcomm.dryrun.rank import Step, pretended_step
-from meshcomm.predict.estimate import Memory, expected, layer_activations, memory, weights
-from meshcomm.predict.workload import Sizes, Workload, workload
+from meshcomm.predict.estimate import Memory, Sizes, expected, memory, weights, workload
 
 # What the page shows: the yardstick's width, eight layers.
 SHOWN: dict[str, Any] = {"num_layers": 8, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 8, "intermediate_size": 1024}
@@ -141,10 +140,6 @@ MIXTRAL = {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads
 }
 
 
-def published(model: dict[str, int], vocab_size: int) -> Workload:
-    return workload(config_of("dp=1", {"data": "dp"}, {}, model))._replace(vocab_size=vocab_size)
-
-
 @pytest.mark.parametrize(
     ("model", "vocabulary", "count"),
     [(LLAMA, 128_256, 405_853_388_800), (MIXTRAL, 32_000, 46_702_792_704)],
@@ -152,44 +147,15 @@ def published(model: dict[str, int], vocab_size: int) -> Workload:
 def test_one_rank_holds_a_published_model_s_weights_and_many_hold_them_once(
     model: dict[str, int], vocab_size: int, count: int
 ) -> None:
-    work = published(model, vocab_size)
+    work = workload(config_of("dp=1", {"data": "dp"}, {}, {**model, "vocab_size": vocab_size}))
     whole = weights(work, Sizes())
     assert whole.plain + whole.experts == count
     # Split along tensor and expert, all but norms and routers are there once.
     apart = weights(work, Sizes(tensor=8, expert=2 if "experts" in model else 1))
-    many = (2 * work.num_layers + 1) * work.hidden_size + work.expert_layers * work.hidden_size * work.experts
+    width = model["width"]
+    many = (2 * model["num_layers"] + 1) * width + work.expert_layers * width * model.get("experts", 0)
     assert apart.plain == many + (count - whole.experts - many) / 8
     assert apart.experts == whole.experts / 2 / 8
-
-
-def test_memory_by_hand() -> None:
-    work = published(LLAMA, 128_256)._replace(
-        seq_len=8192, micro_batch_size=1, activation_bytes=2, schedule="1f1b"
-    )
-    many = Sizes(tensor=8, pipeline=16, microbatches=64)
-    plain = memory(work, many)
-    assert plain.weights == plain.gradients == plain.optimizer / 2 == 4 * weights(work, many).plain
-    assert plain.gathered == 0
-    here = weights(work, Sizes())
-    sharded = memory(work, Sizes(shard=128, microbatches=2))
-    assert sharded.weights == sharded.optimizer / 2 == 4 * here.plain / 128
-    # Gradients of several micro-batches are added up whole; of one each layer's are scattered at once.
-    assert sharded.gradients == 4 * here.plain
-    assert sharded.gathered == 2 * (2 * here.layer + here.ends)
-    assert memory(work, Sizes(shard=128)).gradients == 4 * (here.plain / 128 + here.layer)
-    both = memory(work._replace(parts=("shard", "context")), Sizes(shard=16, context=8, microbatches=2))
-    assert both[:3] == sharded[:3] and both.gathered == sharded.gathered
-    moe = published(MIXTRAL, 32_000)._replace(parts=("data", "shard", "expert"))
-    sizes = Sizes(data=2, shard=8, expert=4)
-    has = weights(moe, sizes)
-    assert memory(moe, sizes).weights == 4 * (has.plain / 8 + has.experts / 4)
-    assert memory(moe, sizes._replace(expert_copies=2)).weights == 4 * (has.plain / 8 + has.experts / 2)
-    # In a pipeline all that a rank has stays gathered for the whole step.
-    sizes = Sizes(pipeline=2, shard=4, microbatches=8)
-    assert memory(work, sizes).gathered == 2 * weights(work, sizes).plain
-    # Korthikanti et al. 2022 count 34 s b h without scores, of which gelu and dropout's masks are left out here.
-    entry, selective, everything = layer_activations(work._replace(num_kv_heads=work.num_heads), Sizes())
-    assert entry == 8192 * work.hidden_size * 2 < selective < everything
 
 
 def figures(text: str) -> tuple[str, list[float]]:

@@ -182,8 +182,6 @@ def test_a_mesh_as_it_should_be_has_no_finding() -> None:
         ({"dp": 8, "pp": 2, "tp": 4}, "pipeline-inside-node",
          "pp = 2 on 1 node, dp = 8 on 8 nodes", "mesh.dims = { pp = 2, dp = 8, tp = 4 }"),
         ({"dp": 3, "tp": 4}, "last-node", "12 ranks, 8 on a node: 12 % 8 = 4", "8 or 16 processes"),
-        ({"a": 4, "b": 6}, "uneven-span",
-         "b = 6, 8 ranks on a node: a group lies on 1 to 2 nodes", "sizes out of 1, 2, 4, 8 for the dims inside a node"),
         ({"dp": 16}, "devices", "8 ranks on a node, 4 devices", "--nproc-per-node 4, and topology.ranks_per_node = 4"),
     ],
 )  # fmt: skip

@@ -267,9 +267,9 @@ def test_what_a_rank_keeps_and_how_unequal_stages_stretch_the_step() -> None:
         assert late.held(rank) == max(alive)
     assert times.length == 3 * (8 + 3)
     # With the last stage twice as slow the others wait for it: one way in, 8 microbatches there, one way out.
-    slow = timeline(orders("1f1b", 4, 1, 8), weights=[1, 1, 1, 2])
+    slow = timeline(orders("1f1b", 4, 1, 8), [*[Costs()] * 3, Costs(2, 2, 2)])
     assert slow.length == 3 * (2 * 8 + 3)
-    assert timeline(orders("1f1b", 4, 1, 8), Costs(2, 2, 2)).length == 2 * times.length
+    assert timeline(orders("1f1b", 4, 1, 8), [Costs(2, 2, 2)] * 4).length == 2 * times.length
 
 
 # -- picture ----------------------------------------------------------------------------------------
@@ -331,16 +331,6 @@ def test_the_picture_fits_its_width_and_holds_every_pass(width: int) -> None:
             expected[start:end] = [f"{kind}{microbatch}{'ab'[stage // 4]}"] + ["-"] * (end - start - 1)
         for slot, label in enumerate(expected):
             assert labels[slot] == ("?????" if slot in hidden else label)
-
-
-def test_stages_have_colours_of_their_own() -> None:
-    console = Console(width=80, color_system="standard", force_terminal=True)
-    with console.capture() as capture:
-        console.print(ScheduleView(facts()))
-    text = capture.get()
-    assert "\x1b[36mF0" in text
-    assert "\x1b[1;36mB0" in text
-    assert "\x1b[32mF0" in text
 
 
 def test_the_command_draws_and_gives_the_facts() -> None:

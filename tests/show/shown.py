@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,18 +66,3 @@ def plan_at(config: str, world: int, *overrides: str) -> Plan:
 
 def nodes(per_node: int | None) -> TopologyConfig:
     return TopologyConfig(ranks_per_node=per_node)
-
-
-def check_markdown(text: str) -> list[list[list[str]]]:
-    """Every table of GitHub's Markdown, as cells; fails where a row has another number of them."""
-    tables: list[list[list[str]]] = []
-    for block in re.sub(r"```text\n(.|\n)*?```\n", "", text).split("\n\n"):
-        lines = block.strip("\n").split("\n")
-        if not lines[0].startswith("|"):
-            assert len(lines) == 1
-            continue
-        rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-        assert all(len(row) == len(rows[0]) for row in rows), block
-        assert all(re.fullmatch("---:?", cell) for cell in rows[1])
-        tables.append([rows[0], *rows[2:]])
-    return tables

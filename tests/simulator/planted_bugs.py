@@ -26,14 +26,6 @@ def branch_around_a_collective(mesh: Mesh, bug: bool) -> Any:
     return loss
 
 
-def branch_and_then_another_dim(mesh: Mesh, bug: bool) -> Any:
-    loss = one(mesh.rank)
-    if mesh.rank != 3 or not bug:
-        mesh.all_reduce("dp", loss)  # skipped
-    mesh.all_reduce("tp", loss)
-    return mesh.all_reduce("dp", loss)  # alone
-
-
 def crossed_order_on_two_dims(mesh: Mesh, bug: bool) -> Any:
     loss = one(mesh.rank)
     dims = ("dp", "tp") if mesh.rank in (0, 3) or not bug else ("tp", "dp")
@@ -118,11 +110,6 @@ def other_shape(mesh: Mesh, bug: bool) -> Any:
     return mesh.all_gather("all", x)  # shape
 
 
-def other_reduce_op(mesh: Mesh, bug: bool) -> Any:
-    op = "avg" if bug and mesh.coord("tp") == 1 else "sum"
-    return mesh.all_reduce("tp", one(mesh.rank), op)  # op
-
-
 def early_return(mesh: Mesh, bug: bool) -> Any:
     loss = one(mesh.rank)
     for step in range(3):
@@ -136,15 +123,6 @@ def exception_on_one_rank(mesh: Mesh, bug: bool) -> Any:
     if bug and mesh.rank == 2:
         raise ValueError("the data of this rank is empty")  # raised
     return mesh.all_reduce("all", one(mesh.rank))
-
-
-def receive_from_the_wrong_coord(mesh: Mesh, bug: bool) -> Any:
-    coord, out = mesh.coord("all"), one()
-    if coord == 0:
-        mesh.send("all", one(7), dst=1)  # to-one
-    elif coord == 1:
-        mesh.recv("all", out, src=2 if bug else 0)  # from-two
-    return out
 
 
 def wrong_tag(mesh: Mesh, bug: bool) -> Any:
@@ -166,14 +144,6 @@ def barrier_skipped(mesh: Mesh, bug: bool) -> Any:
     if mesh.rank != 1 or not bug:
         mesh.barrier("tp")  # barrier
     return mesh.all_reduce("all", one(mesh.rank))  # after-barrier
-
-
-def merged_dim_before_base_dim(mesh: Mesh, bug: bool) -> Any:
-    names = ("all", "tp") if bug and mesh.coord("tp") == 0 else ("tp", "all")
-    loss = one(mesh.rank)
-    for name in names:
-        mesh.all_reduce(name, loss)  # merged
-    return loss
 
 
 def create_on_some_ranks(mesh: Mesh, bug: bool) -> Any:
@@ -210,12 +180,6 @@ def backward_on_one_rank(mesh: Mesh, bug: bool) -> Any:
     if mesh.coord("tp") == 0 or not bug:
         y.sum().backward()  # backward
     return x.grad
-
-
-def objects_called_differently(mesh: Mesh, bug: bool) -> Any:
-    if bug and mesh.coord("tp") == 1:
-        return mesh.objects.all_gather("tp", {"step": 1})  # gathered
-    return mesh.objects.broadcast("tp", {"step": 1}, src=0)  # told
 
 
 def receive_never_waited_for(mesh: Mesh, bug: bool) -> Any:

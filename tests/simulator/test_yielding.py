@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import meshcomm
 from meshcomm.errors import DeadlockError
@@ -54,23 +53,3 @@ def test_a_rank_that_never_lets_others_run_is_named_after_the_timeout(tmp_path: 
     assert threading.active_count() == before
     # Its ranks ended after the simulation, and took nothing of this process's environment.
     assert "RANK" not in os.environ
-
-
-@pytest.mark.mesh(dp=4, via=("simulator", "gloo"))
-def test_a_future_has_its_value_when_the_handle_was_waited_for(mesh: Mesh) -> None:
-    for _ in range(20):
-        seen: list[float] = []
-        handle = mesh.all_reduce("dp", torch.ones(3), async_op=True)
-        future = handle.get_future()
-        after = future.then(lambda done, seen=seen: seen.append(done.value()[0].item()))
-        handle.wait()
-        assert future.done() and future.value()[0] == 4 and handle.get_future().value()[0] == 4
-        after.wait()
-        assert seen == [4.0]
-
-
-@pytest.mark.mesh(dp=4, via=("simulator", "gloo"))
-def test_a_future_waits_by_itself(mesh: Mesh) -> None:
-    handle = mesh.all_reduce("dp", torch.ones(3), async_op=True)
-    assert handle.get_future().wait()[0] == 4
-    assert handle.wait()[0] == 4

@@ -70,7 +70,7 @@ def losses(config: Config) -> tuple[float, ...]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("saved", GROUPS)
-def test_the_losses_of_a_resumed_run_are_those_of_the_undisturbed(
+def test_losses_after_a_resume(
     pool: Pool, saved: str, tmp_path: Path, figures: Callable[[str], None]
 ) -> None:
     model, places = GROUPS[saved]

@@ -1,4 +1,4 @@
-"""One safetensors file of a checkpoint, and back: the published format, and every bad file refused."""
+"""Weights of a checkpoint as one safetensors file: the published format; and no damage of a checkpoint goes unnoticed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from meshcomm.cli import app
 from meshcomm.errors import TrainingError, UnsupportedOp
-from meshcomm.train import export
-from meshcomm.train.checkpoint_folder import name_of
+from meshcomm.train.checkpoint_folder import commit, name_of, saving
 from meshcomm.train.checkpoint_reader import SAFETENSORS_NAMES as NAMES
-from meshcomm.train.checkpoint_reader import Kind, Saved
-from meshcomm.train.export import export_checkpoint, import_checkpoint, opened, write_checkpoint, write_file
+from meshcomm.train.checkpoint_reader import Saved
+from meshcomm.train.checkpoint_writer import parts_of, write_metadata, write_part
+from meshcomm.train.export import export_weights
 from meshcomm.train.lock import Lock
 
 LOCK = Lock(40, 2.5, "f", {"device": "cpu"}, {"train": {"lr": 0.1}}, {"torch": "2"})
@@ -37,82 +37,46 @@ def state() -> dict[str, torch.Tensor]:
     for dtype in NAMES:
         raw = torch.randint(256, (3, 5 * dtype.itemsize), dtype=torch.uint8, generator=generator)
         found[f"model.{NAMES[dtype]}"] = (raw % 2 if dtype == torch.bool else raw).view(dtype)
-    found["optimizer.x.step"] = torch.tensor(7.0)
+    found["model.scalar"] = torch.tensor(7.0)
     found["model.empty"] = torch.zeros(0, 4, dtype=torch.float64)
     found['model.ü "quoted"\n'] = torch.tensor([float("nan"), -0.0, float("inf")])
+    found["optimizer.x.step"] = torch.tensor(7.0)
     found["run.losses"] = torch.arange(40, dtype=torch.float64) / 7
     return found
 
 
 def checkpoint(run: Path, tensors: dict[str, torch.Tensor], lock: Lock = LOCK) -> Path:
+    """A complete checkpoint, made in one process."""
     path = run / "checkpoints" / name_of(lock.step)
-    kinds = {name: Kind(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    write_checkpoint(path, lock, kinds, tensors.__getitem__)
+    write_part(saving(path), 0, parts_of(tensors), lambda item: tensors[item.index.fqn])
+    write_metadata(saving(path), [0])
+    lock.write(saving(path))
+    commit(path)
     return path
 
 
-def package(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """A file as the package of the format reads it, which knows nothing of what wrote it."""
-    with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
-        return load_file(path), file.metadata()
-
-
-def test_an_exported_checkpoint_is_the_published_format_and_comes_back_bit_by_bit(tmp_path: Path) -> None:
-    expected = {name: (tensor.dtype, tensor.shape, bits(tensor)) for name, tensor in state().items()}
-    first = checkpoint(tmp_path / "run", state())
-    file = tmp_path / "all.safetensors"
-    moved = export_checkpoint(tmp_path / "run", file)
-    assert moved == (first, file, 40, len(expected), file.stat().st_size)
-    found, metadata = package(file)
-    assert {name: (tensor.dtype, tensor.shape, bits(tensor)) for name, tensor in found.items()} == expected
-    assert metadata["format"] == "pt" and json.loads(metadata["meshcomm.lock"])["step"] == 40
+def test_an_exported_file_is_the_published_format_and_has_the_weights_bit_by_bit(tmp_path: Path) -> None:
+    expected = {n.removeprefix("model."): t for n, t in state().items() if n.startswith("model.")}
+    path = checkpoint(tmp_path / "run", state())
+    file = tmp_path / "weights.safetensors"
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(file)])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"{path} -> {file}: step 40, {len(expected)} tensors, ")
+    # As the package of the format reads it, which knows nothing of what wrote it.
+    with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
+        assert opened.metadata() == {"format": "pt"}
+    found = load_file(file)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert bits(found[name]) == bits(tensor)
     # Aligned: the header ends at a multiple of 8, and larger elements come first.
     raw = file.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
-    header = json.loads(raw[8 : 8 + length])
-    sizes = [expected[name][0].itemsize for name in header if name in expected]
+    sizes = [expected[name].itemsize for name in json.loads(raw[8 : 8 + length]) if name in expected]
     assert length % 8 == 0 and sizes == sorted(sizes, reverse=True)
-
-    back = import_checkpoint(file, tmp_path / "other")
-    assert back.target == tmp_path / "other" / "checkpoints" / "step-000040"
-    assert (tmp_path / "other/checkpoints/latest").read_text() == "step-000040\n"
-    assert dataclasses.replace(Lock.read(back.target), metadata="") == LOCK
-    again = {name: torch.empty_like(tensor) for name, tensor in state().items()}
-    Saved(back.target).fill(again)
-    assert {name: bits(tensor) for name, tensor in again.items()} == {
-        n: b for n, (_, _, b) in expected.items()
-    }
-    # And the way out again gives the same file.
-    export_checkpoint(back.target, tmp_path / "again.safetensors")
-    assert (tmp_path / "again.safetensors").read_bytes() == raw
-
-
-def test_only_the_weights_by_the_names_of_modules(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    checkpoint(run, state())
-    file = tmp_path / "weights.safetensors"
-    result = CliRunner().invoke(app, ["export", str(run), str(file), "--weights"])
-    assert result.exit_code == 0, result.output
-    assert result.output.startswith(f"{run}/checkpoints/step-000040 -> {file}: step 40, ")
-    found, metadata = package(file)
-    assert metadata == {"format": "pt"}
-    assert found.keys() == {name[6:] for name in state() if name.startswith("model.")}
-    result = CliRunner().invoke(app, ["import", str(file), str(tmp_path / "new")])
-    assert result.exit_code == 2 and not (tmp_path / "new").exists()
-    assert f"{file} is not an exported checkpoint" in result.stderr
-    assert "try:      meshcomm export RUN FILE, without --weights" in result.stderr
-
-
-def test_import_does_not_hide_behind_a_later_checkpoint(tmp_path: Path) -> None:
-    one = {"model.w": torch.ones(2)}
-    checkpoint(tmp_path / "run", one)
-    export_checkpoint(tmp_path / "run", tmp_path / "x")
-    before = sorted((tmp_path / "run").rglob("*"))
-    with pytest.raises(TrainingError, match="has a checkpoint of step 40 or later already"):
-        import_checkpoint(tmp_path / "x", tmp_path / "run")
-    assert sorted((tmp_path / "run").rglob("*")) == before
     with pytest.raises(TrainingError, match="there is no complete checkpoint in"):
-        export_checkpoint(tmp_path / "nothing", tmp_path / "y")
+        export_weights(tmp_path / "nothing", tmp_path / "y")
 
 
 def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
@@ -143,9 +107,7 @@ def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
             else:
                 # Of a .distcp, what lies between the records; of the others, every byte counts.
                 assert file.suffix == ".distcp"
-                assert {name: bits(t) for name, t in found.items()} == {
-                    n: bits(t) for n, t in expected.items()
-                }
+                assert all(bits(found[name]) == bits(tensor) for name, tensor in expected.items())
         file.write_bytes(content)
         file.unlink()
         with pytest.raises(TrainingError, match=r"damaged|cannot be read") as gone:
@@ -156,61 +118,26 @@ def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
     assert refused > 100
 
 
-def test_a_damaged_checkpoint_leaves_no_file_and_the_old_one(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path / "run", {"model.w": torch.ones(5000)})
+@pytest.mark.parametrize(
+    ("tensors", "cut", "kind", "words"),
+    [
+        ({"model.w": torch.ones(5000)}, 3000, TrainingError, r"damaged: model\.w in __0_0\.distcp"),
+        ({"model.a": torch.ones(2, dtype=torch.complex64)}, 0, UnsupportedOp, "a safetensors file cannot hold"),
+        ({"model.__metadata__": torch.ones(2)}, 0, UnsupportedOp, "a safetensors file cannot hold"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exported_leaves_no_file_and_the_old_one(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], cut: int, kind: type[Exception], words: str
+) -> None:
+    path = checkpoint(tmp_path / "run", tensors)
     (tmp_path / "x").write_bytes(b"old")
     (part,) = path.glob("*.distcp")
-    part.write_bytes(part.read_bytes()[:3000])
-    with pytest.raises(
-        TrainingError, match=r"the checkpoint is damaged: model\.w in __0_0\.distcp"
-    ) as caught:
-        export_checkpoint(path, tmp_path / "x")
-    assert caught.value.given is not None and caught.value.expected is not None
+    if cut:
+        part.write_bytes(part.read_bytes()[:cut])
+    with pytest.raises(kind, match=words):
+        export_weights(path, tmp_path / "x")
     assert (tmp_path / "x").read_bytes() == b"old"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "x"]
-
-
-def file_of(header: Any, data: bytes = b"") -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
-def entry(start: int = 0, end: int = 8, dtype: Any = "F32", shape: Any = (2,)) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"\x02\0\0\0", "header too small"),
-        (file_of(b"[]"), "invalid JSON in header"),
-        (file_of({"a": entry(dtype="C64", shape=(1,))}, b"x" * 8), "dtype 'C64'"),
-        (file_of({"a": entry(), "b": entry(12, 20)}, b"x" * 20), "invalid offset for tensor `b`"),
-        (file_of({"a": entry()}, b"x" * 7), "file not fully covered"),
-        (file_of({"b": entry(8, 16), "a": entry()}, b"x" * 16), None),
-        (file_of({}), None),
-    ],
-)
-def test_every_file_that_is_not_as_published_is_refused(
-    tmp_path: Path, content: bytes, words: str | None
-) -> None:
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(content)
-    if words is None:
-        with opened(path) as (file, kinds):
-            for name in kinds:
-                assert bits(file.get_tensor(name)) == b"x" * 8
-        return
-    with pytest.raises(TrainingError, match="cannot be read as a safetensors file") as caught, opened(path):
-        pass
-    assert words in (caught.value.given or "") and caught.value.expected and caught.value.hint
-
-
-def test_what_the_format_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    for kinds in ({"a": Kind(torch.complex64, (2,))}, {"__metadata__": Kind(torch.float32, (2,))}):
-        with pytest.raises(UnsupportedOp, match="a safetensors file cannot hold"):
-            write_file(tmp_path / "x", kinds, {}, lambda name: torch.zeros(2))
-    assert not list(tmp_path.iterdir())
 
 
 def anonymous_bytes() -> int:
@@ -222,30 +149,20 @@ def anonymous_bytes() -> int:
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, file, other = (tmp_path / name for name in ("run", "x.safetensors", "other"))
-    kinds = {f"model.{i:02}": Kind(torch.float32, (1 << 18,)) for i in range(24)}  # 1 MiB each
-    path = run / "checkpoints" / name_of(40)
-    write_checkpoint(path, LOCK, kinds, lambda name: torch.full((1 << 18,), float(name[-2:])))
+    run, file = tmp_path / "run", tmp_path / "x.safetensors"
+    one = torch.arange(1 << 18)  # 2 MiB
+    checkpoint(run, {f"model.{i:02}": one for i in range(24)})
     held: list[int] = []
+    load = Saved.load
 
-    def looking(function: Any) -> Any:
-        def looked(*args: Any) -> Any:
-            held.append(anonymous_bytes())
-            result = function(*args)
-            held.append(anonymous_bytes())
-            return result
+    def looked(self: Saved, name: str) -> Any:
+        found = load(self, name)
+        held.append(anonymous_bytes())
+        return found
 
-        return looked
-
-    monkeypatch.setattr(Saved, "fill", looking(Saved.fill))
-    monkeypatch.setattr(export, "_loaded", looking(export._loaded))
-    for act, source, target in ((export_checkpoint, run, file), (import_checkpoint, file, other)):
-        held.clear()
-        before = anonymous_bytes()
-        act(source, target)
-        # A tensor and the part of a file that it is read from, or the file that it goes into; not 24.
-        assert len(held) == 48 and max(held) - before < 10 << 20
-    again = torch.empty(1 << 18)
-    for name in kinds:
-        Saved(other / "checkpoints" / name_of(40)).fill({name: again})
-        assert again.min() == again.max() == float(name[-2:])
+    monkeypatch.setattr(Saved, "load", looked)
+    before = anonymous_bytes()
+    export_weights(run, file)
+    # A tensor and the part of a file that it is read from, or the file that it goes into; not 24.
+    assert len(held) == 24 and max(held) - before < 20 << 20
+    assert all(torch.equal(each, one) for each in load_file(file).values())

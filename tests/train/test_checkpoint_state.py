@@ -24,10 +24,10 @@ from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
 from meshcomm.train import Attempt, Checkpoints, checkpoint_writer
+from meshcomm.train.checkpoint import read
 from meshcomm.train.checkpoint_folder import complete
 from meshcomm.train.checkpoint_reader import Saved
-from meshcomm.train.checkpoint_writer import Shares
-from meshcomm.train.export import export_checkpoint, import_checkpoint
+from meshcomm.train.checkpoint_writer import divide
 from meshcomm.train.lock import Lock
 
 
@@ -173,7 +173,7 @@ def saved_and_loaded_everywhere(folder: Path) -> list[str]:
                 for step in (2, 1):
                     losses = torch.zeros(step)
                     path = folder / str(other) / "checkpoints" / f"step-{step:06d}"
-                    checkpoints.load(path, {**state, "run.losses": losses})
+                    read(mesh, {**state, "run.losses": losses}, path)
                     wrong += [f"{other} -> {number}, step {step}: {name}" for name in differing(state, step)]
                     if losses.tolist() != list(range(step)):
                         wrong.append(f"{other} -> {number}: losses {losses}")
@@ -199,12 +199,6 @@ def test_every_kind_of_state_goes_from_any_mesh_to_any_other_bit_by_bit(pool: Po
             parts = [chunk for meta in described.values() for chunk in meta.chunks]
             sizes.add((step, sum(chunk.sizes.numel() for chunk in parts)))
     assert sizes == {(s, 2 * sum(torch.Size(shape).numel() for shape in WHOLE.values()) + s) for s in (1, 2)}
-    # And through one file, from the first mesh's to a run of its own.
-    export_checkpoint(tmp_path / "0", tmp_path / "x.safetensors")
-    imported = import_checkpoint(tmp_path / "x.safetensors", tmp_path / "new").target
-    whole = {name: torch.zeros(WHOLE[of_weight(name)]) for name in names}
-    Saved(imported).fill(whole)
-    assert all(torch.equal(tensor, expected(name, 2)) for name, tensor in whole.items())
 
 
 # -- beside the training --------------------------------------------------------------------------
@@ -337,7 +331,7 @@ def without_space(out: Path, moment: str) -> tuple[int, str, str, list[str]]:
         ("a part is lost", "a part of the checkpoint is missing: __2_0.distcp", "is not there"),
     ],
 )
-def test_a_failure_beside_the_training_is_raised_on_every_rank_at_one_step(
+def test_a_failed_async_save_is_raised_on_all_ranks(
     pool: Pool, tmp_path: Path, moment: str, rank: str, said: str
 ) -> None:
     found = pool.run(without_space, tmp_path, moment, ranks=4, timeout_s=60)
@@ -403,50 +397,22 @@ def test_the_end_and_errors_wait_for_a_save_that_is_under_way(pool: Pool, tmp_pa
 # -- who writes what ------------------------------------------------------------------------------
 
 
-def divided(_: str) -> tuple[list[list[str]], list[int], str]:
-    """What this rank writes of changing states; how many parts it planned each time; what is refused."""
-    planned = [0]
+def divided(_: str) -> tuple[list[str], str]:
+    """What this rank writes, and what is refused."""
     with meshcomm.init(config({"dp": 2, "tp": 2})) as mesh:
-        division = Shares(mesh)
-        plan = checkpoint_writer.parts_of
-
-        def counted(state: Any) -> Any:
-            planned[-1] += 1
-            return plan(state)
-
         tp = mesh.coord("tp")
         part: Any = distribute_tensor(torch.zeros(4, 4), mesh["dp"], [Shard(0)])
-        steady = {f"whole.{n}": torch.zeros(4) for n in range(20)} | {f"only.{tp}": part}
-        found = []
-        checkpoint_writer.parts_of = counted
-        try:
-            for state in (
-                {**steady, "losses": torch.zeros(1)},
-                {**steady, "losses": torch.zeros(2)},
-                # On some ranks only.
-                {**steady, f"only.{tp}": torch.zeros(2, 4) if tp else part, "losses": torch.zeros(2)},
-            ):
-                items = division.of(state)
-                found.append(sorted(f"{i.index.fqn} {tuple(i.index.offset or ())}" for i in items))
-                planned.append(0)
-        finally:
-            checkpoint_writer.parts_of = plan
-        try:
-            division.of({"bad": "no tensor" if mesh.rank == 3 else torch.zeros(1)})  # type: ignore[dict-item]
-        except TrainingError as error:
-            return found, planned, str(error)
-    raise AssertionError("divided what cannot be")
+        state = {f"whole.{n}": torch.zeros(4) for n in range(20)} | {f"only.{tp}": part}
+        items = divide(mesh, state)
+        with pytest.raises(TrainingError) as caught:
+            divide(mesh, {"bad": "no tensor" if mesh.rank == 3 else torch.zeros(1)})  # type: ignore[dict-item]
+        return [f"{i.index.fqn} {tuple(i.index.offset or ())}" for i in items], str(caught.value)
 
 
-def test_each_part_is_written_once_and_only_what_changes_is_planned_again(pool: Pool) -> None:
+def test_each_part_is_written_once(pool: Pool) -> None:
     ranks = pool.run(divided, "", ranks=4)
     whole = [f"whole.{n} (0,)" for n in range(20)]
     parts = [f"only.{tp} ({row}, 0)" for tp in (0, 1) for row in (0, 2)]
-    for step in range(3):
-        each = [found[step] for found, _, _ in ranks]
-        expected = [*whole, "losses (0,)", *(parts if step < 2 else [*parts[:2], "only.1 (0, 0)"])]
-        assert sorted(part for mine in each for part in mine) == sorted(expected)
-        assert all(len(mine) > 2 for mine in each)  # every rank has a share of what all have
-    for rank, (_, planned, text) in enumerate(ranks):
-        assert planned == [22, 1, 1 if rank % 2 else 0, 0]
-        assert text.startswith("rank 3 (dp=1 tp=1) could not divide a checkpoint")
+    assert sorted(part for mine, _ in ranks for part in mine) == sorted([*whole, *parts])
+    assert all(len(mine) > 2 for mine, _ in ranks)  # every rank has a share of what all have
+    assert all(text.startswith("rank 3 (dp=1 tp=1) could not divide a checkpoint") for _, text in ranks)

@@ -1,4 +1,4 @@
-"""What is trained on: text, token files, datasets and functions; the order of samples; what is refused."""
+"""What is trained on: text, token files and functions; the order of samples; what is refused."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ TEXT = np.arange(1000, dtype=np.int64).astype(np.uint8)
 ABC = Corpus((Stream(TEXT, 7),), b"")
 
 
-def batches(coord: int, size: int, seed: int = 0, order: str = "epochs", corpus: Corpus = ABC) -> Batches:
-    return Batches(corpus, global_batch_size=12, seed=seed, coord=coord, size=size, order=order)
+def batches(coord: int = 0, size: int = 1, seed: int = 0, corpus: Corpus = ABC) -> Batches:
+    return Batches(corpus, global_batch_size=12, seed=seed, coord=coord, size=size)
 
 
 # -- the order of samples -------------------------------------------------------------------------
@@ -48,12 +48,11 @@ def test_a_place_in_a_billion_samples_needs_no_list_of_them() -> None:
     assert places.min() < 10**8 and places.max() > 99 * 10**8 and len(set(np.diff(places).tolist())) == 999
 
 
-@pytest.mark.parametrize("order", ["epochs", "random"])
 @pytest.mark.parametrize("size", [1, 2, 3, 12])
-def test_data_ranks_share_out_the_same_global_batch(size: int, order: str) -> None:
+def test_data_ranks_share_out_the_same_global_batch(size: int) -> None:
     for step in (1, 2, 50):
-        whole_batch = batches(0, 1, order=order)(step)
-        parts = [batches(coord, size, order=order)(step) for coord in range(size)]
+        whole_batch = batches()(step)
+        parts = [batches(coord, size)(step) for coord in range(size)]
         for index in (0, 1):
             assert torch.equal(torch.cat([part[index] for part in parts]), whole_batch[index])
             assert whole_batch[index].shape == (12, 7)
@@ -61,30 +60,19 @@ def test_data_ranks_share_out_the_same_global_batch(size: int, order: str) -> No
 
 def test_an_epoch_reads_every_sample_once_and_the_next_in_another_order() -> None:
     # 142 samples: epochs end within a step of 12.
-    read = np.concatenate([batches(0, 1).places(step)[1] for step in range(1, 143)])
+    read = np.concatenate([batches().places(step)[1] for step in range(1, 143)])
     epochs = [read[start : start + 142].tolist() for start in range(0, 12 * 142, 142)]
     assert all(sorted(epoch) == list(range(142)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 12
-    assert batches(0, 1, seed=1).places(1)[1].tolist() != read[:12].tolist()
+    assert batches(seed=1).places(1)[1].tolist() != read[:12].tolist()
 
 
 def test_samples_lie_side_by_side_and_targets_follow() -> None:
-    _, numbers = batches(0, 1).places(4)
-    tokens, targets = batches(0, 1)(4)
+    _, numbers = batches().places(4)
+    tokens, targets = batches()(4)
     for number, token, target in zip(numbers, tokens, targets, strict=True):
         assert token.tolist() == [value % 256 for value in range(7 * number, 7 * number + 7)]
         assert target.tolist() == [value % 256 for value in range(7 * number + 1, 7 * number + 8)]
-
-
-def test_random_samples_begin_anywhere_and_are_those_of_older_versions() -> None:
-    _, offsets = batches(0, 1, order="random").places(4)
-    tokens, targets = batches(0, 1, order="random")(4)
-    assert tokens[:, 0].tolist() == (offsets % 256).tolist()
-    assert targets[:, -1].tolist() == ((offsets + 7) % 256).tolist()
-    drawn = np.concatenate([batches(0, 1, order="random").places(step)[1] for step in range(2000)])
-    assert (drawn.min(), drawn.max()) == (0, 1000 - 8)
-    # Before there were epochs: one draw of (seed, step) over all places.
-    assert offsets.tolist() == np.random.default_rng([0, 4]).integers(993, size=12).tolist()
 
 
 def test_weights_are_shares_of_the_samples_and_no_part_repeats_before_its_end() -> None:
@@ -111,7 +99,7 @@ def test_parts_with_epochs_of_their_own_are_in_another_order_by_seed_part_and_ep
 
 
 def test_another_batch_goes_on_where_the_samples_are() -> None:
-    before = [batches(0, 1).places(step)[1] for step in (1, 2, 3, 4)]
+    before = [batches().places(step)[1] for step in (1, 2, 3, 4)]
     larger = Batches(ABC, global_batch_size=24, seed=0, after=(2, 24))
     assert larger.places(3)[1].tolist() == np.concatenate(before[2:]).tolist()
     assert larger.read(3) == 48
@@ -121,14 +109,10 @@ def test_a_share_for_validation_is_cut_off_the_end_and_never_trained_on() -> Non
     corpus = ABC.cut(0.1)
     held = corpus.validation
     assert held is not None and (corpus.samples, held.samples) == (128, 14)
-    trained = {tuple(row) for step in range(1, 12) for row in batches(0, 1, corpus=corpus)(step)[0].tolist()}
-    evaluated = [
-        tuple(row) for tokens, _ in batches(0, 1, corpus=held).in_order(None) for row in tokens.tolist()
-    ]
+    trained = {tuple(row) for step in range(1, 12) for row in batches(corpus=corpus)(step)[0].tolist()}
+    evaluated = [tuple(row) for tokens, _ in batches(corpus=held).in_order(None) for row in tokens.tolist()]
     assert len(evaluated) == 12  # whole global batches
     assert evaluated[0][0] == 128 * 7 % 256 and len(trained) == 128
-    last = max(int(batches(0, 1, order="random", corpus=corpus).places(step)[1].max()) for step in range(500))
-    assert last + 7 <= 128 * 7  # the targets of the last of them end where the first held sample begins
     with pytest.raises(TrainingError, match="nothing is left to train on"):
         Corpus((Stream(TEXT[:8], 7),), b"").cut(0.5)
 
@@ -157,8 +141,7 @@ def tokens_of(corpus: Corpus) -> list[int]:
 def test_files_and_globs_are_read_once_and_sorted(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "c.md"):
         (tmp_path / name).write_text(name * 3)
-    config = DataConfig(files=(f"{tmp_path}/*.txt", f"{tmp_path}/b.txt"), seq_len=4)
-    corpus = text.load(config)
+    corpus = text.load(DataConfig(files=(f"{tmp_path}/*.txt", f"{tmp_path}/b.txt"), seq_len=4))
     assert bytes(tokens_of(corpus)) == b"a.txta.txta.txtb.txtb.txtb.txt"
     assert [file.name for file in corpus.files] == ["a.txt", "b.txt"]
 
@@ -167,14 +150,10 @@ def test_files_and_globs_are_read_once_and_sorted(tmp_path: Path) -> None:
     ("files", "what", "given"),
     [
         ("nowhere/*.txt", "no training data matches 'nowhere/*.txt'", "data.files has 'nowhere/*.txt'"),
-        (
-            "short.txt",
-            "4 bytes of training data are less than one sample",
-            "1 files, sequence = 4",
-        ),
+        ("short.txt", "4 bytes of training data are less than one sample", "1 files, sequence = 4"),
     ],
 )
-def test_text_that_is_missing_or_too_short_is_told(
+def test_missing_and_short_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str, what: str, given: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -294,38 +273,6 @@ def test_token_files_that_cannot_be_trained_on_are_told(tmp_path: Path) -> None:
         assert what in caught.value.what and given in str(caught.value.given), str(caught.value)
 
 
-# -- folders of datasets --------------------------------------------------------------------------
-
-
-def test_a_folder_of_datasets_gives_its_rows_as_documents(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    words = str(tokenizer(tmp_path / "model"))
-    rows = datasets.Dataset.from_dict({"text": ["one two", "three"], "ids": [[7, 8], [9]], "n": [1, 2]})
-    rows.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(tmp_path / "two")
-    one = DataConfig(dataset=str(tmp_path / "one"), tokenizer=words, seq_len=1)
-    assert tokens_of(text.load(one)) == [1, 2, 4, 3, 4]
-    assert (
-        bytes(tokens_of(text.load(DataConfig(dataset=str(tmp_path / "one"), seq_len=1)))) == b"one twothree"
-    )
-    assert tokens_of(text.load(one.model_copy(update={"column": "ids"}))) == [7, 8, 4, 9, 4]
-    two = DataConfig(
-        dataset=str(tmp_path / "two"), split="train", validation_split="test", tokenizer=words, seq_len=1
-    )
-    held = text.load(two).validation
-    assert held is not None and tokens_of(held) == [3, 4]
-    for config, what in (
-        (one.model_copy(update={"column": "body"}), "the dataset has no column 'body'"),
-        (one.model_copy(update={"column": "n"}), "the column 'n' holds neither text nor tokens"),
-        (one.model_copy(update={"split": "train"}), "the folder of datasets has no such split"),
-        (two.model_copy(update={"split": None}), "the folder of datasets has several splits"),
-        (one.model_copy(update={"dataset": str(tmp_path)}), "a folder of datasets cannot be read"),
-    ):
-        with pytest.raises(TrainingError) as caught:
-            text.load(config)
-        assert caught.value.what == what
-
-
 # -- functions ------------------------------------------------------------------------------------
 
 SOURCE = """
@@ -339,21 +286,6 @@ class Squares(torch.utils.data.Dataset):
 
 def by_index(seed, sequence):
     assert (seed, sequence) == (7, 4)
-    return Squares()
-
-class Counting:
-    def __init__(self, first, step, most):
-        self.first, self.step, self.most = first, step, most
-    def __iter__(self):
-        return iter([n, n, n] for n in range(self.first, self.most, self.step))
-
-def counting(most=1000):
-    return Counting(0, 1, most)
-
-def own_share(data_rank, data_world_size):
-    return Counting(data_rank, data_world_size, 1000)
-
-def sharded_by_index(data_rank, data_world_size):
     return Squares()
 
 def sample(kind):
@@ -391,11 +323,8 @@ def named(function: str, sequence: int = 4, **more: Any) -> DataConfig:
     return DataConfig(build=f"some_loaders:{function}", seq_len=sequence, **more)
 
 
-FACTS = {"seed": 7, "data_rank": 0, "data_world_size": 1}
-
-
 def test_a_dataset_by_index_is_padded_and_read_in_epochs(loaders: None) -> None:
-    corpus = text.load(named("by_index", validation=0.2), facts=FACTS, vocab_size=20)
+    corpus = text.load(named("by_index", validation=0.2), seed=7, vocab_size=20)
     assert corpus.validation is not None and (corpus.samples, corpus.validation.samples) == (16, 4)
     seen: list[int] = []
     for step in (1, 2):
@@ -428,25 +357,6 @@ def test_kinds_of_samples(loaders: None, kind: str, inputs: Any, targets: Any) -
     assert x.tolist() == [inputs] and y.tolist() == [targets]
 
 
-def test_an_iterable_is_shared_out_by_position_or_by_the_function_itself(loaders: None) -> None:
-    for function in ("counting", "own_share"):
-        rows = []
-        for coord in range(2):
-            facts = {"seed": 7, "data_rank": coord, "data_world_size": 2}
-            flow = Batches(
-                text.load(named(function), facts=facts), global_batch_size=6, seed=0, coord=coord, size=2
-            )
-            rows.append([flow(step)[0][:, 0].tolist() for step in (1, 2)])
-            # A run that resumes reads on from its position.
-            again = Batches(
-                text.load(named(function), facts=facts), global_batch_size=6, seed=0, coord=coord, size=2
-            )
-            assert again(2)[0][:, 0].tolist() == rows[-1][1]
-        assert sorted(rows[0][1] + rows[1][1]) == [6, 7, 8, 9, 10, 11]
-    short = Batches(text.load(named("counting", args={"most": 4})), global_batch_size=6, seed=0)
-    assert short(1)[0][:, 0].tolist() == [0, 1, 2, 3, 0, 1]
-
-
 @pytest.mark.parametrize(
     ("config", "what", "given"),
     [
@@ -454,9 +364,7 @@ def test_an_iterable_is_shared_out_by_position_or_by_the_function_itself(loaders
         (("missing",), "data.build could not be called: AttributeError", "some_loaders:missing"),
         (("nothing",), "data.build returns no data that can be read so", "returned int"),
         (("batches_of_it",), "data.build returns no data that can be read so", "a DataLoader"),
-        (("sharded_by_index",), "data.build returns no data that can be read so", "takes data_rank"),
-        (("counting", {"validation": 0.1}), "data.build returns no data that can be read so", "data.validation"),
-        (("counting", {"order": "random"}), "data.build returns no data that can be read so", "data.order"),
+        (("generator",), "data.build returns no data that can be read so", "returned generator"),
         *(
             (("sample", {"args": {"kind": kind}}), "sample 0 of data.build is none", given)
             for kind, given in (
@@ -479,10 +387,3 @@ def test_what_a_function_must_return_is_said(loaders: None, config: Any, what: s
         text.load(named(function, **more), vocab_size=10)
     assert caught.value.what.startswith(what), caught.value.what
     assert given in str(caught.value.given) and caught.value.expected
-
-
-def test_a_generator_that_ends_is_told(loaders: None) -> None:
-    flow = Batches(text.load(named("generator")), global_batch_size=2, seed=0)
-    flow(1)
-    with pytest.raises(TrainingError, match="the data have ended before the training"):
-        flow(2)

@@ -46,25 +46,20 @@ def shares(config: Config) -> tuple[int, int, int]:
     ("dims", "expected"),
     [("dp=2 tp=2", [0, 0, 1, 1]), ("fsdp=2 dp=2", [0, 2, 1, 3]), ("pp=2 cp=2", [0, 0, 0, 0])],
 )
-def test_the_rank_and_world_of_the_data_follow_from_the_roles(
-    pool: Pool, dims: str, expected: list[int]
-) -> None:
+def test_data_rank_and_world_follow_from_the_roles(pool: Pool, dims: str, expected: list[int]) -> None:
     found = pool.run(shares, on(dims), ranks=4)
     assert [data_rank for _, data_rank, _ in sorted(found)] == expected
     assert {world for *_, world in found} == {max(expected) + 1}
 
 
 def test_a_mesh_without_roles_says_what_to_ask() -> None:
-    def ask(mesh: Mesh) -> tuple[str, int]:
+    def ask(mesh: Mesh) -> str:
         with pytest.raises(LayoutError) as caught:
             _ = mesh.data_rank
-        with pytest.raises(LayoutError):
-            _ = mesh.data_world_size
-        return str(caught.value.hint), mesh.coord(("dp", "fsdp"))
+        return str(caught.value.hint)
 
     found = meshcomm.simulate(ask, dims={"dp": 2, "fsdp": 2})
-    assert [coord for _, coord in found] == [0, 1, 2, 3]
-    assert found[0][0].startswith('mesh.coord(("dp", "fsdp")) and mesh.size(("dp", "fsdp"))')
+    assert found[0].startswith('mesh.coord(("dp", "fsdp")) and mesh.size(("dp", "fsdp"))')
 
 
 # -- means ----------------------------------------------------------------------------------------
@@ -97,18 +92,15 @@ def test_a_mean_weights_by_tokens_over_any_dims_and_has_the_gradient_of_the_own_
         assert empty
 
 
-def without_a_group(mesh: Mesh) -> tuple[float, float, int]:
+def without_a_group(mesh: Mesh) -> tuple[int, float]:
     before = mesh.stats()
-    along = mesh.mean("dp", torch.tensor(float(mesh.rank)), 1)
-    once = mesh.stats().since(before)
-    calls = sum(int(row["calls"]) for row in once.facts()["rows"])
-    return along.item(), mesh.mean(("dp", "tp"), torch.tensor(float(mesh.rank)), 1).item(), calls
+    mesh.mean("dp", torch.tensor(float(mesh.rank)), 1)
+    calls = sum(int(row["calls"]) for row in mesh.stats().since(before).facts()["rows"])
+    return calls, mesh.mean(("dp", "tp"), torch.tensor(float(mesh.rank)), 1).item()
 
 
 def test_a_mean_is_one_message_and_needs_no_group_over_all_its_dims() -> None:
-    found = meshcomm.simulate(without_a_group, dims={"dp": 2, "tp": 2})
-    assert [mean for mean, *_ in found] == [1.0, 2.0, 1.0, 2.0]
-    assert {(mean, calls) for _, mean, calls in found} == {(1.5, 1)}
+    assert set(meshcomm.simulate(without_a_group, dims={"dp": 2, "tp": 2})) == {(1, 1.5)}
 
 
 def test_means_that_have_no_meaning_are_refused() -> None:
@@ -205,9 +197,7 @@ def samples(out: Path, step: int) -> int:
 
 
 @pytest.mark.parity
-def test_a_run_goes_on_in_the_middle_of_an_epoch_on_another_mesh_and_with_another_batch(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_a_resume_within_an_epoch_on_another_mesh_with_another_batch(pool: Pool, tmp_path: Path) -> None:
     (undisturbed,) = pool.run(trained, on("one=1", f'train.out="{tmp_path}/a"'), ranks=1)
     assert len(set(undisturbed.losses)) == 6
     out = f'train.out="{tmp_path}/b"'

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import meshcomm
-from meshcomm.config import Config, load_config
+from meshcomm.config import Config, TrainConfig, load_config
 from meshcomm.errors import ConfigError
+from meshcomm.mesh import Mesh
 from meshcomm.parallel.compose import Engine
 from meshcomm.testing import Pool
-from meshcomm.train import Callback, Step, Summary, run
+from meshcomm.train import Callback, Evaluation, Step, Summary, run
+from meshcomm.train.callbacks import Best, EarlyStop
 from tests.train.runs import run_json, trained
 from tests.train.test_evaluate import on
 
@@ -54,24 +58,31 @@ def test_a_run_ends_once_the_loss_has_not_fallen_and_says_so(pool: Pool, tmp_pat
         assert each.steps == 10 and "in 3 evaluations: it was 2.0000 after step 4" in each.stopped
 
 
-@pytest.mark.parity
-def test_a_loss_that_falls_starts_the_count_again(pool: Pool, tmp_path: Path) -> None:
-    config = stopping(tmp_path, "train.patience=2")
-    (each, *_) = pool.run(evaluated, config, FALLS_TWICE, ranks=2)
-    assert (each.steps, each.stopped) == (
-        12,
-        "the validation loss has not fallen in 2 evaluations: it was 1.9900 after step 8",
-    )
-
-
-@pytest.mark.parity
-def test_a_target_ends_a_run_on_all_ranks_though_one_of_them_rounds_otherwise(
-    pool: Pool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("settings", "losses", "after", "why"),
+    [
+        # What falls starts the count again.
+        ({"patience": 2}, FALLS_TWICE, 6, "has not fallen in 2 evaluations: it was 1.9900 after step 4"),
+        # Only the first rank is there after the fourth.
+        ({"target_loss": 1.995}, FALLS_TWICE, 4, "is 1.9900, train.target_loss = 1.995"),
+        # What is not finite has not fallen.
+        ({"patience": 2}, [math.nan, math.inf, 1.0], 2, "has not fallen in 2 evaluations"),
+    ],
+)
+def test_the_evaluation_that_ends_a_run(
+    settings: dict[str, Any], losses: list[float], after: int, why: str
 ) -> None:
-    # Only the first rank is there after step 8.
-    config = stopping(tmp_path, "train.target_loss=1.995", dims="pp=2 tp=2")
-    for each in pool.run(evaluated, config, FALLS_TWICE, ranks=4):
-        assert (each.steps, each.stopped) == (8, "the validation loss is 1.9900, train.target_loss = 1.995")
+    train = TrainConfig(steps=20, global_batch_size=8, micro_batch_size=1, eval_every=1, **settings)
+
+    def judged(mesh: Mesh) -> tuple[int, str]:
+        callback = EarlyStop(mesh, train, Best())
+        for number, loss in enumerate(losses, 1):
+            callback.on_eval(Evaluation(number, loss + 0.02 * mesh.rank, 1, 0.0))
+            if callback.stop:
+                return number, callback.reason
+        return 0, ""
+
+    assert set(meshcomm.simulate(judged, dims={"dp": 2})) == {(after, f"the validation loss {why}")}
 
 
 @pytest.mark.parity
@@ -81,12 +92,6 @@ def test_other_data_have_another_lowest_loss(pool: Pool, tmp_path: Path) -> None
     other = load_config(config, ["train.resume=true", "data.max_bytes=15000", "train.steps=10"])
     changed = load_config(other, ['train.resume_changed=["data"]'])
     assert {(each.steps, each.stopped) for each in pool.run(evaluated, changed, [9.0], ranks=2)} == {(10, "")}
-
-
-def test_a_loss_that_is_not_finite_has_not_fallen(pool: Pool, tmp_path: Path) -> None:
-    config = stopping(tmp_path, "train.patience=2", "train.checkpoint_every=0")
-    (each, *_) = pool.run(evaluated, config, [float("nan"), float("inf"), 1.0], ranks=2)
-    assert (each.steps, each.stopped) == (4, "the validation loss has not fallen in 2 evaluations")
 
 
 class Stops(Callback):

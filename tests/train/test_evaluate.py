@@ -14,7 +14,7 @@ from meshcomm.errors import ConfigError
 from meshcomm.testing import Pool
 from meshcomm.train import Summary, Trainer, learning_rate
 from meshcomm.train.agree import agree, agreed_corpus
-from meshcomm.train.loop import batches_of
+from meshcomm.train.data import batches_of
 from tests.train.runs import config_on, losses_or_error, metrics, trained
 
 BASE: dict[str, Any] = {
@@ -72,7 +72,7 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Summary
     return summary, validation(out)
 
 
-def test_it_is_the_mean_loss_over_the_held_samples_in_eval_mode(
+def test_it_is_the_mean_loss_in_eval_mode(
     pool: Pool, tmp_path: Path, alone: tuple[Summary, list[dict[str, Any]]]
 ) -> None:
     summary, lines = alone
@@ -84,7 +84,7 @@ def test_it_is_the_mean_loss_over_the_held_samples_in_eval_mode(
     assert ours == pytest.approx(by_torch, rel=1e-12) == lines[0]["validation_loss"]
 
 
-def test_evaluating_changes_nothing_of_the_training(
+def test_evaluating_changes_nothing(
     pool: Pool, tmp_path: Path, alone: tuple[Summary, list[dict[str, Any]]]
 ) -> None:
     without = on("one=1", tmp_path, "train.eval_every=0", "train.eval_batches=")

@@ -16,13 +16,7 @@ from tests.train.parity_cases import PAIRS
 
 # Every part, every kind of boundary: gathered weights, activations whole and along the sequence, those between stages,
 # keys and values, heads, rows of experts.
-NARROW = (
-    "shard2 tp2",
-    "shard2 cp2 ulysses",
-    "pp2 ep2",
-    "pp2 tp2 sequence recompute",
-    "pp2 cp2",
-)
+NARROW = ("shard2 tp2", "shard2 cp2 ulysses", "pp2 ep2", "pp2 tp2 sequence recompute", "pp2 cp2")
 
 Found = tuple[tuple[float, ...], tuple[float, ...], set[torch.dtype]]
 
@@ -57,9 +51,7 @@ def trained(case: dict[str, Any], alone: bool) -> Found:
         ),
     ],
 )
-def test_float32_and_bfloat16_stay_close(
-    pool: Pool, mesh: str, compute: str | None, tolerance: float
-) -> None:
+def test_narrow_types_stay_close(pool: Pool, mesh: str, compute: str | None, tolerance: float) -> None:
     exact, case = PAIRS[mesh], copy.deepcopy(PAIRS[mesh])
     case["train"] |= {"dtype": "float32"} | ({} if compute is None else {"compute_dtype": compute})
     losses, norms, types = pool.run(trained, case, True, ranks=1)[0]

@@ -17,7 +17,7 @@ from meshcomm.parallel.optimizer import KINDS
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer, learning_rate
 from meshcomm.train.agree import corpus_of
-from meshcomm.train.loop import batches_of
+from meshcomm.train.data import batches_of
 from meshcomm.train.parity import compare, in_float64, record, reference
 from tests.train.test_training import TINY
 
@@ -43,8 +43,7 @@ _OFTEN = ("adamw",)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=[] if each in _OFTEN else pytest.mark.parity) for each in KINDS],
+    "name", [pytest.param(each, marks=[] if each in _OFTEN else pytest.mark.parity) for each in KINDS]
 )
 def test_every_optimiser_is_the_same_on_a_mesh(pool: Pool, name: str) -> None:
     shard = "parallel={ shard = 'dp', tensor = 'tp', pipeline = 'pp' }"
@@ -57,7 +56,7 @@ def test_every_optimiser_is_the_same_on_a_mesh(pool: Pool, name: str) -> None:
 def resumed(config: Config, folder: Path, save: bool) -> dict[str, Tensor]:
     with meshcomm.init(config) as mesh:
         trainer = Trainer(mesh, config)
-        batches = batches_of(trainer.engine, corpus_of(mesh, trainer.engine.sections))
+        batches = batches_of(trainer.engine, corpus_of(trainer.engine.sections))
         first = 1
         if not save:
             trainer.load(folder)

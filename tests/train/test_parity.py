@@ -179,16 +179,10 @@ def test_differences_are_relative_to_what_is_large() -> None:
         ({"losses": (5.0, float("nan"))}, "loss of step 2", "not finite"),
         ({"losses": (5.0,)}, "loss of step 2", "on one side only"),
         ({"weights": {"a": torch.ones(2), "c": torch.ones(1)}}, "weight of c", "on one side only"),
-        (
-            {"weights": {"b": torch.ones(4)}},
-            "weight of b",
-            "shape (4,), on one process (2, 2)",
-        ),
+        ({"weights": {"b": torch.ones(4)}}, "weight of b", "shape (4,), on one process (2, 2)"),
     ],
 )
-def test_what_cannot_be_subtracted_differs_without_end(
-    changes: dict[str, Any], words: str, note: str
-) -> None:
+def test_incomparable_values_differ_infinitely(changes: dict[str, Any], words: str, note: str) -> None:
     (one,) = [one for one in compare(one_record(**changes), one_record()) if one.words == words]
     assert one.relative == one.absolute == float("inf") and one.note == note
     assert first([one], 1e300) is one
@@ -268,7 +262,7 @@ def test_every_case_can_be_taken_apart() -> None:
         (({"pp", "dp", "tp"},), (), "first dim to blame: none alone and no two: only all together"),
     ],
 )
-def test_the_first_that_differs_alone_then_two(
+def test_the_first_dim_alone_then_two(
     guilty: tuple[set[str], ...], dims: tuple[str, ...], words: str
 ) -> None:
     def run(config: Config) -> list[Difference]:

@@ -19,9 +19,7 @@ from tests.train.test_cost import on
 @pytest.mark.parametrize(
     ("ranks", "found"), [pytest.param("[]", [0, 1], marks=pytest.mark.deep), ("[1]", [1])]
 )
-def test_the_steps_of_the_window_are_in_the_trace(
-    pool: Pool, tmp_path: Path, ranks: str, found: list[int]
-) -> None:
+def test_the_steps_of_the_window_are_traced(pool: Pool, tmp_path: Path, ranks: str, found: list[int]) -> None:
     more = ("train.profile_steps=[2, 4]", f"train.profile_ranks={ranks}")
     pool.run(trained, on("dp=2", *more, out=tmp_path), ranks=2)
     folder = tmp_path / "profile"

@@ -17,8 +17,8 @@ from meshcomm.parallel.tensor import local, whole
 from meshcomm.testing import Pool
 from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs, no_host_sync
 from meshcomm.train import Trainer, learning_rate
+from meshcomm.train.data import batches_of
 from meshcomm.train.data import load as text
-from meshcomm.train.loop import batches_of
 from tests.train.test_checkpoint import TINY
 
 WARM = 8
@@ -126,9 +126,7 @@ def spoilt(config: Config, how: str) -> tuple[str, list[int], bool]:
         ("token", "loss", "dp = 2, tp = 1"),
     ],
 )
-def test_what_is_not_finite_is_not_applied_and_named_at_the_next_look(
-    pool: Pool, how: str, first: str, dims: str
-) -> None:
+def test_what_is_not_finite_is_named_at_the_next_look(pool: Pool, how: str, first: str, dims: str) -> None:
     config = tiny(f"mesh.dims={{ pp = 1, {dims} }}", f"mesh.backend={NAME}")
     ranks = 4 if "tp = 2" in dims else 2
     ((error, _, changed), *others) = pool.run(spoilt, config, how, ranks=ranks)

@@ -49,9 +49,7 @@ def written(out: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @needs_tensorboard
-def test_tensorboard_has_the_numbers_of_metrics_also_of_a_run_that_goes_on(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_tensorboard_has_the_numbers_of_metrics_also_after_a_resume(pool: Pool, tmp_path: Path) -> None:
     more = ('train.log_to=["tensorboard"]', "train.checkpoint_every=2", "train.peak_flops=1e12")
     pool.run(told, on("dp=2", tmp_path, "train.steps=4", *more), ranks=2)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
@@ -95,9 +93,7 @@ def refused(config: Config) -> str:
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_package_that_is_missing_is_named_before_the_training(
-    pool: Pool, tmp_path: Path, name: str
-) -> None:
+def test_a_missing_package_is_named_before_the_training(pool: Pool, tmp_path: Path, name: str) -> None:
     out = tmp_path / "run"
     config = on("dp=2", out, f'train.log_to=["{name}"]')
     texts = pool.run(refused, config, ranks=2)
@@ -115,13 +111,7 @@ def test_each_is_named_once() -> None:
 
 @needs_wandb
 def test_weights_and_biases_is_written_offline_by_a_job_that_ends_well(tmp_path: Path) -> None:
-    config = on(
-        "dp=2",
-        tmp_path / "out",
-        'train.log_to=["wandb"]',
-        "train.patience=1",
-        "train.min_delta=50",
-    )
+    config = on("dp=2", tmp_path / "out", 'train.log_to=["wandb"]', "train.patience=1", "train.min_delta=50")
     (tmp_path / "train.json").write_text(config.model_dump_json(exclude_unset=True))
     env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     command = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from meshcomm.errors import MeshcommError, UnsupportedOp
 from meshcomm.parallel import tensor_parallel, unsplit_state, whole
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
-from meshcomm.train.export import export_checkpoint
+from meshcomm.train.export import export_weights
 from tests.train.runs import config_on
 
 STEPS, CUT, BATCH = 6, 3, 8
@@ -262,33 +263,26 @@ def parts(kind: str, name: str) -> tuple[Any, Any, Any]:
     return module, optimizer, SCHEDULERS[name] if kind == "scheduler" else None
 
 
-def undisturbed(config: Config, kind: str, names: list[str], folder: Path) -> dict[str, Any]:
-    """Weights after all steps, of a training that is saved before the first step and after some."""
+def trained(
+    config: Config, kind: str, names: list[str], folder: Path, first: int | None = None
+) -> dict[str, Any]:
+    """Weights after all steps: of a training that is saved before the first step and after some, or, with `first`, of
+    one that resumes after it.
+    """
     found = {}
     with meshcomm.init(config) as mesh:
         for name in names:
             SEEN[0] = 1.0
             trainer = trainer_of(mesh, config, *parts(kind, name))
-            trainer.save(folder / name / "begin")
-            for step in range(1, STEPS + 1):
-                if step == CUT + 1:
+            if first is None:
+                trainer.save(folder / name / "begin")
+            else:
+                SEEN[0] = 5.0
+                trainer.load(folder / name / ("cut" if first else "begin"))
+                SEEN[0] = 0.0 if first else 1.0
+            for step in range((first or 0) + 1, STEPS + 1):
+                if first is None and step == CUT + 1:
                     trainer.save(folder / name / "cut")
-                trainer.step(*share(trainer, step))
-                SEEN[0] = 0.0 if step == CUT else SEEN[0]
-            found[name] = weights(trainer)
-    return found
-
-
-def resumed(config: Config, kind: str, names: list[str], folder: Path, first: int) -> dict[str, Any]:
-    found = {}
-    with meshcomm.init(config) as mesh:
-        for name in names:
-            SEEN[0] = 1.0
-            trainer = trainer_of(mesh, config, *parts(kind, name))
-            SEEN[0] = 5.0
-            trainer.load(folder / name / ("cut" if first else "begin"))
-            SEEN[0] = 0.0 if first else 1.0
-            for step in range(first + 1, STEPS + 1):
                 trainer.step(*share(trainer, step))
                 SEEN[0] = 0.0 if step == CUT else SEEN[0]
             found[name] = weights(trainer)
@@ -319,19 +313,19 @@ def ranks_of(config: Config) -> int:
         ),
     ],
 )
-def test_a_resumed_training_is_the_undisturbed_one(
+def test_a_resumed_training_is_bit_equal(
     pool: Pool, tmp_path: Path, kind: str, case: str, other: str
 ) -> None:
     names = list({"optimizer": OPTIMIZERS, "module": MODULES, "scheduler": SCHEDULERS}[kind])
     here, there = config_on(BASE, case), config_on(BASE, other)
-    (expected, *_) = pool.run(undisturbed, here, kind, names, tmp_path, ranks=ranks_of(here), timeout_s=120)
+    (expected, *_) = pool.run(trained, here, kind, names, tmp_path, ranks=ranks_of(here), timeout_s=120)
     for first in (0, CUT):
-        again = pool.run(resumed, here, kind, names, tmp_path, first, ranks=ranks_of(here), timeout_s=120)
+        again = pool.run(trained, here, kind, names, tmp_path, first, ranks=ranks_of(here), timeout_s=120)
         for name in names:
             for rank in again:
                 for key, value in rank[name].items():
                     assert torch.equal(value, expected[name][key]), (name, key, first)
-    moved = pool.run(resumed, there, kind, names, tmp_path, CUT, ranks=ranks_of(there), timeout_s=120)
+    moved = pool.run(trained, there, kind, names, tmp_path, CUT, ranks=ranks_of(there), timeout_s=120)
     for name in names:
         for key, value in moved[0][name].items():
             # Of float64; only the order of sums differs. Rprop sees signs, which may turn.
@@ -341,8 +335,8 @@ def test_a_resumed_training_is_the_undisturbed_one(
 @pytest.mark.parametrize("case", ["dp=2", "one=1"])
 def test_state_of_other_shapes_and_noise_come_back(pool: Pool, tmp_path: Path, case: str) -> None:
     config, names = config_on(BASE, case), list(OF_WHOLE)
-    (expected, *_) = pool.run(undisturbed, config, "optimizer", names, tmp_path, ranks=ranks_of(config))
-    for rank in pool.run(resumed, config, "optimizer", names, tmp_path, CUT, ranks=ranks_of(config)):
+    (expected, *_) = pool.run(trained, config, "optimizer", names, tmp_path, ranks=ranks_of(config))
+    for rank in pool.run(trained, config, "optimizer", names, tmp_path, CUT, ranks=ranks_of(config)):
         for name in names:
             for key, value in rank[name].items():
                 assert torch.equal(value, expected[name][key]), (name, key)
@@ -433,23 +427,19 @@ class Random(Net):
 
 def not_saved(config: Config, what: str, folder: Path) -> str:
     with meshcomm.init(config) as mesh:
-        scheduler = None
-        if what == "scheduler":
-            scheduler = lambda optimizer: Holds(optimizer, lambda _: 1.0)  # noqa: E731
         module = Random if what == "samples" else Net
-        trainer = trainer_of(mesh, config, module, lambda groups: Keeps(groups, what), scheduler)
+        scheduler = Holds if what == "scheduler" else None
+        trainer = trainer_of(mesh, config, module, partial(Keeps, what=what), scheduler)
         trainer.step(*share(trainer, 1))
-        try:
+        with pytest.raises(MeshcommError) as caught:
             trainer.save(folder / what)
-        except MeshcommError as error:
-            return str(error)
-    return "saved"
+        return str(caught.value)
 
 
 class Holds(LambdaLR):
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self.handle = object()
-        super().__init__(*args)
+        super().__init__(optimizer, lambda _: 1.0)
 
 
 @pytest.mark.parametrize(
@@ -479,11 +469,9 @@ def another(config: Config, folder: Path, save: bool) -> str:
             trainer.step(*share(trainer, 1))
             trainer.save(folder)
             return ""
-        try:
+        with pytest.raises(MeshcommError) as caught:
             trainer.load(folder)
-        except MeshcommError as error:
-            return str(error)
-    return "loaded"
+        return str(caught.value)
 
 
 def test_the_state_of_another_optimizer_is_refused(pool: Pool, tmp_path: Path) -> None:
@@ -574,7 +562,7 @@ def saved_fused(config: Config, out: Path) -> dict[str, Tensor]:
 
 def test_exported_weights_are_those_of_the_module_s_state_dict(pool: Pool, tmp_path: Path) -> None:
     (expected, *_) = pool.run(saved_fused, config_on(BASE, "dp=1 tp=2"), tmp_path, ranks=2)
-    export_checkpoint(tmp_path, tmp_path / "weights", weights=True)
+    export_weights(tmp_path, tmp_path / "weights")
     found = load_file(tmp_path / "weights")
     module = Fused().double()
     module.load_state_dict(found)
@@ -591,23 +579,23 @@ def saved_counting(config: Config, out: Path) -> None:
 def test_weights_without_an_extra_state_that_they_need_are_refused(pool: Pool, tmp_path: Path) -> None:
     pool.run(saved_counting, config_on(BASE, "one=1"), tmp_path, ranks=1)
     with pytest.raises(UnsupportedOp, match="the extra state of the model is no tensor"):
-        export_checkpoint(tmp_path, tmp_path / "weights", weights=True)
-    # All of it can go.
-    export_checkpoint(tmp_path, tmp_path / "all")
+        export_weights(tmp_path, tmp_path / "weights")
 
 
 # -- closures, moves and what else programs do ------------------------------------------------------
 
 
+def of_all(groups: Any) -> Optimizer:
+    return torch.optim.LBFGS([each for group in groups for each in group["params"]])
+
+
 def with_lbfgs(config: Config) -> list[str]:
     found = []
     with meshcomm.init(config) as mesh:
-        of_all = lambda groups: torch.optim.LBFGS([each for group in groups for each in group["params"]])  # noqa: E731
         for make in (torch.optim.LBFGS, of_all):
-            try:
+            with pytest.raises(MeshcommError) as caught:
                 trainer_of(mesh, config, Net, make, None)
-            except MeshcommError as error:
-                found.append(error.what)
+            found.append(caught.value.what)
     return found
 
 

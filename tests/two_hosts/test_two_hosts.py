@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from statistics import median, quantiles
+from typing import NamedTuple
 
 import pytest
 
 from tests.two_hosts.hosts import NAMES, Link, refusal
 from tests.two_hosts.job import job
-from tests.two_hosts.page import Loss, Step, Way, section, write
 from tests.two_hosts.traffic import ORDERS, RANKS_PER_NODE, SIZES, TRAININGS, traffic
 
+# Figures of a run are printed at its end; docs/benchmarks.md has those of one.
+Record = Callable[[str, object], None]
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(280)]
 
 LINK = Link("200mbit")
@@ -37,16 +39,6 @@ def _machine(tmp_path_factory: pytest.TempPathFactory) -> None:
     reason = refusal(tmp_path_factory.mktemp("probe"))
     if reason is not None:
         pytest.skip(f"this machine cannot have two hosts: {reason}")
-
-
-@pytest.fixture(scope="module")
-def measured() -> Iterator[dict[str, list[object]]]:
-    """What goes onto the page, which is written where all of it was measured."""
-    found: dict[str, list[object]] = {}
-    yield found
-    if len(found) == 3:
-        text = section(LINK, SIZE_BYTES, found["ways"], found["steps"], found["losses"], TIMEOUT_S)  # type: ignore[arg-type]
-        write(text)
 
 
 def test_the_same_line_on_both_hosts(tmp_path: Path) -> None:
@@ -87,26 +79,34 @@ def test_a_wrong_interface_is_a_named_error(tmp_path: Path) -> None:
     assert "could not create the group dp[tp=" in log
 
 
-def test_hierarchical_beats_flat_over_the_cable(tmp_path: Path, measured: dict[str, list[object]]) -> None:
+def test_hierarchical_beats_flat_over_the_cable(tmp_path: Path, record_property: Record) -> None:
     config = '[mesh]\ndims = { dp = 2, tp = 4 }\nmerge = { all = ["dp", "tp"] }\ntimeout_s = 100.0\n'
     with job(tmp_path, LINK, 4, config, "transfer", str(SIZE_BYTES), "5") as started:
         assert started.finish(250) == [0, 0], started.log()
         said = started.said()
     assert len(said) == 8
-    ways = []
-    for name in ("flat", "hierarchical"):
-        rounds = list(zip(*(fact[name] for fact in said.values()), strict=True))
-        seconds = tuple(max(taken for taken, _ in ranks) for ranks in rounds)
-        ways.append(Way(name, seconds, round(median(ranks[0][1] for ranks in rounds))))
-    flat, hierarchical = ways
+    took: dict[str, float] = {}
     # 2 x 7/8 of the data go round the flat ring; the hierarchical one sends each of four quarters once.
-    assert flat.sent_bytes == pytest.approx(SIZE_BYTES * 7 / 4, rel=0.03)
-    assert hierarchical.sent_bytes == pytest.approx(SIZE_BYTES, rel=0.03)
-    assert median(flat.seconds) >= 1.5 * median(hierarchical.seconds), ways
-    measured["ways"] = list(ways)
+    for name, sent in (("flat", SIZE_BYTES * 7 / 4), ("hierarchical", SIZE_BYTES)):
+        rounds = list(zip(*(fact[name] for fact in said.values()), strict=True))
+        assert median(ranks[0][1] for ranks in rounds) == pytest.approx(sent, rel=0.03)
+        took[name] = median(max(seconds for seconds, _ in ranks) for ranks in rounds)
+        record_property(
+            "measured", f"{name}: {took[name]:.2f} s, {sent / 1e6:.1f} MB over the cable each way"
+        )
+    assert took["flat"] >= 1.5 * took["hierarchical"], took
 
 
-def test_orders_rank_as_predicted(tmp_path: Path, measured: dict[str, list[object]]) -> None:
+class Step(NamedTuple):
+    """The communication of a step with the dims in one order: predicted, and measured round by round."""
+
+    traffic: str
+    order: tuple[str, ...]
+    predicted_s: float
+    seconds: tuple[float, ...]
+
+
+def test_orders_rank_as_predicted(tmp_path: Path, record_property: Record) -> None:
     wanted = {name: traffic(name) for name in TRAININGS}
     steps = {name: found.calls() for name, found in wanted.items()}
     asked = json.dumps({"sizes": SIZES, "orders": ORDERS, "steps": steps})
@@ -120,6 +120,8 @@ def test_orders_rank_as_predicted(tmp_path: Path, measured: dict[str, list[objec
             ranks = [fact[f"{name} {' '.join(order)}"] for fact in said.values()]
             seconds = tuple(max(each) for each in zip(*ranks, strict=True))
             rows.append(Step(name, order, found.predicted_s(order), seconds))
+            figures = f"predicted {rows[-1].predicted_s:.2f} s, took {median(seconds):.2f} s"
+            record_property("measured", f"{name}, {' '.join(order)}: {figures}")
     for name in wanted:
         mine = [row for row in rows if row.traffic == name]
         different = [
@@ -137,7 +139,6 @@ def test_orders_rank_as_predicted(tmp_path: Path, measured: dict[str, list[objec
         for row in mine:
             pooled.setdefault(round(row.predicted_s, 9), []).extend(row.seconds)
         assert sorted(pooled) == sorted(pooled, key=lambda predicted: median(pooled[predicted])), pooled
-    measured["steps"] = list(rows)
 
 
 def beyond_noise(a: Step, b: Step) -> bool:
@@ -148,9 +149,7 @@ def beyond_noise(a: Step, b: Step) -> bool:
     return bool(high_a < low_b or high_b < low_a)
 
 
-def test_a_cut_cable_is_a_named_error_on_both_hosts(
-    tmp_path: Path, measured: dict[str, list[object]]
-) -> None:
+def test_a_cut_cable_is_a_named_error_on_both_hosts(tmp_path: Path, record_property: Record) -> None:
     with job(tmp_path, LINK, 2, TWO_BY_TWO % TIMEOUT_S, "endless", str(SIZE_BYTES)) as started:
         here = {rank: fact["host"] for rank, fact in started.await_said("up", 4, 150).items()}
         first, second = started.hosts
@@ -172,7 +171,6 @@ def test_a_cut_cable_is_a_named_error_on_both_hosts(
         codes = started.finish(100)
         assert 0 not in codes
         assert started.left() == []
-    losses = []
     for rank, fact in said.items():
         others = [other for other in range(4) if here[other] != here[rank]]
         assert fact["kind"] in ("PeerLost", "CollectiveTimeout"), fact
@@ -182,6 +180,5 @@ def test_a_cut_cable_is_a_named_error_on_both_hosts(
             assert "the job's store does not answer" in fact["text"], fact
         else:
             assert fact["missing"] == others
-        loss = Loss(rank, here[rank], fact["kind"], tuple(fact["missing"]), fact["at"] - cut)
-        losses.append(loss)
-    measured["losses"] = list(losses)
+        words = f"{fact['kind']} {fact['at'] - cut:.1f} s after the cut, names {fact['missing']}"
+        record_property("measured", f"rank {rank} on {here[rank]}: {words}")

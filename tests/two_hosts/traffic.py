@@ -8,11 +8,11 @@ from typing import Any, Final, NamedTuple
 
 from meshcomm.config import load_config
 from meshcomm.layout import Layout
+from meshcomm.predict.estimate import workload
 from meshcomm.predict.links import span
 from meshcomm.predict.machine import Machine, known_machine
 from meshcomm.predict.place import Share, rank_placements
 from meshcomm.predict.times import fastest
-from meshcomm.predict.workload import workload
 
 SIZES: Final = {"pp": 2, "dp": 2, "tp": 2}
 ORDERS: Final = tuple(permutations(SIZES))
@@ -43,14 +43,19 @@ class Traffic(NamedTuple):
         total = 0.0
         for dim, share in self.shares:
             way = span(layout.groups(dim), self.machine).route
-            line = fastest(share.operation, way, share.size_bytes)
-            total += share.calls * line.seconds(share.size_bytes)
+            line = fastest(share.flow.operation, way, share.flow.size_bytes)
+            total += share.calls * line.seconds(share.flow.size_bytes)
         return total
 
     def calls(self) -> list[dict[str, Any]]:
         """The same for a program, as plain data."""
         return [
-            {"dim": dim, "operation": share.operation, "calls": share.calls, "bytes": round(share.size_bytes)}
+            {
+                "dim": dim,
+                "operation": share.flow.operation,
+                "calls": share.calls,
+                "bytes": round(share.flow.size_bytes),
+            }
             for dim, share in self.shares
         ]
 
@@ -62,9 +67,9 @@ def traffic(name: str) -> Traffic:
     dims = settings.parallel.parts
     keep = {part: SIZES[dim] for part, dim in dims.items()}
     machine = known_machine(settings.topology, "the test")
-    found = rank_placements(workload(settings), 8, machine, keep=keep).placements
+    found = rank_placements(workload(settings), 8, settings.topology, keep).placements
     sums = sorted(sum(share.seconds for share in each.shares) for each in found)
-    return Traffic(machine, tuple((dims[share.part], share) for share in found[0].shares), tuple(sums))
+    return Traffic(machine, tuple((dims[share.flow.part], share) for share in found[0].shares), tuple(sums))
 
 
 # Long sequences and a small model, then the other way round.

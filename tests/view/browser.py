@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -25,6 +24,8 @@ os.dup2(read, 3), os.dup2(write, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
 _ANSWER_S = 20.0
+_COMPLAINTS = ("error", "warning", "assert")
+_CODES = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowDown": 40}
 
 
 def find_browser() -> str | None:
@@ -166,14 +167,13 @@ class Tab:
 
     def resize(self, width: int, height: int) -> None:
         """The window's inner size in CSS pixels."""
-        mobile = width < 600
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=mobile,
-        )
+        sizes: dict[str, Any] = {
+            "width": width,
+            "height": height,
+            "deviceScaleFactor": 1,
+            "mobile": width < 600,
+        }
+        self.call("Emulation.setDeviceMetricsOverride", **sizes)
 
     def ask(self, script: str) -> Any:
         """The value of an expression, a promise's when it is there. Raises RuntimeError where it throws."""
@@ -233,25 +233,10 @@ class Tab:
 
     def key(self, name: str) -> None:
         """Press a key: "Tab", "ArrowRight", "Enter", "Escape"."""
-        codes = {
-            "Tab": 9,
-            "Enter": 13,
-            "Escape": 27,
-            "ArrowLeft": 37,
-            "ArrowUp": 38,
-            "ArrowRight": 39,
-            "ArrowDown": 40,
-        }
-        text = {"text": "\r"} if name == "Enter" else {}
+        key: dict[str, Any] = {"key": name, "code": name, "windowsVirtualKeyCode": _CODES[name]}
+        key |= {"text": "\r"} if name == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
-            self.call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=name,
-                code=name,
-                windowsVirtualKeyCode=codes[name],
-                **text,
-            )
+            self.call("Input.dispatchKeyEvent", type=kind, **key)
 
     def text(self, selector: str) -> str:
         """The text of an element as it is shown."""
@@ -271,31 +256,16 @@ class Tab:
             if event["method"] == "Runtime.exceptionThrown":
                 thrown = details["exceptionDetails"]
                 found.append(thrown.get("exception", {}).get("description", thrown["text"]))
-            elif event["method"] == "Runtime.consoleAPICalled" and details["type"] in (
-                "error",
-                "warning",
-                "assert",
-            ):
+            elif event["method"] == "Runtime.consoleAPICalled" and details["type"] in _COMPLAINTS:
                 found.append(json.dumps(details["args"])[:500])
-            elif event["method"] == "Log.entryAdded" and details["entry"]["level"] in ("error", "warning"):
+            elif event["method"] == "Log.entryAdded" and details["entry"]["level"] in _COMPLAINTS:
                 found.append(json.dumps(details["entry"])[:500])
         return found
 
     def requested(self) -> list[str]:
         """The address of everything that the page asked for."""
-        return [
-            e["params"]["request"]["url"]
-            for e in list(self._events)
-            if e["method"] == "Network.requestWillBeSent"
-        ]
-
-    def picture(self, path: Path, *, whole: bool = True) -> None:
-        """A PNG of the page."""
-        height = self.ask("document.documentElement.scrollHeight")
-        width = self.ask("innerWidth")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        extra = {"clip": clip, "captureBeyondViewport": True} if whole else {}
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", **extra)["data"]))
+        asked = [e["params"] for e in list(self._events) if e["method"] == "Network.requestWillBeSent"]
+        return [each["request"]["url"] for each in asked]
 
     def close(self) -> None:
         """Close the tab."""

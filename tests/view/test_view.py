@@ -23,9 +23,8 @@ import pytest
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, TrainingError, ViewError
 from meshcomm.mesh.stats import CallStats, Stats
-from meshcomm.predict.machine import machine
+from meshcomm.predict.estimate import workload
 from meshcomm.predict.place import rank_placements
-from meshcomm.predict.workload import workload
 from meshcomm.train import Start, Step, Summary
 from meshcomm.train.run_files import MetricsFile, put_aside, recorded
 from meshcomm.view.facts import page_facts
@@ -98,15 +97,15 @@ def test_facts_of_131072_ranks_are_as_short_as_those_of_8() -> None:
 
 def test_predicted_traffic_is_that_of_place() -> None:
     settings = load_config(CONFIGS / "llama_405b.toml")
-    where = machine(settings.topology)
-    assert where is not None and settings.parallel is not None
+    assert settings.parallel is not None
     keep = {part: settings.mesh.dims[dim] for part, dim in settings.parallel.parts.items()}
-    ranking = rank_placements(workload(settings), 16384, where, keep=keep, memory_gb=1e6)
+    roomy = settings.topology.model_copy(update={"memory_gbytes": 1e6})
+    ranking = rank_placements(workload(settings), 16384, roomy, keep)
     rows = facts_of(settings)["traffic"]["rows"]
     # Calls and sizes do not depend on the order of the dims, which place chooses.
     found = [(row["operation"], row["what"], row["calls"], row["size_bytes"], row["size"]) for row in rows]
     shares = ranking.placements[0].shares
-    assert found == [(each.operation, each.what, each.calls, each.size_bytes, each.ranks) for each in shares]
+    assert found == [(e.flow.operation, e.flow.what, e.calls, e.flow.size_bytes, e.ranks) for e in shares]
     by_what = {row["what"]: row for row in rows}
     gathered = by_what["weights gathered"]
     # Sharded along 8 ranks of dp and 16 of cp.
@@ -146,10 +145,7 @@ def test_predicted_traffic_by_hand_whoever_sits_where() -> None:
     assert rows["pp"]["sent_bytes"] == rows["pp"]["received_bytes"] == 4 * 4 * 128 * 128 * 4
     assert rows["tp"]["received_bytes"] is rows["dp"]["received_bytes"] is None
     # What place refuses changes no byte: another order of ranks, a view, a dim of size 1.
-    for change in (
-        "mesh.rank_order = [7, 6, 5, 4, 3, 2, 1, 0]",
-        "mesh.views = { other = { a = 4, b = 2 } }",
-    ):
+    for change in ("mesh.rank_order = [7, 6, 5, 4, 3, 2, 1, 0]", "mesh.views = { other = { a = 4, b = 2 } }"):
         assert facts_of(load_config(settings, [change]), 8)["traffic"] == traffic
     assert facts_of(load_config(CONFIGS / "mesh.toml"))["traffic"] is None
 
@@ -289,10 +285,8 @@ def test_what_stopped_a_run_is_written_down_and_a_full_disk_is_said(tmp_path: Pa
     with pytest.raises(TrainingError), running(tmp_path, settings):
         raise TrainingError("the loss of step 3 is nan", given="something")
     about = run_news(tmp_path)["about"]
-    assert (about["state"], about["ended"]) == (
-        "stopped",
-        {"reason": "TrainingError: the loss of step 3 is nan"},
-    )
+    assert about["state"] == "stopped"
+    assert about["ended"] == {"reason": "TrainingError: the loss of step 3 is nan"}
     with pytest.raises(KeyboardInterrupt), running(tmp_path, settings):
         raise KeyboardInterrupt
     assert run_news(tmp_path)["about"]["ended"]["reason"] == "interrupted"
@@ -332,19 +326,7 @@ def test_a_target_is_a_configuration_or_a_run(tmp_path: Path) -> None:
 def test_the_page_refers_to_nothing_outside(embedded: bool) -> None:
     page = document(facts_of(load_config(MESH)), None) if embedded else document()
     html = re.sub(r"xmlns='http://www\.w3\.org/2000/svg'|\"http://www\.w3\.org/2000/svg\"", "", page.html)
-    for outside in [
-        "http:",
-        "https:",
-        "src=",
-        "@import",
-        "url(",
-        "//cdn",
-        "import(",
-        "<iframe",
-        "style=",
-        "@@",
-    ]:
-        assert outside not in html, outside
+    assert re.findall(r"https?:|src=|@import|url\(|//cdn|import\(|<iframe|style=|@@", html) == []
     assert not re.search(r"<[^>]*\son\w+=", html)
     assert [link for link in re.findall(r"<link[^>]*>", html) if 'href="data:' not in link] == []
     # The policy allows exactly this style and this script.
@@ -408,14 +390,7 @@ def test_what_is_served_and_what_is_not(tmp_path: Path) -> None:
         assert json.loads(ask(server, "/run.json?id=&offset=0")[2])["state"] == "waiting"
         head = ask(server, "/", "HEAD")
         assert (head[0], head[1]["content-length"], head[2]) == (200, str(len(page)), b"")
-        for path in [
-            "/page.js",
-            "/../pyproject.toml",
-            "//etc/passwd",
-            "/%2e%2e/x",
-            "/index.html",
-            "/favicon.ico",
-        ]:
+        for path in ("/page.js", "/../pyproject.toml", "//etc/passwd", "/%2e%2e/x", "/favicon.ico"):
             assert ask(server, path)[0] == 404, path
         with socket.create_connection(server.server_address[:2], timeout=60) as raw:
             raw.sendall(b"GET http://[::1 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
@@ -556,9 +531,8 @@ def test_the_mesh_turns_by_every_dim(browser: Browser, order: list[int] | None) 
     settings = load_config({**MESH, "mesh": {**MESH["mesh"], **({} if order is None else {"rank_order": order})}})
     layout = settings.layout(None)
     with served(settings) as server, opened(browser, server.url) as tab:
-        assert tab.text("#summary").startswith("16 ranks · ") and settings.plan(None).fingerprint in tab.text(
-            "#summary"
-        )
+        summary = tab.text("#summary")
+        assert summary.startswith("16 ranks · ") and settings.plan(None).fingerprint in summary
         for name in layout.names:
             tab.click(f'input[name=turn][value="{name}"] + span')
             tab.wait(f"document.querySelector('#caption').textContent.startsWith('{name}: ')")
@@ -569,10 +543,8 @@ def test_the_mesh_turns_by_every_dim(browser: Browser, order: list[int] | None) 
             # Each group is a row, from coord 0 on.
             for group in layout.groups(name).tolist():
                 assert len({found[rank][1] for rank in group}) == 1, (name, group)
-                assert [found[rank][0] for rank in group] == sorted({found[rank][0] for rank in group}), (
-                    name,
-                    group,
-                )
+                columns = [found[rank][0] for rank in group]
+                assert columns == sorted(set(columns)), (name, group)
         # By node: blocks of those that share one.
         tab.click("input[name=arrange][value=node] + span")
         labels = tab.ask("[...document.querySelectorAll('.labels .strong')].map((t) => t.textContent)")
@@ -611,11 +583,8 @@ def test_a_rank_that_is_pointed_at_shows_its_groups(browser: Browser) -> None:
         # Held, until Escape.
         tab.click('.cell[data-rank="5"]')
         tab.hover("h1")
-        assert (
-            tab.attribute(".cell.self", "data-rank")
-            == ["5"]
-            == tab.attribute('.cell[aria-pressed="true"]', "data-rank")
-        )
+        for held in (".cell.self", '.cell[aria-pressed="true"]'):
+            assert tab.attribute(held, "data-rank") == ["5"]
         tab.key("Escape")
         assert tab.attribute(".cell.self", "data-rank") == []
 
@@ -653,25 +622,6 @@ def test_on_a_phone_by_touch(browser: Browser) -> None:
         tab.wait("!document.querySelector('.cell.self')")
 
 
-def test_light_and_dark_can_be_read(browser: Browser) -> None:
-    script = """(() => { const light = (colour) => { const c = document.createElement("canvas").getContext("2d");
-        c.fillStyle = colour; c.fillRect(0, 0, 1, 1);
-        const [r, g, b] = [...c.getImageData(0, 0, 1, 1).data].map((v) => { v /= 255; return v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4; });
-        return .2126 * r + .7152 * g + .0722 * b; };
-      const ratio = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + .05) / (y + .05); };
-      const style = (s) => getComputedStyle(document.querySelector(s));
-      return [light(style("html").backgroundColor), ratio(style("body").color, style("section").backgroundColor), ratio(style(".quiet").color, style("section").backgroundColor),
-        Math.min(...[...document.querySelectorAll(".cell")].map((c) => ratio(getComputedStyle(c.children[1]).fill, getComputedStyle(c.children[0]).fill)))]; })()"""
-    settings = load_config(MESH)
-    with served(settings) as server:
-        for dark in (False, True):
-            with opened(browser, server.url, dark=dark) as tab:
-                paper, text, quiet, numbers = tab.ask(script)
-                assert paper < 0.05 if dark else paper > 0.8
-                # WCAG 2.1: 4.5 for text.
-                assert min(text, quiet, numbers) > 4.5, (dark, text, quiet, numbers)
-
-
 def test_131072_ranks_are_folded_and_every_one_can_be_found(browser: Browser) -> None:
     settings = load_config(BIG)
     layout = settings.layout(131072)
@@ -688,21 +638,17 @@ def test_131072_ranks_are_folded_and_every_one_can_be_found(browser: Browser) ->
                 # What is drawn of a row belongs to whole groups of the layout, side by side.
                 owners = {tuple(layout.group_of(rank, name).tolist()) for rank in group}
                 assert sum(len(set(owner) & set(group)) for owner in owners) == len(group)
-        tab.ask(
-            "(() => { const f = document.querySelector('#find'); f.value = '77777'; f.dispatchEvent(new Event('input')); })()"
-        )
+        find = "(() => { const f = document.querySelector('#find'); f.value = '%d'; f.dispatchEvent(new Event('input')); })()"
+        tab.ask(find % 77777)
         assert 77777 in cells(tab)
         panel = ranks_in_panel(tab)
         assert panel["pp"] == " ".join(map(str, layout.group_of(77777, "pp").tolist()))
         listed = [int(number) for number in panel["dp"].replace("…", " ").split()]
         assert 77777 in listed and len(listed) <= 16
         assert set(listed) < set(layout.group_of(77777, "dp").tolist())
-        tab.ask(
-            "(() => { const f = document.querySelector('#find'); f.value = '131072'; f.dispatchEvent(new Event('input')); })()"
-        )
-        assert (
-            tab.ask("document.querySelector('#find').validationMessage") == "the mesh does not have this rank"
-        )
+        tab.ask(find % 131072)
+        refused = tab.ask("document.querySelector('#find').validationMessage")
+        assert refused == "the mesh does not have this rank"
 
 
 def test_ranks_whose_numbers_do_not_fit_say_them_and_can_be_made_larger(browser: Browser) -> None:
@@ -741,11 +687,8 @@ def test_traffic_of_a_step_and_what_the_run_counted(browser: Browser, tmp_path: 
     rows = facts_of(settings)["traffic"]["rows"]
     with served(settings, folder=tmp_path) as server, opened(browser, server.url) as tab:
         sent = {row["along"][0]: row["sent_bytes"] for row in rows}
-        assert (
-            tab.attribute(".flow", "data-along")
-            == sorted(sent, key=lambda dim: -sent[dim])
-            == ["tp", "pp", "dp"]
-        )
+        assert sorted(sent, key=sent.__getitem__) == ["dp", "pp", "tp"]
+        assert tab.attribute(".flow", "data-along") == ["tp", "pp", "dp"]
         widths = tab.ask(
             "[...document.querySelectorAll('.track div')].map((d) => d.getBoundingClientRect().width)"
         )
@@ -868,19 +811,3 @@ def test_an_exported_page_needs_no_server(browser: Browser, tmp_path: Path) -> N
         tab.hover('.cell[data-rank="3"]')
         assert ranks_in_panel(tab) == {"pp": "3 7", "dp": "1 3", "tp": "2 3"}
         assert tab.requested() == [page.as_uri()]
-
-
-def test_a_picture_of_the_page_is_not_empty(browser: Browser, tmp_path: Path) -> None:
-    with served(load_config(MESH)) as server, opened(browser, server.url) as tab:
-        tab.picture(tmp_path / "page.png")
-        # Many colours: the cells are painted, not only in the document.
-        shown = tab.ask(f"""new Promise((resolve) => {{ const image = new Image(); image.onload = () => {{
-            const c = document.createElement("canvas"); c.width = image.width; c.height = image.height;
-            const g = c.getContext("2d"); g.drawImage(image, 0, 0);
-            const box = document.querySelector("#picture").getBoundingClientRect();
-            const data = g.getImageData(box.x, box.y, box.width, box.height).data, seen = new Map();
-            for (let i = 0; i < data.length; i += 4) {{ const k = data[i] << 16 | data[i + 1] << 8 | data[i + 2]; seen.set(k, (seen.get(k) ?? 0) + 1); }}
-            resolve([...seen.values()].filter((n) => n > 1500).length); }};
-            image.src = "data:image/png;base64,{base64.b64encode((tmp_path / "page.png").read_bytes()).decode()}"; }})""")
-        # Eight groups along pp, the card and the plates.
-        assert shown >= 10

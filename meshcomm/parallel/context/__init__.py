@@ -1,14 +1,14 @@
 """Context parallelism: the sequence split along one dim of the mesh, attention exact over all of it."""
 
-from meshcomm.parallel.context.order import (
-    Order,
+from meshcomm.parallel.context.block import Order
+from meshcomm.parallel.context.ring import ring_attention
+from meshcomm.parallel.context.split import (
+    ContextSplit,
     gather_sequence,
     sequence_positions,
     split_sequence,
-    zigzag_positions,
+    ulysses_attention,
 )
-from meshcomm.parallel.context.ring import ring_attention
-from meshcomm.parallel.context.split import ContextSplit, ulysses_attention
 
 __all__ = [
     "ContextSplit",
@@ -18,5 +18,4 @@ __all__ = [
     "sequence_positions",
     "split_sequence",
     "ulysses_attention",
-    "zigzag_positions",
 ]

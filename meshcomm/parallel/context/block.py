@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,6 @@ from torch import Tensor
 from meshcomm.comm.checks import check_tensor
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.context.order import Order, check_order
 from meshcomm.parallel.context.torch_private import (
     attention_kernel,
     kernel_alignment,
@@ -22,21 +21,12 @@ from meshcomm.parallel.context.torch_private import (
 )
 from meshcomm.parallel.tensor.split import as_autocast
 
+Order: TypeAlias = Literal["zigzag", "contiguous"]
+
 # Elements of the scores that the formula holds at once.
 _SCORES = 1 << 24
 # Queries that attend together within a window, at least: fewer would be many small products.
 _ROWS = 128
-
-
-class Band(NamedTuple):
-    """A query at place i meets the keys at places i + offset - window + 1 to i + offset, at least one of which exists."""
-
-    offset: int
-    window: int
-
-
-Visible: TypeAlias = bool | Band
-"""The keys of a block that a query meets: False all of them, True those at its own place and before."""
 
 
 class Queries(NamedTuple):
@@ -111,6 +101,17 @@ class Attention:
         return q, k, v
 
 
+def check_order(order: object) -> None:
+    """Raises UnsupportedOp for an order that there is not."""
+    if order not in get_args(Order):
+        raise UnsupportedOp(
+            f"a sequence cannot be split in the order {order!r}",
+            given=f"order={order!r}",
+            expected='order="zigzag" or order="contiguous"',
+            hint='order="zigzag", which balances causal attention',
+        )
+
+
 def check_window(call: str, causal: bool, window: int | None) -> None:
     """Raises UnsupportedOp for a window that is none."""
     if window is not None and (not causal or window < 1):
@@ -150,43 +151,35 @@ def whole_attention(
     return torch.cat(outs, 2)
 
 
-def attend_block(q: Tensor, k: Tensor, v: Tensor, seen: Visible, scale: float) -> tuple[Tensor, Tensor]:
+def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax over the keys of this block alone, and the logarithm of its denominator.
 
-    Shape:   q (batch, heads, s, head), k and v (batch, kv heads, t, head), t = s where seen is True ->
-             (batch, heads, s, head), (batch, heads, s), in q's dtype and `wide` of it, or both wide.
-    Memory:  torch's kernel where it has one, see `attention_kernel`; elsewhere, and for a Band, which no kernel on
-             every device takes, the scores of some queries at a time.
+    Shape:  q (batch, heads, s, head), k and v (batch, kv heads, t, head), t = s where causal ->
+            (batch, heads, s, head), (batch, heads, s), in q's dtype and `wide` of it, or both wide.
+    Memory: torch's kernel where it has one; elsewhere the scores of some queries at a time.
     """
-    fq, fk, fv = (_fitted(x) for x in (q, k, v))
-    kernel = None if isinstance(seen, Band) else attention_kernel(fq, fk, fv, seen)
-    if kernel is None or isinstance(seen, Band):
-        return plain_attention(q, k, v, seen, scale)
-    if kernel == "efficient":
-        fk, fv = (_repeated(x, q) for x in (fk, fv))
-    out, lse = kernel_attention(kernel, fq, fk, fv, seen, scale)
+    inputs = _fitted(q), _fitted(k), _fitted(v)
+    kernel = attention_kernel(*inputs, causal)
+    if kernel is None:
+        return plain_attention(q, k, v, causal, scale)
+    out, lse = kernel_attention(kernel, inputs, causal, scale)
     return out[..., : q.shape[-1]], lse
 
 
 def block_gradients(
-    queries: Queries, k: Tensor, v: Tensor, seen: Visible, scale: float
+    queries: Queries, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This block's terms of the gradients of q, k, v.
 
     The weights of this block within the softmax over all keys are exp(scores - lse) (Dao et al. 2022).
     """
-    q = queries.q
-    fq, fk, fv = (_fitted(x) for x in (q, k, v))
-    kernel = None if isinstance(seen, Band) else attention_kernel(fq, fk, fv, seen)
-    if kernel is None or isinstance(seen, Band):
-        return plain_gradients(queries, k, v, seen, scale)
-    if kernel == "efficient":
-        fk, fv = (_repeated(x, q) for x in (fk, fv))
-    given = (_fitted(queries.dout), fq, fk, fv, _fitted(queries.out), queries.lse)
-    dq, dk, dv = kernel_attention_backward(kernel, *given, seen, scale)
-    if kernel == "efficient":
-        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
-    head = q.shape[-1]
+    inputs = _fitted(queries.q), _fitted(k), _fitted(v)
+    kernel = attention_kernel(*inputs, causal)
+    if kernel is None:
+        return plain_gradients(queries, k, v, causal, scale)
+    known = _fitted(queries.out), queries.lse, _fitted(queries.dout)
+    dq, dk, dv = kernel_attention_backward(kernel, inputs, known, causal, scale)
+    head = queries.q.shape[-1]
     return dq[..., :head], dk[..., :head], dv[..., :head]
 
 
@@ -223,12 +216,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, seen: Visible, scale: float) -> tuple[Tensor, Tensor]:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """`attend_block` by the formula, some queries at a time."""
     keys, values = _each(k), _each(v)
     outs, lses = [], []
-    for rows, met in _runs(q, k, seen):
-        scores = _scores(_grouped(q[:, :, rows], k), keys[..., met, :], rows, met, seen, scale)
+    for rows, met in _runs(q, k, causal):
+        scores = _scores(_grouped(q[:, :, rows], k), keys[..., met, :], rows, causal, scale)
         lse = scores.logsumexp(-1)
         lses.append(lse.flatten(1, 2))
         outs.append((scores.sub_(lse.unsqueeze(-1)).exp_() @ values[..., met, :]).flatten(1, 2))
@@ -236,15 +229,15 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, seen: Visible, scale: float
 
 
 def plain_gradients(
-    queries: Queries, k: Tensor, v: Tensor, seen: Visible, scale: float
+    queries: Queries, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`block_gradients` by the formula, some queries at a time."""
     keys, values = _each(k), _each(v)
     dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
     dqueries = []
-    for rows, met in _runs(queries.q, k, seen):
+    for rows, met in _runs(queries.q, k, causal):
         q, out, dout = (_grouped(x[:, :, rows], k) for x in (queries.q, queries.out, queries.dout))
-        scores = _scores(q, keys[..., met, :], rows, met, seen, scale)
+        scores = _scores(q, keys[..., met, :], rows, causal, scale)
         weights = scores.sub_(queries.lse[:, :, rows].unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp_()
         dvalues[..., met, :] += (weights.transpose(-1, -2) @ dout).sum(2, keepdim=True)
         dscores = dout @ values[..., met, :].transpose(-1, -2)
@@ -254,28 +247,20 @@ def plain_gradients(
     return torch.cat(dqueries, 2), dkeys.squeeze(2), dvalues.squeeze(2)
 
 
-def _runs(q: Tensor, k: Tensor, seen: Visible) -> Iterator[tuple[slice, slice]]:
+def _runs(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
     """Queries whose scores fit into `_SCORES` elements, and the keys that some of them meet."""
     batch, heads, count = q.shape[:3]
     most = max(1, _SCORES // max(1, batch * heads * k.shape[2]))
     for first in range(0, max(1, count), most):
         end = min(first + most, count)
-        if isinstance(seen, Band):
-            begin = max(0, first + seen.offset - seen.window + 1)
-            yield slice(first, end), slice(begin, min(end + seen.offset, k.shape[2]))
-        else:
-            yield slice(first, end), slice(0, end if seen else k.shape[2])
+        yield slice(first, end), slice(0, end if causal else k.shape[2])
 
 
-def _scores(queries: Tensor, keys: Tensor, rows: slice, met: slice, seen: Visible, scale: float) -> Tensor:
+def _scores(queries: Tensor, keys: Tensor, rows: slice, causal: bool, scale: float) -> Tensor:
     scores: Tensor = (queries @ keys.transpose(-1, -2)).mul_(scale)
-    if seen:
+    if causal:
         every = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-        own = rows.start - met.start + (seen.offset if isinstance(seen, Band) else 0)
-        hidden = every.triu(own + 1)
-        if isinstance(seen, Band):
-            hidden |= every.tril(own - seen.window)
-        scores.masked_fill_(hidden, -torch.inf)
+        scores.masked_fill_(every.triu(rows.start + 1), -torch.inf)
     return scores
 
 

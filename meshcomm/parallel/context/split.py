@@ -8,22 +8,97 @@ from typing import Literal, TypeAlias, final, get_args
 import torch
 from torch import Tensor
 
+from meshcomm.comm.checks import normal_axis
 from meshcomm.comm.functional import GatherGrad
-from meshcomm.errors import ShapeError, UnsupportedOp
+from meshcomm.errors import LayoutError, ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.context.block import Attention, check_window, whole_attention
-from meshcomm.parallel.context.order import (
-    Order,
-    gather_sequence,
-    natural,
-    sequence_positions,
-    split_sequence,
-    zigzag,
-)
+from meshcomm.parallel.context.block import Attention, Order, check_order, check_window, whole_attention
 from meshcomm.parallel.context.ring import ring_attention
 from meshcomm.transport.torch_private import outside_graphs
 
 AttentionKind: TypeAlias = Literal["ring", "ulysses"]
+
+
+def sequence_positions(seq_len: int, n: int, coord: int, order: Order) -> Tensor:
+    """The positions in the whole sequence of the tokens that coord `coord` of `n` holds, in its order.
+
+    "contiguous": slice `coord` of n. "zigzag": of 2n chunks, chunk c and chunk 2n - 1 - c for coord c. So each rank has
+    as many pairs of a query and an earlier key as any other (the balance of Brandon et al. 2023, in the layout used for
+    Llama 3, Dubey et al. 2024).
+
+    >>> sequence_positions(12, 3, 1, "contiguous").tolist(), sequence_positions(12, 3, 1, "zigzag").tolist()
+    ([4, 5, 6, 7], [2, 3, 8, 9])
+
+    Returns: int64 (sequence / n,), ascending.
+    Raises:  ShapeError where n, or for a zig-zag 2n, does not divide the sequence (n = 1 divides any); LayoutError for a
+             coord that n ranks do not have.
+    """
+    check_order(order)
+    if not 0 <= coord < n:
+        raise LayoutError(
+            f"coord {coord} holds no part of the sequence",
+            given=f"coord={coord}, n={n}",
+            expected=f"a coord from 0 to {n - 1}",
+            hint="mesh.coord(dim)",
+        )
+    chunks = 2 * n if order == "zigzag" and n > 1 else n
+    if seq_len % chunks:
+        raise ShapeError(
+            f"a sequence of {seq_len} cannot be split in {order} order over {n} ranks",
+            given=f"{seq_len} tokens, {chunks} chunks",
+            expected=f"a multiple of {chunks}; {seq_len} % {chunks} = {seq_len % chunks}",
+            hint=f"{-(-seq_len // chunks) * chunks} tokens"
+            + (', or order="contiguous"' if order == "zigzag" and seq_len % n == 0 else ""),
+        )
+    length = seq_len // chunks
+    mine = [coord] if chunks == n else [coord, chunks - 1 - coord]
+    return torch.cat([torch.arange(c * length, (c + 1) * length) for c in mine])
+
+
+def split_sequence(x: Tensor, axis: int, mesh: Mesh, dim: str, order: Order) -> Tensor:
+    """This rank's tokens of an `x` that every rank along `dim` holds whole; nothing is sent.
+
+    For inputs, targets, masks, tables of positions.
+
+    Shape:    (.., sequence, ..) -> (.., sequence / n, ..), new memory; n = 1: x itself.
+    Gradient: this rank's tokens only, zeros for the others'; right for a parameter whose gradients
+              are summed along `dim` afterwards.
+    Raises:   as `sequence_positions`; ShapeError for an axis that x does not have.
+    """
+    axis = normal_axis(x, axis, lambda: f'split_sequence along "{dim}" on {mesh.label}')
+    n = mesh.size(dim)
+    positions = sequence_positions(x.shape[axis], n, mesh.coord(dim), order)
+    return x if n == 1 else x.index_select(axis, positions.to(x.device))
+
+
+def gather_sequence(
+    x: Tensor, axis: int, mesh: Mesh, dim: str, order: Order, *, grad: GatherGrad | None = None
+) -> Tensor:
+    """The whole sequence in its natural order, on every rank: the inverse of `split_sequence`.
+
+    Shape:     (.., sequence / n, ..) -> (.., sequence, ..); n = 1: x itself.
+    Called by: every rank along `dim`, in the same program order.
+    Gradient:  needs `grad`, "slice" or "reduce_scatter", as in `mesh.functional.all_gather`.
+    Raises:    ShapeError where the order does not fit x; AutogradError for a missing or unknown `grad`.
+    """
+    axis = normal_axis(x, axis, lambda: f'gather_sequence along "{dim}" on {mesh.label}')
+    n = mesh.size(dim)
+    # For its checks: before anything is sent.
+    sequence_positions(x.shape[axis] * n, n, 0, order)
+    if n == 1:
+        return x
+    whole: Tensor
+    if grad is None:
+        whole = mesh.all_gather(dim, x, axis=axis)
+    else:
+        whole = mesh.functional.all_gather(dim, x, axis, grad=grad)
+    return whole if order == "contiguous" else natural(whole, axis, n)
+
+
+def natural(x: Tensor, axis: int, n: int) -> Tensor:
+    """Parts in zig-zag order, one rank's after the other's -> the sequence in its own order."""
+    first, second = x.unflatten(axis, (n, 2, -1)).unbind(axis + 1)
+    return torch.cat([first, second.flip(axis)], axis).flatten(axis, axis + 1)
 
 
 @outside_graphs
@@ -35,7 +110,6 @@ def ulysses_attention(
     v: Tensor,
     *,
     causal: bool = True,
-    order: Order = "contiguous",
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
@@ -45,11 +119,11 @@ def ulysses_attention(
     attends with the whole sequence for its n-th part of q's heads, which n must divide. Where n does not divide the kv
     heads, each is repeated up to their least common multiple; its gradients are summed.
 
-    Arguments, who calls and errors: as for `ring_attention`; k and v are of q's sequence.
+    Arguments, who calls and errors: as for `ring_attention`; k and v are of q's sequence, in contiguous order.
     Gradient:   exact, for this rank's q, k, v.
     Sent:       two all_to_all, of q, k and v together and of the result; two in backward.
     """
-    call = Attention("ulysses_attention", mesh, dim, causal, order, scale, window)
+    call = Attention("ulysses_attention", mesh, dim, causal, "contiguous", scale, window)
     q, k, v = call.checked(q, k, v, same_length=True)
     n, heads = call.n, q.shape[1]
     if heads % n:
@@ -64,13 +138,8 @@ def ulysses_attention(
     # One exchange for all three: each rank's heads of q, k and v stand together.
     packed = torch.cat([x.unflatten(1, (n, -1)) for x in (q, k, v)], 2).flatten(1, 2)
     packed = mesh.functional.all_to_all(dim, packed, 1, 2)
-    reorder = causal and order == "zigzag" and n > 1
-    if reorder:
-        packed = natural(packed, 2, n)
     q, k, v = packed.split([heads // n, k.shape[1] // n, k.shape[1] // n], 1)
     out = call.whole(q, k, v)
-    if reorder:
-        out = zigzag(out, 2, n)
     return mesh.functional.all_to_all(dim, out, 2, 1)
 
 
@@ -81,20 +150,12 @@ class ContextSplit:
     Args:
         dim: one dim of it, or a merged one.
         attention: how ranks attend to each other's tokens.
-        order: of the tokens on the ranks. None: "zigzag" for the ring, where it balances causal
-            attention, "contiguous" for Ulysses, which is balanced by itself.
 
-    size, coord: of the dim. order: that of the tokens.
+    size, coord: of the dim. order: of the tokens on the ranks, "zigzag" for the ring, where it balances causal attention,
+    "contiguous" for Ulysses, which is balanced by itself.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        dim: str | None,
-        attention: AttentionKind = "ring",
-        *,
-        order: Order | None = None,
-    ) -> None:
+    def __init__(self, mesh: Mesh, dim: str | None, attention: AttentionKind = "ring") -> None:
         if attention not in get_args(AttentionKind):
             raise UnsupportedOp(
                 f"there is no attention {attention!r} over a split sequence",
@@ -103,10 +164,8 @@ class ContextSplit:
                 hint='attention="ring", which takes any number of heads',
             )
         self.mesh, self.dim, self.attention = mesh, dim or "", attention
-        self.order: Order = order or ("zigzag" if attention == "ring" else "contiguous")
+        self.order: Order = "zigzag" if attention == "ring" else "contiguous"
         self.size, self.coord = (mesh.size(dim), mesh.coord(dim)) if dim else (1, 0)
-        # For its checks of the order.
-        self.positions(2 * self.size)
 
     def positions(self, seq_len: int) -> Tensor:
         """The positions of this rank's tokens in a sequence of that length: int64 (sequence / size,), ascending.
@@ -143,6 +202,4 @@ class ContextSplit:
             check_window("attend", causal, window)
             return whole_attention(q, k, v, causal, scale, window)
         attend = ring_attention if self.attention == "ring" else ulysses_attention
-        return attend(
-            self.mesh, self.dim, q, k, v, causal=causal, order=self.order, scale=scale, window=window
-        )
+        return attend(self.mesh, self.dim, q, k, v, causal=causal, scale=scale, window=window)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -11,8 +10,17 @@ from torch import Tensor, nn
 
 from meshcomm.errors import LayoutError, ShapeError, TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.expert.exchange import Load, attach, exchange, move
-from meshcomm.parallel.expert.routing import Router, balance, capacity, counts, places, within_capacity
+from meshcomm.parallel.expert.routing import (
+    Router,
+    attach,
+    balance,
+    capacity,
+    counts,
+    exchange,
+    move,
+    places,
+    within_capacity,
+)
 from meshcomm.parallel.recompute import once
 from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.tensor.parameters import parameter_of
@@ -27,14 +35,10 @@ EXPERT_NAMES = ("router.weight", "experts.w1", "experts.w3", "experts.w2")
 class ExpertWeights(nn.Module):
     """w2_e(silu(w1_e x) * w3_e x) for the experts e of this rank.
 
-    A module of its own, because its parameters go other ways than the rest of a model: their
-    gradients are summed along other dims, and they are sharded along other dims too.
+    A module of its own, because its parameters' gradients are summed, and they are sharded, along other dims.
 
-    Args:
-        tensor: splits the inner axis of each expert.
-        dim: along which experts are spread, or None.
-        width, ff, experts: of the whole layer.
-
+    tensor: splits the inner axis of each expert. dim: along which experts are spread, or None.
+    width, ff, experts: of the whole layer.
     Parameters: w1, w3 (experts, ff, width), w2 (experts, width, ff), their memory not yet written.
     """
 
@@ -60,8 +64,8 @@ class ExpertWeights(nn.Module):
         Shape:   (experts here, n, width), or (n, width), the first often[0] rows for this rank's first expert, the
                  next often[1] for its second, ... -> the same. known: `often` where the host knows it.
 
-        An expert without rows takes part with none, so that its gradient is zeros and not missing. The host waits
-        for `often` only where torch has no grouped product of these matrices, and `known` is None.
+        An expert without rows gets a gradient of zeros. The host waits for `often` only where torch has no grouped
+        product of these matrices, and `known` is None.
         """
         w1, w3, w2 = (local(w) for w in (self.w1, self.w3, self.w2))
         if rows.ndim == 3:
@@ -73,11 +77,8 @@ class ExpertWeights(nn.Module):
             inner = F.silu(F.grouped_mm(rows, w1, offs=offsets)) * F.grouped_mm(rows, w3, offs=offsets)
             return F.grouped_mm(inner, w2, offs=offsets)
         parts = rows.split(_sizes(often, len(rows)) if known is None else known)
-        made = [
-            F.linear(F.silu(F.linear(part, a)) * F.linear(part, b), c)
-            for part, a, b, c in zip(parts, w1.unbind(), w3.unbind(), w2.unbind(), strict=True)
-        ]
-        return torch.cat(made)
+        experts = zip(parts, w1, w3, w2, strict=True)
+        return torch.cat([F.linear(F.silu(F.linear(x, a)) * F.linear(x, b), c) for x, a, b, c in experts])
 
 
 def _has_grouped_product(rows: Tensor, *weights: Tensor) -> bool:
@@ -106,23 +107,20 @@ class Experts(nn.Module):
     tokens, and each expert's inner axis is split. The result, its gradients and the dropped choices do not depend on
     the mesh.
 
-    How often the host waits for the device in a call, after the first two: not at all with a capacity, whose slots
-    travel filled or not; once without where experts are spread, for the sizes of the uneven all_to_all; without and
-    not spread not at all where torch has a grouped product for the dtype and the device, else once.
+    How often the host waits for the device in a call, after the first two: with a capacity not at all; without one once
+    for the sizes of the uneven all_to_all where experts are spread, or where torch has no grouped product.
 
     Args:
         dim: along which experts are spread: a dim of a view that has the tensor's dim too, or of the base. None, or a
             size of 1: every rank has all experts, and nothing is exchanged.
         tensor: along which each expert is split.
-        width: elements of a token.
-        ff: elements inside an expert.
+        width, ff: elements of a token, and inside an expert.
         experts: how many; a multiple of the size of `dim`.
         experts_per_token: how many of them each token chooses, at most `experts`.
         normalised: the weights of a token's experts are divided by their sum.
         capacity_factor: None: dropless. Else an expert takes at most
-            ceil(capacity_factor * tokens * experts_per_token / experts) choices of one whole sample, see
-            `routing.within_capacity`; the others are dropped: they add nothing to y, and the weights of a token's
-            other experts stay as they are.
+            ceil(capacity_factor * tokens * experts_per_token / experts) choices of one whole sample; the others add
+            nothing to y, see `within_capacity`.
         context: the dim along which samples are split, if any.
         balance_weight: the factor of a microbatch's balance loss (`routing.balance`): a backward through y adds its
             gradient. The loss must not be scaled afterwards. An attribute; may be set later.
@@ -161,20 +159,7 @@ class Experts(nn.Module):
         self.capacity_factor, self.balance_weight = capacity_factor, balance_weight
         self.router = Router(tensor, hidden_size, experts, experts_per_token, normalised)
         self.experts = ExpertWeights(tensor, self.dim, hidden_size, intermediate_size, experts)
-        none = torch.zeros(experts, dtype=torch.int64, device=mesh.device)
-        self._zero = Load(0, torch.zeros((), dtype=torch.float64, device=mesh.device), none, none)
-        self._load = self._zero
         self._compared = 0
-
-    def take_load(self) -> Load:
-        """How this rank's tokens spread since the last call; counting starts again from zero."""
-        found, self._load = self._load, self._zero
-        return found
-
-    def _count(self, load: Load) -> None:
-        """Add one pass. Sums are new tensors: a load that was taken stays the same."""
-        pairs: Any = zip(self._load, load, strict=True)
-        self._load = Load(*(mine + more for mine, more in pairs))
 
     @outside_graphs  # how many rows travel follows from the data, which a graph cannot
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -210,18 +195,17 @@ class Experts(nn.Module):
         keep = None
         if self.capacity_factor is not None:
             keep = within_capacity(mesh, context, choice.chosen, positions, self.count, self.capacity_factor)
-        every = counts(choice.chosen, self.count).sum(0)
-        y, often = self._through(samples, choice.weights, choice.chosen, keep)
+        y = self._through(samples, choice.weights, choice.chosen, keep)
         y = self.tensor.leave(y.unflatten(0, samples.shape[:2]))
-        share = (uneven.detach() / (mesh.size(context) if context else 1)).double()
-        load = Load(1, share, every, every - often)
-        return attach(y, uneven, self.balance_weight, partial(self._count, load)).view(x.shape)
+        if self.balance_weight:
+            y = attach(y, uneven, self.balance_weight)
+        return y.view(x.shape)
 
-    def _through(
-        self, x: Tensor, weights: Tensor, chosen: Tensor, keep: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """(samples, tokens, width), (samples, tokens, slots) weights, choices, which to keep, None for all ->
-        (samples * tokens, width), along the tensor's dim a part of the sum; choices of each expert that were kept."""
+    def _through(self, x: Tensor, weights: Tensor, chosen: Tensor, keep: Tensor | None) -> Tensor:
+        """(samples, tokens, width) -> (samples * tokens, width), along the tensor's dim a part of the sum.
+
+        weights, chosen, keep: (samples, tokens, slots); keep None: all.
+        """
         tensor, kind, rows = self.tensor, x.device.type, x
         if tensor.size > 1:
             # Each rank has a part of every expert's sum. Adding them up after the weighted sum, not before, sends a
@@ -232,22 +216,17 @@ class Experts(nn.Module):
             # Matrices are multiplied in this type; so rows travel in it.
             rows = rows.to(torch.get_autocast_dtype(kind))
         rows = rows.flatten(0, 1)
-        if keep is None:
-            often = counts(chosen.flatten().unsqueeze(0), self.count)[0]
-            spread = self._dropless(rows, chosen.flatten(), often)
-        else:
-            often = chosen.new_zeros(self.count)
-            often = often.scatter_add_(0, chosen.flatten(), keep.flatten().long())
-            spread = self._limited(rows, chosen, keep)
+        spread = self._dropless(rows, chosen.flatten()) if keep is None else self._limited(rows, chosen, keep)
         spread = spread.unflatten(0, (-1, self.slots))
-        return (spread * weights.flatten(0, 1).unsqueeze(-1)).sum(1).to(x.dtype), often
+        y: Tensor = (spread * weights.flatten(0, 1).unsqueeze(-1)).sum(1).to(x.dtype)
+        return y
 
-    def _dropless(self, x: Tensor, chosen: Tensor, often: Tensor) -> Tensor:
-        """(n, width) tokens, (n * slots) choices, how often each expert stands there -> what comes of each choice.
+    def _dropless(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """(n, width) tokens, (n * slots) choices -> what comes of each choice.
 
-        Where experts are spread the host has to know how many rows it sends and gets: it waits for that once, and
-        backward does not.
+        Where experts are spread the host waits once for how many rows it sends and gets; backward does not.
         """
+        often = counts(chosen.unsqueeze(0), self.count)[0]
         order = chosen.argsort(stable=True)
         back = _inverse(order)
         rows = move(x, order, back, self.slots)

@@ -1,14 +1,15 @@
-"""Routing of tokens to experts: the router, the balance loss, and the choices that a capacity drops."""
+"""Routing of tokens to experts: the router, the balance loss, the choices that a capacity drops, and how rows travel."""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
@@ -17,12 +18,11 @@ from meshcomm.parallel.tensor import TensorSplit, local
 
 
 class Choice(NamedTuple):
-    """Where tokens go. `slots` is the number of experts that each token chooses.
+    """Where tokens go; `slots` is the number of experts that each token chooses.
 
-    Fields:
-        weights: (samples, tokens, slots), what each expert's output is multiplied by.
-        chosen: (samples, tokens, slots) int64, expert numbers, the most probable first.
-        probabilities: (samples, tokens, experts), of the softmax over all experts.
+    weights:       (samples, tokens, slots), what each expert's output is multiplied by.
+    chosen:        (samples, tokens, slots) int64, expert numbers, the most probable first.
+    probabilities: (samples, tokens, experts), of the softmax over all experts.
     """
 
     weights: Tensor
@@ -95,6 +95,27 @@ def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:
     return (fraction * mass).sum() * (experts / (tokens * samples))
 
 
+def attach(y: Tensor, loss: Tensor, weight: float) -> Tensor:
+    """`y`, unchanged; a backward through it gives `loss` the gradient `weight`.
+
+    So `weight * loss` is part of the loss, whose rest may be computed on another stage of a pipeline.
+    """
+    attached: Tensor = _Attach.apply(y, loss, weight)
+    return attached
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor, weight: float) -> Tensor:
+        ctx.gradient = torch.full_like(loss, weight)
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return dy, ctx.gradient, None
+
+
 def capacity(factor: float, tokens: int, slots: int, experts: int) -> int:
     """Choices that an expert keeps of one sample: ceil(factor * tokens * slots / experts).
 
@@ -161,3 +182,65 @@ def places(line: Tensor, experts: int) -> Tensor:
     starts = (often.cumsum(1) - often).gather(1, line.gather(1, order))
     place = torch.arange(line.shape[1], device=line.device) - starts
     return torch.empty_like(place).scatter_(1, order, place)
+
+
+# -- rows on their way to experts and back -----------------------------------------------------------
+
+
+def exchange(mesh: Mesh, dim: str, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    """The first sent[0] rows go to coord 0, the next sent[1] to coord 1, ...; what arrives, in order.
+
+    Shape:      (sum of sent, width) -> (sum of received, width).
+    Called by:  every rank along `dim`, with received[c] the entry of coord c's `sent` for this rank.
+    Gradient:   the same exchange back; every rank's backward takes part, and asks for no sizes.
+    """
+    arrived: Tensor = _Exchange.apply(rows, mesh, dim, sent, received)
+    return arrived
+
+
+def move(x: Tensor, there: Tensor, back: Tensor, slots: int = 1, blanks: bool = False) -> Tensor:
+    """Row there[i] // slots of x at place i; zeros where that is the number of rows of x.
+
+    Shape:    x (n, width), there (m) int64 in 0 .. n * slots, each number below n * slots at most once -> (m, width).
+              back (n * slots) int64: the place of number j in `there`, m where it has none.
+    blanks:   whether there is a number n * slots in `there`, or an m in `back`.
+    Gradient: exact, and the same bits in every run: a row's slots are added in order, where indexing's own
+              backward adds them in any order on a GPU.
+    """
+    moved: Tensor = _Move.apply(x, there, back, slots, blanks)
+    return moved
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, mesh: Mesh, dim: str, sent: list[int], received: list[int]) -> Tensor:
+        ctx.mesh, ctx.dim, ctx.sent, ctx.received = mesh, dim, sent, received
+        held = rows.detach()
+        (arrived,) = once(lambda: [mesh.all_to_all(dim, held, input_split_sizes=sent, output_split_sizes=received)], held)
+        return arrived
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        dx = ctx.mesh.all_to_all(ctx.dim, dy, input_split_sizes=ctx.received, output_split_sizes=ctx.sent)
+        return dx, None, None, None, None
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor, slots: int, blanks: bool) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.slots, ctx.blanks = slots, blanks
+        return _rows(x, there if slots == 1 else there // slots, blanks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        (back,) = ctx.saved_tensors
+        dx = _rows(dy, back, ctx.blanks)
+        return dx if ctx.slots == 1 else dx.unflatten(0, (-1, ctx.slots)).sum(1), None, None, None, None
+
+
+def _rows(x: Tensor, which: Tensor, blanks: bool) -> Tensor:
+    """x[which], where the number behind the last row stands for zeros."""
+    return (torch.cat([x, x.new_zeros(1, x.shape[1])]) if blanks else x).index_select(0, which)

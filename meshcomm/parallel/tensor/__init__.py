@@ -12,12 +12,10 @@ from meshcomm.parallel.tensor.layers import (
     ColumnParallel,
     RowParallel,
     VocabParallelEmbedding,
-    columns,
     cross_entropy,
 )
 from meshcomm.parallel.tensor.parameters import (
     assign,
-    load_unsplit_state,
     local,
     unsplit_state,
     whole,
@@ -31,9 +29,7 @@ __all__ = [
     "TensorSplit",
     "VocabParallelEmbedding",
     "assign",
-    "columns",
     "cross_entropy",
-    "load_unsplit_state",
     "local",
     "tensor_parallel",
     "unsplit_state",

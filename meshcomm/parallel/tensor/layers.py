@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from meshcomm.errors import ShapeError, UnsupportedOp
-from meshcomm.parallel.recompute import added_up, once
+from meshcomm.parallel.recompute import added_up
 from meshcomm.parallel.tensor.parameters import FUSED, joined, local
-from meshcomm.parallel.tensor.split import TensorSplit, as_autocast
+from meshcomm.parallel.tensor.split import TensorSplit
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 
@@ -150,72 +149,6 @@ def outside_of(split: TensorSplit, ids: Tensor, vocab: int, what: str) -> Tensor
             hint="the tokenizer's size for the table, or ignore_index for targets that do not count",
         )
     return None
-
-
-def columns(split: TensorSplit, x: Tensor, *layers: ColumnParallel) -> tuple[Tensor, ...]:
-    """The results of `layers` for one `x`, which has not been through `enter`: one entry for all of them.
-
-    With `split.overlap` the slices of the sequence go around a ring: while one is multiplied with every layer's
-    weight, the next travels; in backward the sum of the input's gradients travels while those of the weights are
-    computed. Equal to the plain way up to rounding. Inside torch.compile it is the plain way.
-    """
-    if not (split.sequence_parallel and split.overlap) or torch.compiler.is_compiling():
-        x = split.enter(x)
-        return tuple(layer(x) for layer in layers)
-    weights = [local(layer.weight) for layer in layers]
-    # Here, where autograd sees it: inside of a Function autocast does not reach the backward.
-    x, weights = as_autocast(x), [as_autocast(weight) for weight in weights]
-    ys: tuple[Tensor, ...] = _GatherLinears.apply(split, x, *weights)
-    biases = [layer.bias for layer in layers]
-    return tuple(
-        y if bias is None else y + local(bias).to(y.dtype) for y, bias in zip(ys, biases, strict=True)
-    )
-
-
-class _GatherLinears(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, split: TensorSplit, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        own = x.detach().contiguous()
-        gathered, *ys = once(lambda: _around_a_ring(split, own, weights), own)
-        ctx.split = split
-        ctx.save_for_backward(gathered, *weights)
-        return tuple(ys)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
-        split: TensorSplit = ctx.split
-        x, *weights = ctx.saved_tensors
-        dx = dys[0] @ weights[0]
-        for dy, weight in zip(dys[1:], weights[1:], strict=True):
-            dx += dy @ weight
-        leaving = split.mesh.reduce_scatter(split.dim, dx, split.axis, async_op=True)
-        rows = x.flatten(0, -2)
-        dws = [
-            dy.flatten(0, -2).mT @ rows if needed else None
-            for dy, needed in zip(dys, ctx.needs_input_grad[2:], strict=True)
-        ]
-        return None, leaving.wait(), *dws
-
-
-def _around_a_ring(split: TensorSplit, held: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """The whole sequence, and its product with each weight; `held` is this rank's slice."""
-    mesh, n, coord = split.mesh, split.size, split.coord
-    slices: list[Tensor] = [held] * n
-    made: list[list[Tensor]] = [[held] * n for _ in weights]
-    for turn in range(n):
-        source = (coord - turn) % n
-        coming = None
-        if turn < n - 1:
-            sends = [(held, (coord + 1) % n)]
-            recvs = [(torch.empty_like(held), (coord - 1) % n)]
-            coming = mesh.exchange(split.dim, sends, recvs, async_op=True)
-        slices[source] = held
-        for blocks, weight in zip(made, weights, strict=True):
-            blocks[source] = F.linear(held, weight)
-        if coming is not None:
-            (held,) = coming.wait()
-    return [torch.cat(slices, split.axis), *(torch.cat(blocks, split.axis) for blocks in made)]
 
 
 def cross_entropy(

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshcomm.errors import LayoutError, ShapeError, UnsupportedOp
-from meshcomm.layout.names import did_you_mean
+from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.torch_private import dtensor_of, offsets, parts_of_dtensor
 
@@ -183,33 +182,3 @@ def unsplit_state(module: nn.Module) -> dict[str, Tensor]:
         tensor = whole(value)
         found[name] = joined(tensor, fused[name]) if name in fused else tensor.clone()
     return found
-
-
-@torch.no_grad()
-def load_unsplit_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Write such a state into a module that is split. Nothing is communicated.
-
-    Raises ShapeError where names are missing, unknown, or have other shapes; nothing is written then.
-    """
-    fused = fused_sizes(module)
-    own = module.state_dict(keep_vars=True)
-    problems = [f"{name} is missing" for name in own if name not in state]
-    values: dict[str, Tensor] = {}
-    for name, value in state.items():
-        if name not in own:
-            problems.append("; ".join(filter(None, (f"{name} is unknown", did_you_mean(name, own)))))
-            continue
-        sizes = fused.get(name)
-        fits = value.shape[0] == sum(sizes) if sizes and value.ndim else not sizes
-        values[name] = kept(value, sizes) if sizes and fits else value
-        if not fits or (tuple(values[name].shape) != whole_shape(own[name])):
-            problems.append(f"{name} has shape {tuple(value.shape)}")
-    if problems:
-        raise ShapeError(
-            "this state is not one of the module before it was split",
-            given="\n".join(problems[:12]),
-            expected="the names and shapes of its state_dict() then",
-            hint="unsplit_state(module) gives such a state",
-        )
-    for name, value in values.items():
-        assign(own[name], value)

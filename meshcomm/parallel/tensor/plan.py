@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import ConfigError
-from meshcomm.layout.names import did_you_mean
+from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.parallel.tensor.parameters import units
 from meshcomm.parallel.tensor.split import TensorSplit
 
@@ -20,7 +20,7 @@ Entry: TypeAlias = str | Mapping[str, Any]
 # The options of each style, in addition to "set".
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "column": ("parts", "output"),
-    **dict.fromkeys(("row", "vocab", "attention"), ()),
+    **dict.fromkeys(("row", "vocab"), ()),
     "enter": ("args",),
     **dict.fromkeys(("sequence", "heads"), ()),
     "replicate": ("input", "output", "axis", "args"),
@@ -30,7 +30,6 @@ _KINDS: Mapping[str, tuple[type[nn.Module], int]] = {
     "column": (nn.Linear, 0),
     "row": (nn.Linear, 1),
     "vocab": (nn.Embedding, 0),
-    "attention": (nn.MultiheadAttention, 0),
 }
 
 
@@ -206,9 +205,8 @@ def _problems(
         if any(p is not None for p in part._parameters.values()) and not _owner(name, rules)
     ]
     if split.sequence_parallel and bare:
-        listed = ", ".join(bare[:6]) + (", ..." if len(bare) > 6 else "")
         yield (
-            f"with sequence_parallel every part with parameters needs a style; these have none: {listed}. "
+            f"with sequence_parallel every part with parameters needs a style; these have none: {listed(bare)}. "
             '"sequence": it works on each token by itself (norms); "replicate": it needs all of the sequence'
         )
 
@@ -222,7 +220,7 @@ def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
     if not isinstance(part, kind) or type(part).forward is not kind.forward:
         own = " with its own forward" if isinstance(part, kind) else ""
         return f'style "{style}" splits an nn.{kind.__name__}, this is not one{own}'
-    if style != "attention" and part._parameters.get("weight") is None:
+    if part._parameters.get("weight") is None:
         return "its weight is computed from others (a parametrization), and cannot be split"
     if isinstance(part, nn.Linear):
         size, what = (part.out_features, "outputs") if style == "column" else (part.in_features, "inputs")
@@ -232,16 +230,12 @@ def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
             said = " + ".join(map(str, sizes)) if isinstance(rule.parts, tuple) else equal
             return f"its {size} outputs are not {said}"
         counts = {*sizes, units(sizes)}
-    elif isinstance(part, nn.Embedding):
+    else:
+        assert isinstance(part, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(part, option) not in (None, False):
                 return f"an embedding with {option} cannot be split"
         counts, what = {part.num_embeddings}, "rows"
-    else:
-        assert isinstance(part, nn.MultiheadAttention)
-        if part.in_proj_weight is None or part.bias_k is not None or part.add_zero_attn:
-            return "kdim, vdim, add_bias_kv and add_zero_attn cannot be split"
-        counts, what = {part.num_heads}, "heads"
     odd = [
         f"{s} {what} are not divisible by {split.dim}: {s} % {n} = {s % n}" for s in sorted(counts) if s % n
     ]
@@ -268,8 +262,6 @@ def _tied(names: Mapping[str, nn.Module], rules: Mapping[str, Rule]) -> Iterator
     first: dict[int, tuple[str, tuple[Any, ...]]] = {}
     for name, part in names.items():
         rule = rules.get(name, Rule())
-        if rule.style == "" and _owner(name, rules) == "attention":
-            continue
         for key, parameter in part._parameters.items():
             if parameter is None:
                 continue

@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from meshcomm.errors import ShapeError, UnsupportedOp
+from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.parameters import local, parameter_of
 
@@ -37,8 +37,6 @@ class TensorSplit:
             reduce_scatter and all_gather are the two halves of the all_reduce. Parameters that work on slices
             have partial gradients: see `partial`.
         axis: of activations (batch, sequence, width) that is the sequence, counted from the front.
-        overlap: `columns` gathers the sequence while it computes. Raises UnsupportedOp without
-            sequence_parallel, where nothing is gathered.
 
     size, coord: of the dim. sequence_parallel: False where nothing is split.
     """
@@ -50,21 +48,12 @@ class TensorSplit:
         dtype: torch.dtype = torch.float32,
         sequence_parallel: bool = False,
         axis: int = 1,
-        *,
-        overlap: bool = False,
     ) -> None:
-        if overlap and not sequence_parallel:
-            raise UnsupportedOp(
-                "overlap without sequence_parallel would have no effect",
-                given="overlap=True, sequence_parallel=False",
-                expected="sequence_parallel=True, where the sequence is gathered before split layers",
-                hint="leave overlap out",
-            )
         self.mesh, self.device, self.dtype = mesh, mesh.device, dtype
         self.dim = dim or ""
         self.size, self.coord = (mesh.size(dim), mesh.coord(dim)) if dim else (1, 0)
         self.sequence_parallel = sequence_parallel and self.size > 1
-        self.axis, self.overlap = axis, overlap
+        self.axis = axis
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSplit:
         """Itself: a copy of a module is on the same mesh."""
@@ -110,11 +99,10 @@ class TensorSplit:
     # -- activations ----------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
-        """`x` before it meets split outputs; its gradient is summed over the ranks.
+        """`x`, equal on all ranks, before it meets split outputs; its gradient is summed over the ranks.
 
-        `x` is equal on all ranks. With sequence_parallel it is this rank's slice of the sequence,
-        the whole of it is returned, and the gradient is this rank's slice of the sum. Under autocast
-        it travels, and is returned, in the dtype that matrices are multiplied in; so does its gradient.
+        With sequence_parallel `x` is this rank's slice of the sequence; the whole of it is returned, and the gradient is
+        this rank's slice of the sum. Under autocast both travel in the dtype that matrices are multiplied in.
         """
         if self.size == 1:
             return x
@@ -155,11 +143,10 @@ class TensorSplit:
         return self.mesh.functional.slice(self.dim, x, self.axis if axis is None else axis)
 
     def positions(self, sequence_local: int) -> Tensor:
-        """The positions in the whole sequence of this rank's tokens between split layers.
+        """The positions of this rank's tokens between split layers: int64 (sequence_local,).
 
-        sequence_local: how many tokens x has there. Returns int64 (sequence_local,): a slice with sequence_parallel,
-        else 0 to sequence_local - 1. Under context parallelism "the whole" is the part of one rank along
-        that dim: `context.positions(...)[split.positions(...)]`.
+        sequence_local: how many tokens x has there. Under context parallelism they are places in the part of one rank
+        along that dim: `context.positions(...)[split.positions(...)]`.
         """
         first = self.coord * sequence_local if self.sequence_parallel else 0
         return torch.arange(first, first + sequence_local, device=self.device)
@@ -169,11 +156,10 @@ class TensorSplit:
     def partial(self, module: nn.Module, *names: str, always: bool = False) -> None:
         """Mark parameters of `module` that work on slices of the sequence, such as a norm's weight.
 
-        always: on slices of the outputs of columns, such as some of the heads; without sequence_parallel too.
+        Each rank's gradient of them is that of its own tokens only; `finish_gradients` sums them. The mark is the
+        module's, by name, so it holds when fully_shard puts other parameters in their places.
 
-        Each rank's gradient of them is that of its own tokens only; `finish_gradients` sums them.
-        The mark is the module's, by name, so it holds when fully_shard puts other parameters in
-        their places. Without sequence_parallel, and without `always`, it says nothing.
+        always: on slices of the outputs of columns, such as some of the heads; without sequence_parallel too.
         """
         if self.sequence_parallel or (always and self.size > 1):
             marked = set(getattr(module, _PARTIAL, ())) | set(names)
@@ -193,8 +179,7 @@ class TensorSplit:
         """Sum the gradients of marked parameters over the ranks, in place, in one message per dtype.
 
         Called by: every rank along the dim, once a step: after the last backward (and the sums of gradients over other
-        dims), before norms, clipping and the optimiser. One call in each backward of each layer would cost its
-        latency, times layers, times microbatches.
+        dims), before norms, clipping and the optimiser.
         """
         grads = [
             local(parameter.grad)

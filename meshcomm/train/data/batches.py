@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshcomm.errors import TrainingError, UnsupportedOp
+from meshcomm.errors import TrainingError
 from meshcomm.parallel.compose import Engine
 from meshcomm.train.data.corpus import Corpus, Samples
 
@@ -128,9 +128,9 @@ class Batches:
     """The samples of one data rank, step by step.
 
     Position p of the training is that of the p-th sample that is read, over all ranks: step s reads the next B of the
-    global batch. Which sample lies there follows from the seed and p alone, with order = "random" from the seed, s and
-    the place in the batch; so the global batch does not depend on the mesh. Coord c of n along data reads positions
-    [c * B / n, (c + 1) * B / n) of the B; ranks along tensor and pipeline have the same coord and samples.
+    global batch. Which sample lies there follows from the seed and p alone, so the global batch does not depend on the
+    mesh. Coord c of n along data reads positions [c * B / n, (c + 1) * B / n) of the B; ranks along tensor and pipeline
+    have the same coord and samples.
 
     Args:
         corpus: what is read.
@@ -139,7 +139,6 @@ class Batches:
         coord, size: along data.
         device: where batches are put.
         dtype: of what is of a floating type. None: as it is read.
-        order: see `[data]`.
         after: a step, and the samples that were read when it was done.
     """
 
@@ -152,67 +151,31 @@ class Batches:
         coord: int = 0,
         size: int = 1,
         device: torch.device | None = None,
-        order: str = "epochs",
         after: tuple[int, int] = (0, 0),
         dtype: torch.dtype | None = None,
     ) -> None:
         share = global_batch_size // size
         self._parts = corpus.parts
-        self._weights = corpus.weights
         self._global_batch = global_batch_size
-        self._seed = seed
-        self._mine: slice | NDArray[np.int64] = slice(coord * share, (coord + 1) * share)
-        self._coord, self._size = coord, size
+        self._mine = slice(coord * share, (coord + 1) * share)
         self._device, self._dtype = device, dtype
-        self._random = order == "random"
         self._after = after
-        self._flow = corpus.flow
         self.order = Order([len(part) for part in corpus.parts], corpus.weights, seed)
-
-    def divide_as(self, copies: int, microbatches: int) -> None:
-        """Have each micro-batch of a step hold, over all ranks, the samples that it has where `copies` ranks divide the batch.
-
-        Raises UnsupportedOp where they come one after the other from a user's iterable.
-        """
-        if self._flow is not None and microbatches > 1:
-            raise UnsupportedOp(
-                "samples of an iterable cannot be read in another order",
-                given=f"data.build, {microbatches} micro-batches in a step, and batch norms, which see one at a time",
-                expected="one micro-batch in a step, or a dataset with __getitem__",
-                hint=f"train.micro_batch_size = {self._global_batch // copies}",
-            )
-        if microbatches > 1:
-            places = np.arange(self._global_batch).reshape(copies, microbatches, -1).swapaxes(0, 1)
-            mine = places.reshape(microbatches, self._size, -1)[:, self._coord]
-            self._mine = mine.reshape(-1)
 
     def read(self, step: int) -> int:
         """Samples that have been read when `step` is done."""
         return self._after[1] + (step - self._after[0]) * self._global_batch
 
-    def places(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of this rank's samples of `step`: the part, and the sample's number, with random where it begins."""
-        if not self._random:
-            first = self.read(step - 1)
-            return self.order.at(np.arange(first, first + self._global_batch)[self._mine])
-        draw = np.random.default_rng([self._seed, step])
-        starts = np.array([part.starts for part in self._parts])
-        if not self._weights:
-            drawn = draw.integers(starts.sum(), size=self._global_batch)[self._mine]
-            parts = np.searchsorted(starts.cumsum(), drawn, side="right")
-            return parts, drawn - (starts.cumsum() - starts)[parts]
-        shares = np.array(self._weights) / sum(self._weights)
-        parts = draw.choice(len(starts), size=self._global_batch, p=shares)[self._mine]
-        return parts, (draw.random(self._global_batch)[self._mine] * starts[parts]).astype(np.int64)
+    def places(self, step: int) -> tuple[Indices, Indices]:
+        """Of this rank's samples of `step`: the part, and the sample's number in it."""
+        first = self.read(step - 1)
+        return self.order.at(np.arange(first, first + self._global_batch)[self._mine])
 
-    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, step: int) -> Batch:
         """Inputs and targets, each (global_batch_size / size, ...): of tokens int64 (..., sequence)."""
-        if self._flow is not None:
-            assert isinstance(self._mine, slice)
-            return self._put(self._flow.read(self.read(step - 1), self._global_batch, self._mine))
         return self._put(self._samples(*self.places(step)))
 
-    def in_order(self, most: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    def in_order(self, most: int | None) -> Iterator[Batch]:
         """Whole global batches, `most` of them at most, the samples as they lie; this rank's share of each."""
         ends = np.cumsum([len(part) for part in self._parts])
         whole = int(ends[-1]) // self._global_batch
@@ -221,26 +184,20 @@ class Batches:
             numbers = np.arange(first, first + self._global_batch)[self._mine]
             parts = np.searchsorted(ends, numbers, side="right")
             starts = np.array([0, *ends[:-1]])
-            yield self._put(self._samples(parts, numbers - starts[parts], False))
+            yield self._put(self._samples(parts, numbers - starts[parts]))
 
-    def _samples(
-        self, parts: NDArray[np.int64], numbers: NDArray[np.int64], anywhere: bool | None = None
-    ) -> Samples:
-        anywhere = self._random if anywhere is None else anywhere
-        found: list[list[NDArray[np.generic]]] = [[], []]
-        rows = []
+    def _samples(self, parts: Indices, numbers: Indices) -> Samples:
+        rows, inputs, targets = [], [], []
         for index in np.unique(parts):
             here = np.flatnonzero(parts == index)
-            for kept, values in zip(
-                found, self._parts[index].read(numbers[here], anywhere=anywhere), strict=True
-            ):
-                kept.append(values)
+            x, y = self._parts[index].read(numbers[here])
             rows.append(here)
+            inputs.append(x)
+            targets.append(y)
         back = np.argsort(np.concatenate(rows))
-        inputs, targets = (np.concatenate(each)[back] for each in found)
-        return inputs, targets
+        return np.concatenate(inputs)[back], np.concatenate(targets)[back]
 
-    def _put(self, samples: Samples) -> tuple[Tensor, Tensor]:
+    def _put(self, samples: Samples) -> Batch:
         both = [torch.from_numpy(np.ascontiguousarray(each)) for each in samples]
         both = [each.to(self._dtype) if each.is_floating_point() else each for each in both]
         if self._device is not None and self._device.type == "cuda":
@@ -294,3 +251,22 @@ class GivenBatches:
     def read(self, step: int) -> None:
         """Where in its data a step ends: only the steps are counted."""
         return
+
+
+def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) -> Batches:
+    """The samples of this rank, step by step. after: a step, and the samples that were read when it was done."""
+    _, _, data, train = engine.sections
+    assert data is not None
+    if data.build is None:
+        # `Batches` reads by the roles; what a user's function gives is compared.
+        engine.checked_steps = 0
+    return Batches(
+        corpus,
+        global_batch_size=train.global_batch_size,
+        seed=train.seed,
+        coord=engine.data_coord,
+        size=engine.data_size,
+        device=engine.mesh.device,
+        after=after,
+        dtype=engine.split.dtype,
+    )

@@ -1,11 +1,10 @@
-"""The data that a function of `[data]` build returns: a dataset of samples by index, or an iterable of samples."""
+"""The data that a function of `[data]` build returns: a dataset of samples by index."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -16,8 +15,8 @@ from torch import Tensor
 from meshcomm.config import DataConfig
 from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.models.build import function_of
-from meshcomm.train.data.batches import permuted, repeated
-from meshcomm.train.data.corpus import IGNORED, Corpus, Samples, outside
+from meshcomm.train.data.batches import permuted
+from meshcomm.train.data.corpus import IGNORED, Corpus, Samples, held_back, outside
 
 _EXPECTED = (
     "tokens (up to sequence + 1 whole numbers), a pair of inputs and targets, or a dict with input_ids and, "
@@ -25,57 +24,38 @@ _EXPECTED = (
 )
 
 
-def built(config: DataConfig, facts: Mapping[str, int], vocab_size: int | None) -> Corpus:
-    """Call the function of `config.build`.
+def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
+    """Call the function of `config.build`, which is given seed and sequence where its parameters have these names.
 
-    facts: seed, sequence, data_rank, data_world_size; the function is given those whose names its parameters have.
-    Raises TrainingError where it cannot be called or returns something else.
+    Raises TrainingError where it cannot be called or returns something else than a dataset by index.
     """
-    assert config.build is not None
-    given = f"build = {config.build!r}, args = {dict(config.args)}"
+    name = config.build
+    assert name is not None
     try:
-        function = function_of(config.build)
-        taken = inspect.signature(function).parameters
-        known = {key: value for key, value in facts.items() if key in taken and key not in config.args}
-        found = function(**known, **config.args)
+        function = function_of(name)
+        taken, facts = inspect.signature(function).parameters, {"seed": seed, "seq_len": config.seq_len}
+        found = function(**{key: facts[key] for key in facts if key in taken} | dict(config.args))
     except MeshcommError:
         raise
     except Exception as error:
         raise TrainingError(
             f"data.build could not be called: {type(error).__name__}: {error}",
-            given=given,
+            given=f"build = {name!r}, args = {dict(config.args)}",
             expected="a function that can be imported where the ranks run, and takes args by name",
             hint="its module in the folder that meshcomm is started in, or in PYTHONPATH",
         ) from error
-    if isinstance(found, torch.utils.data.DataLoader):
-        raise _no_dataset(config.build, "a DataLoader, which gives batches", "return its dataset")
-    form = _Form(config.build, config.seq_len, vocab_size)
-    if hasattr(found, "__getitem__") and hasattr(found, "__len__"):
-        if "data_rank" in known:
-            raise _no_dataset(
-                config.build,
-                "a dataset with a length, from a function that takes data_rank",
-                "leave data_rank out: a dataset by index is that of all ranks, and each reads its own samples of it",
-            )
-        if not len(found):
-            raise _no_dataset(config.build, "a dataset without samples", "samples")
-        digest = hashlib.sha256(f"{config.build} {len(found)}".encode()).digest()
-        part = Indexed(found, form)
-        part.read(np.zeros(1, dtype=np.int64))
-        return Corpus((part,), digest, len(found), "samples").cut(config.validation)
-    if not isinstance(found, Iterable):
-        raise _no_dataset(
-            config.build, type(found).__name__, "an object with __getitem__ and __len__, or an iterable"
+    if not (hasattr(found, "__getitem__") and hasattr(found, "__len__") and len(found)):
+        loader = isinstance(found, torch.utils.data.DataLoader)
+        raise TrainingError(
+            "data.build returns no data that can be read so",
+            given=f"{name} returned {type(found).__name__}",
+            expected="a dataset of all ranks' samples, with __getitem__ and a __len__ above 0",
+            hint="return its dataset" if loader else "a script, and Trainer.run with an iterable of batches",
         )
-    for setting, is_set in (("validation", bool(config.validation)), ("order", config.order == "random")):
-        if is_set:
-            raise _no_dataset(
-                config.build,
-                f"an iterable, with data.{setting}",
-                f"a dataset by index; or remove data.{setting}",
-            )
-    shares = facts["data_world_size"] if "data_rank" in known else 1
-    return Corpus((), b"", 0, "samples of an iterable", flow=Flow(found, form, shares))
+    digest = hashlib.sha256(f"{name} {len(found)}".encode()).digest()
+    part = Indexed(found, _Form(name, config.seq_len, vocab_size))
+    part.read(np.zeros(1, dtype=np.int64))
+    return Corpus((part,), digest, len(found), "samples").cut(config.validation)
 
 
 class _Form:
@@ -159,12 +139,7 @@ class Indexed:
     def __len__(self) -> int:
         return len(self._data) if self._kept is None else self._kept[1] - self._kept[0]
 
-    @property
-    def starts(self) -> int:
-        """See Part."""
-        return len(self)
-
-    def read(self, samples: NDArray[np.int64], *, anywhere: bool = False) -> Samples:
+    def read(self, samples: NDArray[np.int64]) -> Samples:
         """See Part."""
         if self._kept is not None:
             samples = permuted(samples + self._kept[0], len(self._data), [0])
@@ -173,36 +148,6 @@ class Indexed:
     def cut(self, share: float) -> tuple[Indexed, Indexed]:
         """See Part. Samples may lie by their kind, so those that are cut off are drawn."""
         count = len(self._data)
-        place = count - min(count, max(1, round(count * share)))
+        place = count - held_back(count, share)
         before, after = (Indexed(self._data, self._form, kept) for kept in ((0, place), (place, count)))
         return before, after
-
-
-@final
-class Flow:
-    """A user's iterable: read once from its beginning, and again where it ends.
-
-    shares: in how many parts the function has divided the samples; 1: it gives those of all ranks.
-    """
-
-    def __init__(self, data: Iterable[Any], form: _Form, shares: int) -> None:
-        self._form, self.shares = form, shares
-        self._position, self._items = 0, repeated(data)
-
-    def read(self, first: int, count: int, mine: slice) -> Samples:
-        """Of `count` samples of all ranks from position `first` on, those of this rank. Positions only rise."""
-        if self.shares > 1:
-            first, count, mine = first // self.shares, count // self.shares, slice(None)
-        for _ in islice(self._items, first - self._position):
-            pass
-        self._position = first + count
-        return self._form.joined(list(enumerate(islice(self._items, count), first))[mine])
-
-
-def _no_dataset(name: str, given: str, hint: str) -> TrainingError:
-    return TrainingError(
-        "data.build returns no data that can be read so",
-        given=f"{name} returned {given}",
-        expected="a dataset with __getitem__ and __len__, of all ranks' samples, or an iterable of samples",
-        hint=hint,
-    )

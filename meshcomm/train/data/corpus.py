@@ -23,14 +23,6 @@ _STRETCH = 32_768
 IGNORED = -100
 
 
-class Flow(Protocol):
-    """Samples that come one after the other."""
-
-    def read(self, first: int, count: int, mine: slice) -> Samples:
-        """Of `count` samples of all ranks from position `first` on, those of this rank. Positions only rise."""
-        ...
-
-
 class Part(Protocol):
     """One source of samples."""
 
@@ -38,13 +30,8 @@ class Part(Protocol):
         """Samples that have nothing in common."""
         ...
 
-    @property
-    def starts(self) -> int:
-        """Places where a sample may begin."""
-        ...
-
-    def read(self, samples: NDArray[np.int64], *, anywhere: bool = False) -> Samples:
-        """The samples of these numbers; anywhere: those that begin at these places."""
+    def read(self, samples: NDArray[np.int64]) -> Samples:
+        """The samples of these numbers."""
         ...
 
     def cut(self, share: float) -> tuple[Part, Part]:
@@ -75,14 +62,9 @@ class Stream:
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self._seq_len)
 
-    @property
-    def starts(self) -> int:
-        """See Part."""
-        return len(self.tokens) - self._seq_len
-
-    def read(self, samples: NDArray[np.int64], *, anywhere: bool = False) -> Samples:
+    def read(self, samples: NDArray[np.int64]) -> Samples:
         """See Part: int64 (samples, sequence) each, targets one token further."""
-        offsets = samples if anywhere else samples * self._seq_len
+        offsets = samples * self._seq_len
         found = self.tokens[offsets[:, None] + self._window].astype(np.int64)
         if self.vocab_size is not None and found.size:
             for worst in (found.argmax(), found.argmin()):
@@ -95,7 +77,7 @@ class Stream:
 
     def cut(self, share: float) -> tuple[Stream, Stream]:
         """See Part. The token after the last sample before the cut is the first after it."""
-        kept = len(self) - _of(len(self), share)
+        kept = len(self) - held_back(len(self), share)
         place = kept * self._seq_len
         before, after = (
             Stream(self.tokens[begin:end], self._seq_len, self.name, self.vocab_size, self._first + begin)
@@ -120,7 +102,7 @@ class Corpus:
 
     parts: tuple[Part, ...]
     digest: bytes
-    """Equal on every rank, or ranks train on different data; b"" where there is nothing to compare."""
+    """Equal on every rank, or ranks train on different data."""
     size: int = 0
     """Of all parts, in `unit`."""
     unit: str = "bytes of text"
@@ -129,8 +111,6 @@ class Corpus:
     """Shares of the parts in an epoch; (): each sample once."""
     validation: Corpus | None = None
     """What is evaluated."""
-    flow: Flow | None = None
-    """In place of parts: what can only be read from its beginning."""
 
     @property
     def samples(self) -> int:
@@ -178,5 +158,6 @@ def checked(parts: Sequence[Part], given: str, seq_len: int) -> None:
         )
 
 
-def _of(count: int, share: float) -> int:
+def held_back(count: int, share: float) -> int:
+    """How many of `count` samples a share for validation is: one at least."""
     return min(count, max(1, round(count * share)))

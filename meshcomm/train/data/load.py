@@ -1,15 +1,18 @@
-"""Open the data that `[data]` names: text, token files, folders of datasets, functions."""
+"""Open the data that `[data]` names: text, token files, functions."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import json
+import os
+import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +20,10 @@ from numpy.typing import NDArray
 from meshcomm.config import DataConfig, ModelConfig
 from meshcomm.errors import TrainingError
 from meshcomm.train.data.corpus import Corpus, Stream, checked, outside
-from meshcomm.train.data.text import NO_TOKENIZER, Document, Tokens, rows_of, texts_of
+
+# Documents that are tokenised at once, by all cores.
+_AT_ONCE = 256
+_NO_TOKENIZER: Final = "data.tokenizer = the tokenizer of this model: without one a byte is a token"
 
 
 def load(
@@ -26,37 +32,30 @@ def load(
     model: ModelConfig | None = None,
     vocab_size: int | None = None,
     cache: Path | None = None,
-    facts: Mapping[str, int] | None = None,
+    seed: int = 0,
 ) -> Corpus:
     """What `config` names, ready to be read at any place.
 
     model:      the folder of `pretrained` has the tokenizer that is the default.
     vocabulary: of the model; None: not known, and not checked.
     cache:      a folder where the tokens of tokenised text are kept, and looked for. None: in memory.
-    facts:      what the function of `build` may be given: seed, data_rank, data_world_size.
+    seed:       what the function of `build` may be given.
     Raises TrainingError where nothing is found, less than one sample is, or tokens are not the model's.
     """
     if config.build is not None:
         from meshcomm.train.data.build import built
 
-        alone = {"seed": 0, "seq_len": config.seq_len, "data_rank": 0, "data_world_size": 1}
-        return built(config, {**alone, **(facts or {})}, vocab_size)
-    part: Any = config.files
-    held: Any = config.validation_files
-    key, held_key = "data.files", "data.validation_files"
-    tokens = None if config.tokens else Tokens(config, cache, model, vocab_size)
-    if tokens is None:
-        part, key, read = config.tokens, "data.tokens", partial(_token_files, config, vocab_size)
-    elif config.dataset is not None:
-        part, held = config.split, config.validation_split
-        key, held_key = "data.dataset", f"the split {config.validation_split!r}"
-        read = partial(_rows, config, tokens)
-    elif tokens.tokenizer is None:
-        read = partial(_bytes, config, vocab_size)
+        return built(config, seed, vocab_size)
+    read: Callable[[tuple[str, ...], str], Corpus]
+    if config.tokens:
+        read, given, key = partial(_token_files, config, vocab_size), config.tokens, "data.tokens"
     else:
-        read = partial(_texts, config, tokens)
-    corpus = read(part, key)
-    return replace(corpus, validation=read(held, held_key)) if held else corpus.cut(config.validation)
+        tokens = Tokens(config, cache, model, vocab_size)
+        read, given, key = partial(_texts, config, tokens, vocab_size), config.files, "data.files"
+    corpus = read(given, key)
+    if not config.validation_files:
+        return corpus.cut(config.validation)
+    return replace(corpus, validation=read(config.validation_files, "data.validation_files"))
 
 
 def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
@@ -75,30 +74,28 @@ def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
     return sorted(Path(path) for path in found)
 
 
-def _rows(config: DataConfig, tokens: Tokens, split: str | None, key: str) -> Corpus:
-    return _tokenised(config, tokens.of(rows_of(config, split)), (Path(str(config.dataset)),), key)
-
-
-def _texts(config: DataConfig, tokens: Tokens, patterns: tuple[str, ...], key: str) -> Corpus:
+def _texts(
+    config: DataConfig, tokens: Tokens, vocab_size: int | None, patterns: tuple[str, ...], key: str
+) -> Corpus:
     files = _files(patterns, key)
-    return _tokenised(config, tokens.of(texts_of(files, config.max_bytes)), tuple(files), key)
+    documents = list(texts_of(files, config.max_bytes))
+    if tokens.tokenizer is None:
+        return _bytes(config, vocab_size, documents, files)
+    found = tokens.of(documents)
+    part = Stream(found, config.seq_len, key)
+    checked([part], f"{len(found)} tokens of {key}", config.seq_len)
+    return Corpus((part,), part.digest(), len(found), "tokens", tuple(files))
 
 
-def _tokenised(config: DataConfig, tokens: NDArray[Any], files: tuple[Path, ...], key: str) -> Corpus:
-    part = Stream(tokens, config.seq_len, key)
-    checked([part], f"{len(tokens)} tokens of {key}", config.seq_len)
-    return Corpus((part,), part.digest(), len(tokens), "tokens", files)
-
-
-def _bytes(config: DataConfig, vocab_size: int | None, patterns: tuple[str, ...], key: str) -> Corpus:
-    files = _files(patterns, key)
-    documents: list[Document] = list(texts_of(files, config.max_bytes))
-    if vocab_size is not None:
-        for each in documents:
-            if (highest := max(each.text, default=0)) >= vocab_size:
-                raise outside(
-                    highest, vocab_size, f"position {each.text.index(highest)} of {each.name}", NO_TOKENIZER
-                )
+def _bytes(
+    config: DataConfig, vocab_size: int | None, documents: list[Document], files: list[Path]
+) -> Corpus:
+    """Text of which a byte is a token."""
+    limit = 256 if vocab_size is None else vocab_size
+    for each in documents:
+        if (highest := max(each.text, default=0)) >= limit:
+            where = f"position {each.text.index(highest)} of {each.name}"
+            raise outside(highest, limit, where, _NO_TOKENIZER)
     text = b"".join(each.text for each in documents)
     if len(text) <= config.seq_len:
         raise TrainingError(
@@ -109,8 +106,7 @@ def _bytes(config: DataConfig, vocab_size: int | None, patterns: tuple[str, ...]
             hint="more files, or a shorter sequence",
         )
     part = Stream(np.frombuffer(text, dtype=np.uint8), config.seq_len, "data.files")
-    used = tuple(files[: len(documents)])
-    return Corpus((part,), hashlib.sha256(text).digest(), len(text), files=used)
+    return Corpus((part,), hashlib.sha256(text).digest(), len(text), files=tuple(files[: len(documents)]))
 
 
 def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
@@ -170,3 +166,168 @@ def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Strea
         # The ends, so that a wrong type or vocabulary is found before the first step.
         stream.read(np.unique(np.linspace(0, len(stream) - 1, 256).astype(np.int64)))
     return stream
+
+
+class Document(NamedTuple):
+    """A text. cut: it was read in part."""
+
+    name: str
+    text: bytes
+    cut: bool = False
+
+
+def texts_of(files: Iterable[Path], most: int | None) -> Iterator[Document]:
+    """The files, each a document, `most` bytes of all of them; None: all. Raises TrainingError where one cannot be read."""
+    left = sys.maxsize if most is None else most
+    for path in files:
+        if left <= 0:
+            return
+        try:
+            with path.open("rb") as file:
+                text = file.read(-1 if most is None else left)
+                cut = bool(len(text) == left and file.read(1))
+        except OSError as error:
+            raise TrainingError(
+                f"the training data cannot be read: {error.strerror}", given=f"data.files: {path}"
+            ) from error
+        left -= len(text)
+        yield Document(str(path), text, cut)
+
+
+@final
+class Tokens:
+    """Text through a tokenizer; `tokenizer` is None where a byte is a token. Raises TrainingError.
+
+    model: its folder's tokenizer is the default. vocabulary: tokens are below it; None: not known.
+    cache: the tokens are kept there, mapped from there, and made once for the same text and tokenizer. None: in memory.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        cache: Path | None,
+        model: ModelConfig | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._cache, self._config, self._vocab_size = cache, config, vocab_size
+        self.tokenizer: Any = None
+        self.eos: int | None = None
+        self._facts = b""
+        self._path = config.tokenizer_of(None if model is None else model.pretrained)
+        if self._path is not None:
+            self._open(self._path)
+
+    def of(self, documents: Iterable[Document]) -> NDArray[Any]:
+        """The tokens of all documents, one after the other, the token of `eos` after each."""
+        held = list(documents)
+        tokens = self._made(held) if self._cache is None else self._kept(held, self._cache)
+        if self._vocab_size is not None and len(tokens) and int(tokens.max()) >= self._vocab_size:
+            raise self._outside(held, self._vocab_size)
+        return tokens
+
+    def _kept(self, held: list[Document], cache: Path) -> NDArray[Any]:
+        sums = hashlib.sha256(self._facts + f"{self.eos}".encode())
+        for each in held:
+            sums.update(hashlib.sha256(each.text).digest())
+        path = cache / f"tokens-{sums.hexdigest()[:16]}.npy"
+        try:
+            if not path.exists():
+                cache.mkdir(parents=True, exist_ok=True)
+                draft = path.with_name(f".{path.name}.{os.getpid()}")
+                with draft.open("wb") as file:
+                    np.save(file, self._made(held))
+                os.replace(draft, path)
+            return np.load(path, mmap_mode="r")  # type: ignore[no-any-return]
+        except (OSError, ValueError) as error:
+            raise TrainingError(
+                "tokens cannot be kept", given=f"{path}: {error}", expected="a folder with space, train.out"
+            ) from error
+
+    def _outside(self, documents: list[Document], vocab_size: int) -> TrainingError:
+        """The error of the first token that the model does not have."""
+        document, ids = next(
+            each for each in self._tokenised(documents) if each[1].max(initial=0) >= vocab_size
+        )
+        place = int((ids >= vocab_size).argmax())
+        size = self.tokenizer.get_vocab_size()
+        hint = f"the tokenizer of this model: {self._path} has {size} tokens"
+        return outside(int(ids[place]), vocab_size, f"position {place} of {document.name}", hint)
+
+    def _made(self, documents: list[Document]) -> NDArray[Any]:
+        found = [ids for _, ids in self._tokenised(documents)]
+        tokens = np.concatenate(found) if found else np.empty(0, np.uint32)
+        return tokens.astype(np.uint16) if not len(tokens) or tokens.max() < 65_536 else tokens
+
+    def _tokenised(self, documents: list[Document]) -> Iterator[tuple[Document, NDArray[np.uint32]]]:
+        end = [] if self.eos is None else [self.eos]
+        for first in range(0, len(documents), _AT_ONCE):
+            some = documents[first : first + _AT_ONCE]
+            texts = [_text(each) for each in some]
+            # Special tokens of a template would stand in every document, and ours ends it.
+            encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            for each, found in zip(some, encoded, strict=True):
+                yield each, np.array([*found.ids, *end], dtype=np.uint32)
+
+    def _open(self, path: Path) -> None:
+        given = (
+            f"{'data.tokenizer' if self._config.tokenizer else 'the tokenizer of model.pretrained'} = {path}"
+        )
+        try:
+            import tokenizers  # type: ignore[import-not-found, unused-ignore]
+        except ImportError as error:
+            raise TrainingError(
+                "tokenizers is not installed",
+                given=given,
+                expected="the package tokenizers",
+                hint="pip install 'meshcomm[hf]'",
+            ) from error
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            content = file.read_bytes()
+            self.tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:
+            raise TrainingError(
+                "the tokenizer cannot be read",
+                given=f"{given}: {error}",
+                expected="a tokenizer.json of tokenizers, or a folder with one",
+                hint="AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes one",
+            ) from error
+        # What a sample is, is said by data.seq_len.
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        said = self._config.eos or _eos_beside(file)
+        if said is not None:
+            self.eos = self.tokenizer.token_to_id(said)
+            if self.eos is None:
+                raise TrainingError(
+                    f"the tokenizer has no token {said!r}",
+                    given=f"{given}, eos = {said!r}",
+                    expected="a token of its vocabulary",
+                    hint="data.eos = the token that ends a text",
+                )
+        self._facts = hashlib.sha256(content).digest()
+
+
+def _text(document: Document) -> str:
+    try:
+        return document.text.decode()
+    except UnicodeDecodeError as error:
+        # A text that was cut may end within a character.
+        if document.cut and error.start >= len(document.text) - 3:
+            return document.text[: error.start].decode()
+        raise TrainingError(
+            "the text is not UTF-8",
+            given=f"{document.name}: byte {error.start}",
+            expected="UTF-8, which the tokenizer takes",
+            hint="other files; or no data.tokenizer, which trains on bytes",
+        ) from error
+
+
+def _eos_beside(file: Path) -> str | None:
+    """The eos_token that a folder of transformers names."""
+    try:
+        said = json.loads((file.parent / "tokenizer_config.json").read_text()).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    said = said.get("content") if isinstance(said, dict) else said
+    return said if isinstance(said, str) else None

@@ -1,7 +1,8 @@
-"""Which interfaces and addresses does this host have, and will the job's sockets find their way?"""
+"""What does this host have: interfaces, addresses, file descriptors? Will the job's sockets find their way?"""
 
 from __future__ import annotations
 
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,14 +10,61 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 import psutil
+import torch
 
 from meshcomm.config import NetworkConfig
 from meshcomm.doctor.finding import Finding
 from meshcomm.errors import LaunchError
+from meshcomm.layout import Plan
 from meshcomm.mesh.environment import network_variables, no_interface, refuse_conflict
 from meshcomm.mesh.exposure import is_loopback
+from meshcomm.predict.lint import GLOO_DESCRIPTORS
+from meshcomm.transport.support import backend_on
 
 SLOW_S: Final = 1.0
+
+
+class Limit(NamedTuple):
+    """used: now. needed: by a rank beyond that, at most; None without a plan. limit: None if unlimited."""
+
+    name: str
+    limit: int | None
+    used: int
+    needed: int | None
+
+
+def descriptors_needed(plan: Plan, device: torch.device) -> int:
+    """File descriptors that one rank's Gloo groups cost at most: connected with every peer.
+
+    With the idle default group of torch.distributed and the connection to the store.
+    """
+    sizes = [
+        family.size
+        for family in plan.families
+        if family.creates and backend_on(family.options.backend, device) == "gloo"
+    ]
+    groups = len(sizes) + (backend_on(plan.defaults.backend, device) == "gloo")
+    return 1 + groups * GLOO_DESCRIPTORS + sum(size - 1 for size in sizes)
+
+
+def descriptors(needed: int | None) -> Limit:
+    """The limit that applies to this process."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = None if soft == resource.RLIM_INFINITY else soft
+    return Limit("file descriptors", limit, psutil.Process().num_fds(), needed)
+
+
+def limit_findings(found: Limit) -> Iterator[Finding]:
+    """Whether what is needed is left."""
+    total = found.used + (found.needed or 0)
+    if found.needed is not None and found.limit is not None and total > found.limit:
+        yield Finding(
+            "error",
+            f"the plan needs more {found.name} than a process may have",
+            given=f"{found.used} in use, {found.needed} more for the plan, the limit is {found.limit}",
+            expected=f"a limit of at least {total}",
+            hint=f"ulimit -n {total}, or fewer dims with groups of their own",
+        )
 
 
 class Interface(NamedTuple):
@@ -54,10 +102,7 @@ def resolve(host: str) -> list[str]:
 def chosen(
     present: Sequence[Interface], env: Mapping[str, str], one_host: bool, name: str
 ) -> tuple[str | None, str]:
-    """The interface and address that Gloo will take, by its own rules and meshcomm's default.
-
-    env: with what `[network]` sets. name: this host's.
-    """
+    """The interface and address that Gloo will take. env: with what `[network]` sets. name: this host's."""
     if wanted := env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         addresses = next((each.addresses for each in present if each.name == wanted), ())
         return wanted, addresses[0] if addresses else "none"
@@ -110,11 +155,11 @@ def name_findings(name: str, addresses: Sequence[str], present: Sequence[Interfa
 
 def interface_hint(present: Sequence[Interface]) -> str:
     """The setting that picks the first interface that leads out of this host."""
-    outside = next(
-        (each.name for each in present if each.up and not all(map(is_loopback, each.addresses))), None
-    )
+    outside = [each.name for each in present if each.up and not all(map(is_loopback, each.addresses))]
     return (
-        f'network.interfaces = ["{outside}"]' if outside else "network.interfaces of one that leads outside"
+        f'network.interfaces = ["{outside[0]}"]'
+        if outside
+        else "network.interfaces of one that leads outside"
     )
 
 

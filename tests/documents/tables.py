@@ -1,0 +1,37 @@
+"""THE tables of blocks that are not run and why, and of names that a page's short examples take for granted.
+
+Python that is not run is still compiled, and commands are still read by the real command line. Whole commands that no page
+runs (`meshcomm train`, ...) are in tests/documents/commands.py; commands on files that only the reader has are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+# Page and first line of the block -> why. A line that no block has any more fails the tests.
+NOT_RUN: Final[Mapping[str, str]] = {
+    'docs/guide/performance.md: torchrun --nproc-per-node 8 -m tests.benchmarks.training configs/mesh.toml --rounds 5 --set \'parallel={ data = "dp", tensor = "tp", pipeline = "pp" }\'': "measures for minutes; tests/benchmarks/test_training.py",
+    "docs/benchmarks.md: import time, torch, meshcomm": "times 256 simulated ranks five times over, 25 s",
+}
+
+# Pages whose blocks other tests run; here they are only read.
+OWN_TESTS: Final[Mapping[str, str]] = {
+    "docs/reference/errors.md": "tests/documents/error_page.py",
+}
+
+# Made on every rank before a page's first example.
+_TORCH: Final = "import torch\n"
+
+PRELUDES: Final[Mapping[str, str]] = {
+    "README.md": _TORCH + "x, q = torch.ones(2, 3, 4), torch.ones(2, 3, 4, 5)\n",
+    "docs/guide/checkpoints.md": _TORCH
+    + """
+from meshcomm.config import TrainConfig
+from meshcomm.train.lock import Lock
+
+train = TrainConfig(steps=2, global_batch_size=1, micro_batch_size=1, checkpoint_every=2, out="runs/books")
+state = {"model.weight": torch.full((2, 3), float(mesh.rank))}
+lock = Lock(step=2, seconds=0.0, fingerprint="", plan={}, config={}, versions={})
+""",
+}
