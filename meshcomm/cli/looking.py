@@ -1,4 +1,4 @@
-"""Commands that say what a config means: plan, where, lint, view, schema."""
+"""Commands that say what a config means: plan, lint, view, schema."""
 
 from __future__ import annotations
 
@@ -45,7 +45,12 @@ def plan(
     config: ConfigFile,
     world: World = None,
     rank: Annotated[
-        int | None, typer.Option(help="Show this rank's coords, groups and neighbours; mark it in the grid.")
+        str | None,
+        typer.Option(
+            metavar="RANK|COORDS",
+            help="Show this rank's coords, node, groups and neighbours, and whom it exchanges what with; mark it in the "
+            "grid. 5, or pp=1,dp=0,tp=1; fewer coords list all such ranks.",
+        ),
     ] = None,
     grid: Annotated[
         bool, typer.Option("--grid", help="Draw the ranks: a colour for each group, lines between nodes.")
@@ -128,7 +133,7 @@ def _difference(a: Config, b: Config, world: int | None) -> _Picture:
 
 
 def _tables(
-    settings: Config, world: int | None, rank: int | None, colours: tuple[Dims | None, ...], schedule: bool
+    settings: Config, world: int | None, rank: str | None, colours: tuple[Dims | None, ...], schedule: bool
 ) -> _Picture:
     """colours: whose groups the grid's are; empty where no grid is drawn."""
     from meshcomm.predict.lint import footprint
@@ -136,17 +141,24 @@ def _tables(
     from meshcomm.show.page import page_view
     from meshcomm.show.plan import plan_facts, plan_page
     from meshcomm.show.schedule import ScheduleView, schedule_facts
+    from meshcomm.show.where import read_place, where_facts, where_page
 
     laid_out, topology = settings.plan(world), discovered_topology(settings)
-    facts = plan_facts(laid_out, rank, topology)
+    facts = plan_facts(laid_out, None, topology)
     cost = footprint(settings, laid_out, laid_out.layout.world_size)
     if cost.nccl and not cost.undecided:
         facts["footprint"] = cost._asdict()
-    shown: list[RenderableType] = [page_view(plan_page(facts))]
+    tables, marked = plan_page(facts), None
+    if rank is not None:
+        placed = where_facts(settings, laid_out, read_place(rank), topology)
+        tables += where_page(placed)
+        facts |= placed
+        marked = placed["ranks"][0] if len(placed["ranks"]) == 1 else None
+    shown: list[RenderableType] = [page_view(tables)]
     if not colours:
         grid = None
     else:
-        facts["grid"] = grid_facts(laid_out, colours[0], topology, rank)
+        facts["grid"] = grid_facts(laid_out, colours[0], topology, marked)
         grid = RankGrid(facts["grid"])
         shown.append(grid)
     if schedule:
@@ -154,32 +166,9 @@ def _tables(
         shown.append(ScheduleView(facts["schedule"]))
 
     def page() -> list[Part]:
-        return [*plan_page(facts), *([] if grid is None else grid.page())]
+        return [*tables, *([] if grid is None else grid.page())]
 
     return _Picture(facts, page, "", shown, None if grid is None else grid.svg)
-
-
-@app.command()
-def where(
-    config: ConfigFile,
-    place: Annotated[
-        str,
-        typer.Argument(metavar="RANK|COORDS", help="5, or pp=1,dp=0,tp=1; fewer coords list all such ranks."),
-    ],
-    world: World = None,
-    export: Export = None,
-    json: AsJson = False,
-    overrides: Overrides = None,
-) -> None:
-    """Say where a rank sits: coords, node, groups, neighbours, and whom it exchanges what with; or who sits where."""
-    from meshcomm.config import load_config
-    from meshcomm.show.where import read_place, where_facts, where_page
-
-    _one_way_out(export, json)
-    asked = read_place(place)
-    settings = load_config(config, overrides or ()).resolved(world)
-    facts = where_facts(settings, settings.plan(world), asked, discovered_topology(settings))
-    _write(_Picture(facts, lambda: where_page(facts), f"where {place}"), export, json)
 
 
 @app.command()

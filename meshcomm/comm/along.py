@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from meshcomm.collectives import (
     SCATTER,
 )
 from meshcomm.comm import lists, scheduled
+from meshcomm.comm.checks import axis_or_dim
 from meshcomm.comm.communicator import CommunicatorCache
 from meshcomm.comm.functional import mean_message, mean_of
 from meshcomm.comm.handle import Handle
@@ -54,12 +56,20 @@ class Out(TypedDict, total=False):
     out: Tensor | None
 
 
-class Reduced(Factor, Out, total=False):
+class Axis(TypedDict, total=False):
+    dim: int  # torch's word for `axis`
+
+
+class Reduced(Factor, Out, Axis, total=False):
     pass
 
 
-class Joined(Out, total=False):
+class Joined(Out, Axis, total=False):
     uneven: bool
+
+
+class Sliced(Out, Axis, total=False):
+    pass
 
 
 class Moved(Out, total=False):
@@ -221,17 +231,31 @@ class AlongDims:
 
     @overload
     def reduce_scatter(
-        self, dims: Dims, x: X, axis: int = 0, op: str = ..., *, async_op: Sync = ..., **more: Unpack[Reduced]
+        self,
+        dims: Dims,
+        x: X,
+        axis: int | None = ...,
+        op: str = ...,
+        *,
+        async_op: Sync = ...,
+        **more: Unpack[Reduced],
     ) -> X: ...
     @overload
     def reduce_scatter(
-        self, dims: Dims, x: X, axis: int = 0, op: str = ..., *, async_op: Async, **more: Unpack[Reduced]
+        self,
+        dims: Dims,
+        x: X,
+        axis: int | None = ...,
+        op: str = ...,
+        *,
+        async_op: Async,
+        **more: Unpack[Reduced],
     ) -> Handle[X]: ...
     def reduce_scatter(
         self,
         dims: Dims,
         x: Tensor | Sequence[Tensor],
-        axis: int = 0,
+        axis: int | None = None,
         op: str = "sum",
         *,
         async_op: bool = False,
@@ -246,6 +270,9 @@ class AlongDims:
         Raises:     UnknownDim; ShapeError where x.shape[axis] is not divisible by n.
         """
         comm = self._at.along(dims)
+        if "dim" in more:
+            axis = axis_or_dim(axis, more.pop("dim"), partial(comm.where, "reduce_scatter"))
+        axis = 0 if axis is None else axis
         if isinstance(x, Tensor):
             return comm.collective(REDUCE_SCATTER, x, async_op, op, -1, axis, **more)
         return lists.collective(comm, REDUCE_SCATTER, x, async_op, axis, op=op, **more)
@@ -268,17 +295,17 @@ class AlongDims:
 
     @overload
     def all_gather(
-        self, dims: Dims, x: X, axis: int = ..., *, async_op: Sync = ..., **more: Unpack[Joined]
+        self, dims: Dims, x: X, axis: int | None = ..., *, async_op: Sync = ..., **more: Unpack[Joined]
     ) -> X: ...
     @overload
     def all_gather(
-        self, dims: Dims, x: X, axis: int = ..., *, async_op: Async, **more: Unpack[Joined]
+        self, dims: Dims, x: X, axis: int | None = ..., *, async_op: Async, **more: Unpack[Joined]
     ) -> Handle[X]: ...
     def all_gather(
         self,
         dims: Dims,
         x: Tensor | Sequence[Tensor],
-        axis: int = 0,
+        axis: int | None = None,
         *,
         async_op: bool = False,
         **more: Unpack[Joined],
@@ -294,30 +321,50 @@ class AlongDims:
         Raises:     UnknownDim, ShapeError, AutogradError; CommunicationError.
         """
         comm = self._at.along(dims)
+        if "dim" in more:
+            axis = axis_or_dim(axis, more.pop("dim"), partial(comm.where, "all_gather"))
+        axis = 0 if axis is None else axis
         if isinstance(x, Tensor):
             return comm.collective(ALL_GATHER, x, async_op, None, -1, axis, **more)
         return lists.collective(comm, ALL_GATHER, x, async_op, axis, **more)
 
     @overload
     def gather(
-        self, dims: Dims, x: Tensor, dst: int, axis: int = 0, *, async_op: Sync = ..., **more: Unpack[Joined]
+        self,
+        dims: Dims,
+        x: Tensor,
+        dst: int,
+        axis: int | None = ...,
+        *,
+        async_op: Sync = ...,
+        **more: Unpack[Joined],
     ) -> Tensor | None: ...
     @overload
     def gather(
-        self, dims: Dims, x: Tensor, dst: int, axis: int = 0, *, async_op: Async, **more: Unpack[Joined]
+        self,
+        dims: Dims,
+        x: Tensor,
+        dst: int,
+        axis: int | None = ...,
+        *,
+        async_op: Async,
+        **more: Unpack[Joined],
     ) -> Handle[Tensor | None]: ...
     def gather(
         self,
         dims: Dims,
         x: Tensor,
         dst: int,
-        axis: int = 0,
+        axis: int | None = None,
         *,
         async_op: bool = False,
         **more: Unpack[Joined],
     ) -> Any:
         """What `all_gather` returns, on coord `dst`; None on the others. `out` is only used on `dst`."""
         comm = self._at.along(dims)
+        if "dim" in more:
+            axis = axis_or_dim(axis, more.pop("dim"), partial(comm.where, "gather"))
+        axis = 0 if axis is None else axis
         return comm.collective(GATHER, x, async_op, root=dst, axis=axis, **more)
 
     @overload
@@ -326,24 +373,31 @@ class AlongDims:
         dims: Dims,
         x: Tensor | None,
         src: int,
-        axis: int = 0,
+        axis: int | None = ...,
         *,
         async_op: Sync = ...,
-        **more: Unpack[Out],
+        **more: Unpack[Sliced],
     ) -> Tensor: ...
     @overload
     def scatter(
-        self, dims: Dims, x: Tensor | None, src: int, axis: int = 0, *, async_op: Async, **more: Unpack[Out]
+        self,
+        dims: Dims,
+        x: Tensor | None,
+        src: int,
+        axis: int | None = ...,
+        *,
+        async_op: Async,
+        **more: Unpack[Sliced],
     ) -> Handle[Tensor]: ...
     def scatter(
         self,
         dims: Dims,
         x: Tensor | None,
         src: int,
-        axis: int = 0,
+        axis: int | None = None,
         *,
         async_op: bool = False,
-        **more: Unpack[Out],
+        **more: Unpack[Sliced],
     ) -> Any:
         """Slice c of tensor axis `axis` of coord src's x, on coord c.
 
@@ -352,7 +406,11 @@ class AlongDims:
         out:        on every rank or on none. Without it the shape is told to the ranks first.
         Returns:    new memory or `out`.
         """
-        return self._at.along(dims).collective(SCATTER, x, async_op, root=src, axis=axis, **more)
+        comm = self._at.along(dims)
+        if "dim" in more:
+            axis = axis_or_dim(axis, more.pop("dim"), partial(comm.where, "scatter"))
+        axis = 0 if axis is None else axis
+        return comm.collective(SCATTER, x, async_op, root=src, axis=axis, **more)
 
     @overload
     def all_to_all(
@@ -496,7 +554,7 @@ def _with_options(call: Any) -> inspect.Signature:
     signature = inspect.signature(call)
     *plain, more = signature.parameters.values()
     kinds = globals()[more.annotation.removeprefix("Unpack[").removesuffix("]")].__annotations__
-    defaults = {each.name: each.default for each in fields(Request)}
+    defaults = {each.name: each.default for each in fields(Request)} | {"dim": None}
     named = [
         inspect.Parameter(name, more.KEYWORD_ONLY, default=defaults[name], annotation=kind.__forward_arg__)
         for name, kind in kinds.items()

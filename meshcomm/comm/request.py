@@ -41,7 +41,7 @@ class Request:
 
     concat:   the axis that an all_to_all joins; `axis` is the one that it splits, and the only one of the others.
     factor:   of this rank, for a reduction that takes one.
-    uneven:   sizes of `axis` may differ from rank to rank. splits: what of `axis` goes to each coord; received: what is
+    uneven:   sizes of `axis` may differ from rank to rank. input_split_sizes: what of `axis` goes to each coord; output_split_sizes: what is
               known to come from each.
     algorithm: instead of the backend.
 

@@ -434,7 +434,9 @@ def _microbatches(resolved: Resolved) -> Iterator[Problem]:
         f"train.global_batch_size = {-(-number // ranks) * ranks * copies * micro}",
         f'parallel.options.schedule = "gpipe"{one_stage}',
     ]
-    given = resolved.written("train.micro_batch_size train.global_batch_size data shard pipeline parallel.options.schedule")
+    given = resolved.written(
+        "train.micro_batch_size train.global_batch_size data shard pipeline parallel.options.schedule"
+    )
     yield Problem("train.micro_batch_size", what, expected, ways, given)
 
 
@@ -477,7 +479,11 @@ def _split_along_tensor(name: str, resolved: Resolved) -> Iterator[Problem]:
     number = getattr(model, name)
     if number is not None and number % size:
         dim = resolved.dim("tensor")
-        fitting = [f"model.intermediate_size = {n}" for n in multiples(number, size, 1)] if name == "ff" else []
+        fitting = (
+            [f"model.intermediate_size = {n}" for n in multiples(number, size, 1)]
+            if name == "intermediate_size"
+            else []
+        )
         yield Problem(
             f"model.{name}",
             f"{name} is not divisible by {dim}: {remainder(number, size)}",
@@ -507,7 +513,11 @@ def _overlap(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _stages(resolved: Resolved) -> Iterator[Problem]:
-    num_layers, ranks, each = resolved.model.num_layers, resolved.size("pipeline"), resolved.parallel.options.stages_per_rank
+    num_layers, ranks, each = (
+        resolved.model.num_layers,
+        resolved.size("pipeline"),
+        resolved.parallel.options.stages_per_rank,
+    )
     if num_layers is not None and ranks > 1 and num_layers < ranks * each:
         stages = str(ranks) if each == 1 else f"{ranks}*{each} = {ranks * each}"
         fewer = [num_layers // ranks] if num_layers // ranks > 1 else []
@@ -526,11 +536,19 @@ def _stages(resolved: Resolved) -> Iterator[Problem]:
 
 def _ulysses(resolved: Resolved) -> Iterator[Problem]:
     model, tensor, context = resolved.model, resolved.size("tensor"), resolved.size("context")
-    if resolved.parallel.options.attention != "ulysses" or context == 1 or None in (model.num_heads, model.num_kv_heads):
+    if (
+        resolved.parallel.options.attention != "ulysses"
+        or context == 1
+        or None in (model.num_heads, model.num_kv_heads)
+    ):
         return
     if model.num_heads % tensor or model.num_kv_heads % tensor:
         return
-    num_heads, num_kv_heads, dim = model.num_heads // tensor, model.num_kv_heads // tensor, resolved.dim("context")
+    num_heads, num_kv_heads, dim = (
+        model.num_heads // tensor,
+        model.num_kv_heads // tensor,
+        resolved.dim("context"),
+    )
     ways: list[str | Fit] = [Fit("context"), 'parallel.options.attention = "ring"']
     given = resolved.written("model.num_heads model.num_kv_heads tensor context parallel.options.attention")
     if num_heads % context:
@@ -592,7 +610,11 @@ def _compiled_overlap(resolved: Resolved) -> Iterator[Problem]:
         what = "overlap has no effect in compiled blocks, which gather the sequence at once"
         ways = ["parallel.options.overlap = false", "train.compile = false"]
         yield Problem(
-            "parallel.options.overlap", what, "one of both", ways, resolved.written("train.compile parallel.options.overlap")
+            "parallel.options.overlap",
+            what,
+            "one of both",
+            ways,
+            resolved.written("train.compile parallel.options.overlap"),
         )
 
 
@@ -630,6 +652,6 @@ RULES: Final[tuple[Rule, ...]] = (
     _sections, _device_to_bind, _network_of_nccl, _tokenizer, _evaluation,
     _parts, _expert_dim, _expert_view,
     _global_batch, _microbatches, _tokens,
-    *(partial(_split_along_tensor, name) for name in ("heads", "num_kv_heads", "ff")), _vocab_size, _overlap, _stages, _ulysses, _experts,
+    *(partial(_split_along_tensor, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")), _vocab_size, _overlap, _stages, _ulysses, _experts,
     _compiled_overlap, _compiled_halves, _profiled_ranks,
 )  # fmt: skip

@@ -40,9 +40,9 @@ def _one_sample(data: DataConfig) -> Iterator[Problem]:
         return
     if data.max_bytes <= data.seq_len:
         what = f"does not hold one sample: {data.seq_len} + 1 > {data.max_bytes}"
-        expected = "max_bytes above sequence: a sample is its tokens and the one that follows"
+        expected = "max_bytes above seq_len: a sample is its tokens and the one that follows"
         ways = [f"data.max_bytes = {data.seq_len + 1}", f"data.seq_len = {data.max_bytes - 1}"]
-        yield Problem("max_bytes", what, expected, ways, data.written("max_bytes sequence"))
+        yield Problem("max_bytes", what, expected, ways, data.written("max_bytes seq_len"))
 
 
 def _one_source(data: DataConfig) -> Iterator[Problem]:
@@ -183,9 +183,9 @@ def _selective(train: TrainConfig) -> Iterator[Problem]:
         yield Problem(
             "compile",
             "a compiled block is one operator: which results in it to keep cannot be said",
-            "recompute that keeps nothing of a block, or no compile",
+            "activation_checkpointing that keeps nothing of a block, or no compile",
             ["train.activation_checkpointing = true", "train.compile = false"],
-            train.written("compile recompute"),
+            train.written("compile activation_checkpointing"),
         )
 
 
@@ -301,9 +301,9 @@ class TrainConfig(Section):
     """With checkpoint_every: how many of the last checkpoints stay."""
     resume: bool = False
     """Go on from the last complete checkpoint in out, if there is one."""
-    resume_changed: FrozenList[Literal["data", "sequence", "global_batch_size"]] = ()
+    resume_changed: FrozenList[Literal["data", "seq_len", "global_batch_size"]] = ()
     """With resume: what may be another one than the checkpoint's; without it, that is refused. After another data or
-    sequence the samples begin again, with another global_batch_size they go on. Default []: nothing."""
+    seq_len the samples begin again, with another global_batch_size they go on. Default []: nothing."""
     eval_every: int = Field(default=0, ge=0)
     """With validation data: steps from one evaluation to the next; one more follows the last step. 0: none."""
     eval_batches: int | None = Field(default=None, ge=1)

@@ -210,7 +210,9 @@ class SpecModel(Model):
         if splits.tensor.size > 1 and not spec.split:
             wanted.append(("parallel.tensor", "split", "a plan that says how each layer is split"))
         if splits.tensor.sequence_parallel and spec.sequence is None:
-            wanted.append(("parallel.options.sequence_parallel", "sequence", "what works on slices of the sequence"))
+            wanted.append(
+                ("parallel.options.sequence_parallel", "sequence", "what works on slices of the sequence")
+            )
         if splits.context.size > 1 and (spec.attention is None or spec.forward is None):
             wanted.append(("parallel.context", "attention and forward", "where attention is computed"))
         if stages > 1 and (not spec.layers or spec.forward is None):
@@ -225,7 +227,9 @@ class SpecModel(Model):
         if self.drops and (not spec.layers or spec.forward is None):
             wanted.append(("ModelSpec.dropped", "layers and forward", "blocks that are told their samples"))
         if self._train.activation_checkpointing and (not spec.layers or spec.forward is None):
-            wanted.append(("train.activation_checkpointing", "layers and forward", "which blocks run again in backward"))
+            wanted.append(
+                ("train.activation_checkpointing", "layers and forward", "which blocks run again in backward")
+            )
         if self._train.compile and not spec.layers:
             wanted.append(("train.compile", "layers", "which blocks are compiled"))
         if splits.expert and spec.experts is None:

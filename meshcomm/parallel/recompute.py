@@ -43,7 +43,9 @@ def is_recomputed(activation_checkpointing: Recompute, block: int) -> bool:
     return (block + 1) % activation_checkpointing == 0
 
 
-def run(activation_checkpointing: Recompute, number: int, block: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+def run(
+    activation_checkpointing: Recompute, number: int, block: Callable[..., Any], /, *args: Any, **named: Any
+) -> Any:
     """The result of `block`, the number-th of the model; tensors for backward are kept, or computed again.
 
     Nothing random is kept: a block must draw the same numbers when it is called again with the same arguments.

@@ -116,7 +116,9 @@ def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float
     )
     if work.sequence_parallel:
         selective += 2 * work.hidden_size
-    everything = 2 * entry + 2 * work.hidden_size + 3 * queries + 2 * keys + 2 * inner + 2 * rows * work.hidden_size
+    everything = (
+        2 * entry + 2 * work.hidden_size + 3 * queries + 2 * keys + 2 * inner + 2 * rows * work.hidden_size
+    )
     element = work.tokens(sizes) * work.activation_bytes
     return entry * element, selective * element, everything * element
 

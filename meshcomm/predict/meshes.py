@@ -92,7 +92,12 @@ def _factors(world: int, count: int) -> Iterator[Sequence[int]]:
 def _splits(work: Workload, sizes: Sizes) -> bool:
     """Whether heads, layers and tokens can be split so: the rules of meshcomm.config.rules."""
     tensor, context, pipeline = sizes.tensor, sizes.context, sizes.pipeline
-    divided = [work.num_heads, work.num_kv_heads, work.intermediate_size, *([] if work.whole_tables else [work.vocab_size])]
+    divided = [
+        work.num_heads,
+        work.num_kv_heads,
+        work.intermediate_size,
+        *([] if work.whole_tables else [work.vocab_size]),
+    ]
     if any(number % tensor for number in divided):
         return False
     if pipeline > 1 and work.num_layers < pipeline * work.stages_per_rank:

@@ -107,7 +107,11 @@ class Workload(NamedTuple):
         if isinstance(self.activation_checkpointing, bool) or self.activation_checkpointing == "selective":
             return layers if self.activation_checkpointing is True else 0
         # Of a run of them as many, or one less.
-        return layers // self.activation_checkpointing if sizes.pipeline == 1 else -(-layers // self.activation_checkpointing)
+        return (
+            layers // self.activation_checkpointing
+            if sizes.pipeline == 1
+            else -(-layers // self.activation_checkpointing)
+        )
 
     def expert_layers_again(self, sizes: Sizes) -> int:
         """Of these the ones with experts: a share, rounded up."""

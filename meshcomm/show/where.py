@@ -28,7 +28,7 @@ def read_place(text: str) -> int | dict[str, int]:
     >>> read_place("5"), read_place("pp=1,tp=0")
     (5, {'pp': 1, 'tp': 0})
     """
-    if re.fullmatch(r"\s*\d+\s*", text):
+    if re.fullmatch(r"\s*-?\d+\s*", text):
         return int(text)
     coords: dict[str, int] = {}
     for part in filter(None, re.split(r"[,\s]+", text)):
@@ -65,7 +65,7 @@ def ranks_at(layout: Layout, coords: dict[str, int]) -> list[int]:
 def where_facts(
     settings: Config, plan: Plan, place: int | dict[str, int], topology: TopologyConfig | None = None
 ) -> Facts:
-    """What `meshcomm where` shows, as data that JSON can hold.
+    """What `meshcomm plan --rank` shows of a place, as data that JSON can hold.
 
     settings: with every -1 filled in. place: a rank, or coords.
 
@@ -140,16 +140,16 @@ def _exchanges(settings: Config, layout: Layout) -> Iterator[tuple[str, Dims, st
     rules = settings.parallel or ParallelConfig()
     both, messages = "all_gather and reduce_scatter", "send and receive"
     if "tensor" in played:
-        operation = both if rules.sequence_parallel else "all_reduce"
+        operation = both if rules.options.sequence_parallel else "all_reduce"
         yield "tensor", played["tensor"], operation, "activations of each layer", None
-    if "context" in played and rules.attention == "ring":
+    if "context" in played and rules.options.attention == "ring":
         yield "context", played["context"], messages, "keys and values, around a ring", True
     elif "context" in played:
         yield "context", played["context"], "all_to_all", "heads in place of tokens", None
     if "expert" in played:
         yield "expert", played["expert"], "all_to_all", "tokens, to their experts and back", None
     if "pipeline" in played:
-        wraps = rules.schedule in ("interleaved_1f1b", "zero_bubble")
+        wraps = rules.options.schedule in ("interleaved_1f1b", "zero_bubble")
         what = "activations onwards, their gradients back"
         yield "pipeline", played["pipeline"], messages, what, wraps
     shards = tuple(dim for dim in rules.shard_dims(layout.dims) if layout.size(dim) > 1)
@@ -171,14 +171,12 @@ def where_page(facts: Facts) -> list[Part]:
     """`where_facts` as lines and tables."""
     if facts["rank"] is None:
         return _several(facts)
-    machine = facts["machine"]
-    if machine is None:
-        about = "its node is not known: topology.ranks_per_node says which ranks share one"
-    else:
+    machine, about = facts["machine"], list[Part]()
+    if machine is not None:
         rack = "" if machine["rack"] is None else f" in rack {machine['rack']}"
-        about = f"node {machine['node']}{rack}, local rank {machine['local_rank']}; "
-        about += f"ranks on the node: {fold(machine['ranks'])}"
-    parts = rank_page(facts["rank"], Line(about))
+        on_node = f"node {machine['node']}{rack}, local rank {machine['local_rank']}; "
+        about.append(Line(on_node + f"ranks on the node: {fold(machine['ranks'])}"))
+    parts = rank_page(facts["rank"], *about)
     if facts["exchanges"]:
         said = " (by the dims' names)" if facts["exchanges"][0]["said_by"] == "name" else ""
         columns: dict[str, Column] = {

@@ -57,7 +57,9 @@ def read(args: Sequence[Any], keywords: Mapping[str, Any]) -> DryRequest:
         else:
             keys = {name: value for name, value in rest.items() if name in MeshConfig.model_fields}
             dims = {**source, **{name: value for name, value in rest.items() if name not in keys}}
-            settings = load_config({"mesh": {"dims": dims, "device": "cpu", **keys}}, own.get("overrides", ()))
+            settings = load_config(
+                {"mesh": {"dims": dims, "device": "cpu", **keys}}, own.get("overrides", ())
+            )
         settings = settings.resolved(world)
         size = settings.plan(world).layout.world_size
     except (TypeError, ValueError) as error:

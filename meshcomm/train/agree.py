@@ -86,7 +86,7 @@ def corpus_of(mesh: Mesh, known: Sections, vocab_size: int = 0, cache: Path | No
     assert data is not None
     rank = mesh.coord(part.data_dims) if part.data_dims else 0
     facts = {"seed": train.seed, "data_rank": rank, "data_world_size": part.copies(dict(mesh.dims))}
-    if not vocab_size and model is not None and model.given("vocabulary"):
+    if not vocab_size and model is not None and model.given("vocab_size"):
         vocab_size = model.vocab_size
     return load(data, model=model, vocab_size=vocab_size or None, cache=cache, facts=facts)
 

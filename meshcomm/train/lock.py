@@ -16,7 +16,15 @@ import torch
 from pydantic_core import to_jsonable_python
 
 from meshcomm import __version__
-from meshcomm.config import Config, DataConfig, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from meshcomm.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    ParallelConfig,
+    ParallelOptions,
+    TrainConfig,
+)
 from meshcomm.config.section import Section
 from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError, TrainingError
@@ -29,7 +37,7 @@ _FORMAT = 2
 _FIXED = ("model.", "pretrained.", "train.seed", "train.dtype")
 # These too, unless train.resume_changed names them: what the samples of a step follow from, and by which name.
 _SAMPLES = {
-    "data.seq_len": "sequence",
+    "data.seq_len": "seq_len",
     "train.global_batch_size": "global_batch_size",
     **{f"data.{key}": "data" for key in ("sha256", "order", "weights", "validation", "build", "args")},
 }
@@ -53,10 +61,8 @@ _NOT_THE_MODEL = {
 }
 # Where it lies may change; what lies there may not.
 _MAY_MOVE = {"model.pretrained"}
-_CLASSES = (MeshConfig, ParallelConfig, ModelConfig, DataConfig, TrainConfig)
-_SECTIONS: Mapping[str, type[Section]] = {
-    each.__name__.removesuffix("Config").lower(): each for each in _CLASSES
-}
+_CLASSES = (MeshConfig, ParallelConfig, ParallelOptions, ModelConfig, DataConfig, TrainConfig)
+_SECTIONS: Mapping[str, type[Section]] = {each.place: each for each in _CLASSES}
 
 
 @dataclass(frozen=True)
@@ -210,7 +216,7 @@ def best_of(saved: Lock, now: Lock) -> tuple[Any, ...]:
 
 
 def _begins_again(names: Iterable[str]) -> bool:
-    return any(_SAMPLES.get(name) in ("data", "sequence") for name in names)
+    return any(_SAMPLES.get(name) in ("data", "seq_len") for name in names)
 
 
 def _known(settings: Mapping[str, Any], name: str) -> Any:
@@ -224,6 +230,9 @@ def _sha256(content: bytes) -> str:
 def _flat(lock: Lock) -> dict[str, Any]:
     """`section.key` -> value. A key's own table, as of mesh.dims, stays one value."""
     sections = {**lock.config, "versions": lock.versions}
+    if "options" in (parallel := dict(sections.get("parallel") or {})):
+        sections["parallel.options"] = parallel.pop("options")
+        sections["parallel"] = parallel
     found = {f"{section}.{key}": value for section, table in sections.items() for key, value in table.items()}
     return {**found, "device": lock.plan.get("device")}
 
@@ -232,7 +241,7 @@ def _default(name: str) -> Any:
     """Of a setting `section.key`, as a lock has it; None where there is none."""
     if name in _BEFORE:
         return _BEFORE[name]
-    section, _, key = name.partition(".")
+    section, _, key = name.rpartition(".")
     field = _SECTIONS[section].model_fields.get(key) if section in _SECTIONS else None
     if field is None or field.is_required():
         return None

@@ -187,7 +187,10 @@ def test_what_cannot_be_trained_is_refused() -> None:
     for sets, message in (
         ((), "which dim plays which part"),
         ((role, "mesh.ranks=[0, 1]"), "on all ranks of the job"),
-        ((role, "train={ steps = 1, global_batch_size = 8, micro_batch_size = 4 }"), "how to train, but not what"),
+        (
+            (role, "train={ steps = 1, global_batch_size = 8, micro_batch_size = 4 }"),
+            "how to train, but not what",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             trained(load_config(mesh, sets), 2)

@@ -240,7 +240,10 @@ def test_a_dim_of_size_1_costs_nothing_and_splits_nothing() -> None:
     odd = ["data.seq_len=127", "mesh.dims={ cp = 1, dp = 2, tp = 1 }"]
     load_config(made(CP, odd))
     config = load_config(
-        made(PP, ["mesh.dims.pp=1", "model.num_layers=1", "train.global_batch_size=2", "train.micro_batch_size=1"])
+        made(
+            PP,
+            ["mesh.dims.pp=1", "model.num_layers=1", "train.global_batch_size=2", "train.micro_batch_size=1"],
+        )
     )
     assert config.parallel is not None
     assert config.parallel.stages({"pp": 1, "dp": 2}) == 1
@@ -413,6 +416,8 @@ def test_weights_that_are_sharded_along_two_dims_have_a_merged_one() -> None:
     }
     assert merged("mesh.dims.cp=1") == merged("mesh.dims.fsdp=1") == {}
     assert merged("parallel.data='fsdp'", "parallel.shard='dp'") == {"dp_cp": ("dp", "cp")}
-    config = load_config(made(HSDP, ["parallel.context='cp'", "mesh.dims={ dp = 2, cp = -1, tp = 2, fsdp = 2 }"]))
+    config = load_config(
+        made(HSDP, ["parallel.context='cp'", "mesh.dims={ dp = 2, cp = -1, tp = 2, fsdp = 2 }"])
+    )
     assert config.plan(16).family("cp_fsdp").size == 4
     assert "cp_fsdp" not in config.plan(8).layout.names

@@ -407,7 +407,9 @@ def on_processes(shard: bool) -> None:
             for part in model.values():
                 fully_shard(part, mesh=mesh["fsdp"])
         else:
-            model["ff"] = Experts(mesh, "ep", split, hidden_size=4, intermediate_size=6, experts=4, experts_per_token=2)
+            model["ff"] = Experts(
+                mesh, "ep", split, hidden_size=4, intermediate_size=6, experts=4, experts_per_token=2
+            )
             model["head"] = nn.Linear(4, 2, dtype=torch.float64)
         held = dict(model.named_parameters())
         squares = 0.0

@@ -97,7 +97,11 @@ INNER = {**SPEC, "args": {"inner": 0.3}}
         pytest.param(
             INNER,
             "pp=2 dp=2",
-            {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "train": {"activation_checkpointing": True}},
+            {
+                "schedule": "interleaved_1f1b",
+                "stages_per_rank": 2,
+                "train": {"activation_checkpointing": True},
+            },
             marks=pytest.mark.parity,
         ),
         pytest.param(
@@ -239,7 +243,9 @@ def queued(config: Config) -> int:
 
 @pytest.mark.parity
 def test_setting_generators_waits_for_nothing(pool: Pool) -> None:
-    config = config_of(INNER, "dp=2 tp=2", train={"dtype": "float32", "activation_checkpointing": True, "steps": 20})
+    config = config_of(
+        INNER, "dp=2 tp=2", train={"dtype": "float32", "activation_checkpointing": True, "steps": 20}
+    )
     config = load_config(config, [f"mesh.backend={NAME}", "mesh.validate_calls=2"])
     assert pool.run(queued, config, ranks=4) == [0] * 4
 

@@ -153,7 +153,9 @@ def test_micro_batches_hold_the_same_samples_on_every_number_of_ranks() -> None:
                 ranks.append(batches(step)[0].flatten().chunk(3))
             held.append([torch.cat(parts).tolist() for parts in zip(*ranks, strict=True)])
         assert held[0] == held[1] == held[2]
-        plain = [Batches(corpus, global_batch_size=24, seed=1, coord=coord, size=4)(step)[0] for coord in range(4)]
+        plain = [
+            Batches(corpus, global_batch_size=24, seed=1, coord=coord, size=4)(step)[0] for coord in range(4)
+        ]
         assert held[2] == [
             torch.cat([each.flatten().chunk(3)[i] for each in plain]).tolist() for i in range(3)
         ]

@@ -28,7 +28,7 @@ _EXPECTED = (
 def built(config: DataConfig, facts: Mapping[str, int], vocab_size: int | None) -> Corpus:
     """Call the function of `config.build`.
 
-    facts: seed, sequence, data_rank, data_world_size; the function is given those whose names its parameters have.
+    facts: seed, seq_len, data_rank, data_world_size; the function is given those whose names its parameters have.
     Raises TrainingError where it cannot be called or returns something else.
     """
     assert config.build is not None
@@ -121,9 +121,7 @@ class _Form:
         if shifted:
             inputs, wanted = inputs[:-1], wanted[1:]
         if not 0 < len(inputs) <= self._seq_len:
-            raise self._wrong(
-                number, f"{len(inputs) + shifted} tokens, with data.seq_len = {self._seq_len}"
-            )
+            raise self._wrong(number, f"{len(inputs) + shifted} tokens, with data.seq_len = {self._seq_len}")
         if inputs.min() < 0 or (self._vocab_size is not None and inputs.max() >= self._vocab_size):
             place = int(inputs.argmin() if inputs.min() < 0 else inputs.argmax())
             where = f"position {place} of sample {number} of {self._name}"
