@@ -17,26 +17,34 @@ if TYPE_CHECKING:
     from meshcomm.layout import Plan as Plan
     from meshcomm.mesh import Mesh as Mesh
     from meshcomm.mesh import init as init
+    from meshcomm.models import ModelSpec as ModelSpec
+    from meshcomm.parallel import GradientSync as GradientSync
+    from meshcomm.parallel import tensor_parallel as tensor_parallel
     from meshcomm.pattern import explain_pattern as explain_pattern
     from meshcomm.simulator import simulate as simulate
+    from meshcomm.train import Trainer as Trainer
 
 __version__ = "0.1.0"
 
 # Every public name and where it lives. Loaded when first used: what needs no torch imports none.
 _PUBLIC = {
     "Config": "meshcomm.config",
+    "GradientSync": "meshcomm.parallel",
     "GroupOptions": "meshcomm.layout",
     "Handle": "meshcomm.comm",
     "Layout": "meshcomm.layout",
     "Mesh": "meshcomm.mesh",
     "MeshConfig": "meshcomm.config",
     "MeshcommError": "meshcomm.errors",
+    "ModelSpec": "meshcomm.models",
     "Plan": "meshcomm.layout",
+    "Trainer": "meshcomm.train",
     "explain_pattern": "meshcomm.pattern",
     "init": "meshcomm.mesh",
     "load_config": "meshcomm.config",
     "plan": "meshcomm.config",
     "simulate": "meshcomm.simulator",
+    "tensor_parallel": "meshcomm.parallel",
 }
 
 __all__ = [*_PUBLIC]

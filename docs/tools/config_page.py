@@ -15,6 +15,7 @@ _INSIDE: Final = {
     "Links": "links",
     "Link": "NAME",
     "GroupConfig": "groups.PATTERN",
+    "ParallelOptions": "options",
 }
 _KINDS: Final = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
 
@@ -131,6 +132,39 @@ dims = { pp = 2, dp = 2, tp = 2 }
 data = "dp"
 tensor = "tp"
 pipeline = "pp"
+options.schedule = "gpipe"
+""",
+        """\
+[mesh]
+dims = { dp = 2, fsdp = 2, cp = 2 }
+
+[parallel]
+data = "dp"
+shard = "fsdp"
+context = "cp"
+""",
+        """\
+[mesh]
+dims = { dp = 8 }
+views.expert = { edp = 2, ep = 4 }
+
+[parallel]
+data = "dp"
+expert = "ep"
+
+[model]
+experts = 8
+""",
+    ),
+    "parallel.options": (
+        """\
+[mesh]
+dims = { pp = 2, dp = 2, tp = 2 }
+
+[parallel]
+data = "dp"
+tensor = "tp"
+pipeline = "pp"
 
 [parallel.options]
 sequence_parallel = true
@@ -151,18 +185,6 @@ context = "cp"
 reshard = true
 reduce_dtype = "bfloat16"
 attention = "ulysses"
-""",
-        """\
-[mesh]
-dims = { dp = 8 }
-views.expert = { edp = 2, ep = 4 }
-
-[parallel]
-data = "dp"
-expert = "ep"
-
-[model]
-experts = 8
 """,
     ),
     "model": (

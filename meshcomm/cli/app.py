@@ -30,9 +30,9 @@ _LOCAL_RANKS: Final = (
 # Every command under what one wants to do, in the order in which `--help` and the reference list them.
 GROUPS: Final = {
     "Start ranks": ("run", "train", "simulate"),
-    "Look at a mesh": ("plan", "where", "lint", "view", "schema"),
+    "Look at a mesh": ("plan", "lint", "view", "schema"),
     "Find out what went wrong": ("report", "doctor", "parity"),
-    "Measure and predict": ("bench", "costs", "place", "dryrun"),
+    "Measure and predict": ("bench", "costs", "tune", "dryrun"),
     "Move checkpoints": ("export",),
 }
 
@@ -94,7 +94,10 @@ Overrides = Annotated[
         help="Change a setting; VALUE is TOML or a bare word, nothing removes the key.",
     ),
 ]
-World = Annotated[int | None, typer.Option(help="Number of processes; needed where a size is -1.")]
+World = Annotated[
+    int | None,
+    typer.Option("--world-size", "--world", help="Number of processes; needed where a size is -1."),
+]
 Operations = Annotated[
     list[str] | None,
     typer.Option("--op", help="all_reduce, all_gather, ..., sendrecv; several times. Default: all."),

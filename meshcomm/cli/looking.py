@@ -1,4 +1,4 @@
-"""Commands that say what a config means: plan, where, lint, view, schema."""
+"""Commands that say what a config means: plan, lint, view, schema."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ def plan(
     config: ConfigFile,
     world: World = None,
     rank: Annotated[
-        int | None, typer.Option(help="Show this rank's coords, groups and neighbours; mark it in the grid.")
+        str | None,
+        typer.Option(
+            metavar="RANK|COORDS",
+            help="Show this rank's coords, node, groups and neighbours; mark it in the grid. "
+            "5, or pp=1,dp=0,tp=1; fewer coords list all such ranks.",
+        ),
     ] = None,
     grid: Annotated[
         bool, typer.Option("--grid", help="Draw the ranks: a colour for each group, lines between nodes.")
@@ -82,22 +87,28 @@ def plan(
 
 
 def _drawn(
-    settings: Config, world: int | None, rank: int | None, by: str | None, schedule: bool, grid: bool
+    settings: Config, world: int | None, rank: str | None, by: str | None, schedule: bool, grid: bool
 ) -> tuple[Facts, list[Part], list[Any]]:
     """The facts, the tables, and the drawings below them: the grid first."""
     from meshcomm.predict.lint import footprint
     from meshcomm.show.grid import RankGrid, grid_facts
     from meshcomm.show.plan import plan_facts, plan_page
     from meshcomm.show.schedule import ScheduleView, schedule_facts
+    from meshcomm.show.where import read_place, where_facts, where_page
 
     laid_out, topology = settings.plan(world), discovered_topology(settings)
-    facts = plan_facts(laid_out, rank, topology)
+    facts = plan_facts(laid_out, None, topology)
     cost = footprint(settings, laid_out, laid_out.layout.world_size)
     if cost.nccl and not cost.undecided:
         facts["footprint"] = cost._asdict()
-    parts, drawings = plan_page(facts), list[Any]()
+    parts, drawings, marked = plan_page(facts), list[Any](), None
+    if rank is not None:
+        placed = where_facts(laid_out, read_place(rank), topology)
+        parts += where_page(placed)
+        facts |= placed
+        marked = placed["ranks"][0] if len(placed["ranks"]) == 1 else None
     if grid:
-        facts["grid"] = grid_facts(laid_out, _dims(by), topology, rank)
+        facts["grid"] = grid_facts(laid_out, _dims(by), topology, marked)
         drawings.append(RankGrid(facts["grid"]))
     if schedule:
         facts["schedule"] = schedule_facts(settings, world)
@@ -112,28 +123,6 @@ def _compare(a: Config, b: Config, world: int | None, json: bool) -> NoReturn:
     facts = diff_facts(a, b, a.plan(world), b.plan(world))
     show_facts(facts, json, lambda _: page_view(diff_page(facts)))
     raise typer.Exit(0 if facts["equal"] else 1)
-
-
-@app.command()
-def where(
-    config: ConfigFile,
-    place: Annotated[
-        str,
-        typer.Argument(metavar="RANK|COORDS", help="5, or pp=1,dp=0,tp=1; fewer coords list all such ranks."),
-    ],
-    world: World = None,
-    json: AsJson = False,
-    overrides: Overrides = None,
-) -> None:
-    """Say where a rank sits: coords, node, groups, neighbours; or who sits where."""
-    from meshcomm.config import load_config
-    from meshcomm.show.page import page_view
-    from meshcomm.show.where import read_place, where_facts, where_page
-
-    asked = read_place(place)
-    settings = load_config(config, overrides or ()).resolved(world)
-    facts = where_facts(settings.plan(world), asked, discovered_topology(settings))
-    show_facts(facts, json, lambda _: page_view(where_page(facts)))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Commands that measure and predict times: bench, costs, place."""
+"""Commands that measure and predict times: bench, costs, tune."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ def bench(
     ] = None,
     world: Annotated[
         int | None,
-        typer.Option(min=2, help="Number of processes; needed where a size is -1, 4 without CONFIG."),
+        typer.Option(
+            "--world-size",
+            "--world",
+            min=2,
+            help="Number of processes; needed where a size is -1, 4 without CONFIG.",
+        ),
     ] = None,
     operation: Operations = None,
     size: Annotated[
@@ -94,9 +99,14 @@ def costs(
 
 
 @app.command()
-def place(
+def tune(
     config: ConfigFile,
-    world: Annotated[int, typer.Option(min=1, help="Number of processes to lay the training out on.")],
+    world: Annotated[
+        int,
+        typer.Option(
+            "--world-size", "--world", min=1, help="Number of processes to lay the training out on."
+        ),
+    ],
     keep: Annotated[
         list[str] | None,
         typer.Option(

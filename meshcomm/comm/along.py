@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from meshcomm.collectives import (
     SCATTER,
 )
 from meshcomm.comm import lists, scheduled
+from meshcomm.comm.checks import axis_or_dim
 from meshcomm.comm.communicator import CommunicatorCache
 from meshcomm.comm.functional import mean_message, mean_of
 from meshcomm.comm.handle import Handle
@@ -50,12 +52,20 @@ class Out(TypedDict, total=False):
     out: Tensor | None
 
 
-class Reduced(Factor, Out, total=False):
+class Axis(TypedDict, total=False):
+    dim: int  # torch's word for `axis`
+
+
+class Reduced(Factor, Out, Axis, total=False):
     pass
 
 
-class Joined(Out, total=False):
+class Joined(Out, Axis, total=False):
     uneven: bool
+
+
+class Sliced(Out, Axis, total=False):
+    pass
 
 
 class Moved(Out, total=False):
@@ -212,7 +222,7 @@ class AlongDims:
         self,
         dims: Dims,
         x: Tensor,
-        axis: int = 0,
+        axis: int | None = ...,
         op: str = ...,
         *,
         async_op: Sync = ...,
@@ -220,16 +230,24 @@ class AlongDims:
     ) -> Tensor: ...
     @overload
     def reduce_scatter(
-        self, dims: Dims, x: Tensor, axis: int = 0, op: str = ..., *, async_op: Async, **more: Unpack[Reduced]
+        self,
+        dims: Dims,
+        x: Tensor,
+        axis: int | None = ...,
+        op: str = ...,
+        *,
+        async_op: Async,
+        **more: Unpack[Reduced],
     ) -> Handle[Tensor]: ...
     def reduce_scatter(
         self,
         dims: Dims,
         x: Tensor,
-        axis: int = 0,
+        axis: int | None = None,
         op: str = "sum",
         *,
         async_op: bool = False,
+        dim: int | None = None,
         out: Tensor | None = None,
         factor: float | None = None,
     ) -> Any:
@@ -242,6 +260,9 @@ class AlongDims:
         Raises:     UnknownDim; ShapeError where x.shape[axis] is not divisible by n.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
+        if dim is not None:
+            axis = axis_or_dim(axis, dim, partial(comm.where, "reduce_scatter"))
+        axis = 0 if axis is None else axis
         if factor is not None:
             return comm.collective(REDUCE_SCATTER, x, async_op, op, -1, axis, 0, out, factor=factor)
         return comm.collective(REDUCE_SCATTER, x, async_op, op, -1, axis, 0, out)
@@ -264,19 +285,20 @@ class AlongDims:
 
     @overload
     def all_gather(
-        self, dims: Dims, x: Tensor, axis: int = ..., *, async_op: Sync = ..., **more: Unpack[Joined]
+        self, dims: Dims, x: Tensor, axis: int | None = ..., *, async_op: Sync = ..., **more: Unpack[Joined]
     ) -> Tensor: ...
     @overload
     def all_gather(
-        self, dims: Dims, x: Tensor, axis: int = ..., *, async_op: Async, **more: Unpack[Joined]
+        self, dims: Dims, x: Tensor, axis: int | None = ..., *, async_op: Async, **more: Unpack[Joined]
     ) -> Handle[Tensor]: ...
     def all_gather(
         self,
         dims: Dims,
         x: Tensor,
-        axis: int = 0,
+        axis: int | None = None,
         *,
         async_op: bool = False,
+        dim: int | None = None,
         out: Tensor | None = None,
         uneven: bool = False,
     ) -> Any:
@@ -291,31 +313,52 @@ class AlongDims:
         Raises:     UnknownDim, ShapeError, AutogradError; CommunicationError.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
+        if dim is not None:
+            axis = axis_or_dim(axis, dim, partial(comm.where, "all_gather"))
+        axis = 0 if axis is None else axis
         if uneven:
             return comm.collective(ALL_GATHER, x, async_op, None, -1, axis, 0, out, uneven=uneven)
         return comm.collective(ALL_GATHER, x, async_op, None, -1, axis, 0, out)
 
     @overload
     def gather(
-        self, dims: Dims, x: Tensor, dst: int, axis: int = 0, *, async_op: Sync = ..., **more: Unpack[Joined]
+        self,
+        dims: Dims,
+        x: Tensor,
+        dst: int,
+        axis: int | None = ...,
+        *,
+        async_op: Sync = ...,
+        **more: Unpack[Joined],
     ) -> Tensor | None: ...
     @overload
     def gather(
-        self, dims: Dims, x: Tensor, dst: int, axis: int = 0, *, async_op: Async, **more: Unpack[Joined]
+        self,
+        dims: Dims,
+        x: Tensor,
+        dst: int,
+        axis: int | None = ...,
+        *,
+        async_op: Async,
+        **more: Unpack[Joined],
     ) -> Handle[Tensor | None]: ...
     def gather(
         self,
         dims: Dims,
         x: Tensor,
         dst: int,
-        axis: int = 0,
+        axis: int | None = None,
         *,
         async_op: bool = False,
+        dim: int | None = None,
         out: Tensor | None = None,
         uneven: bool = False,
     ) -> Any:
         """What `all_gather` returns, on coord `dst`; None on the others. `out` is only used on `dst`."""
         comm = self._at.along(dims)
+        if dim is not None:
+            axis = axis_or_dim(axis, dim, partial(comm.where, "gather"))
+        axis = 0 if axis is None else axis
         if uneven:
             return comm.collective(GATHER, x, async_op, None, dst, axis, 0, out, uneven=uneven)
         return comm.collective(GATHER, x, async_op, None, dst, axis, 0, out)
@@ -326,23 +369,31 @@ class AlongDims:
         dims: Dims,
         x: Tensor | None,
         src: int,
-        axis: int = 0,
+        axis: int | None = ...,
         *,
         async_op: Sync = ...,
-        **more: Unpack[Out],
+        **more: Unpack[Sliced],
     ) -> Tensor: ...
     @overload
     def scatter(
-        self, dims: Dims, x: Tensor | None, src: int, axis: int = 0, *, async_op: Async, **more: Unpack[Out]
+        self,
+        dims: Dims,
+        x: Tensor | None,
+        src: int,
+        axis: int | None = ...,
+        *,
+        async_op: Async,
+        **more: Unpack[Sliced],
     ) -> Handle[Tensor]: ...
     def scatter(
         self,
         dims: Dims,
         x: Tensor | None,
         src: int,
-        axis: int = 0,
+        axis: int | None = None,
         *,
         async_op: bool = False,
+        dim: int | None = None,
         out: Tensor | None = None,
     ) -> Any:
         """Slice c of tensor axis `axis` of coord src's x, on coord c.
@@ -352,7 +403,11 @@ class AlongDims:
         out:        on every rank or on none. Without it the shape is told to the ranks first.
         Returns:    new memory or `out`.
         """
-        return self._at.along(dims).collective(SCATTER, x, async_op, None, src, axis, 0, out)
+        comm = self._at.along(dims)
+        if dim is not None:
+            axis = axis_or_dim(axis, dim, partial(comm.where, "scatter"))
+        axis = 0 if axis is None else axis
+        return comm.collective(SCATTER, x, async_op, None, src, axis, 0, out)
 
     @overload
     def all_to_all(
@@ -404,7 +459,16 @@ class AlongDims:
         if input_split_sizes is None and output_split_sizes is None:
             return comm.collective(ALL_TO_ALL, x, async_op, None, -1, split_axis, concat_axis, out)
         return comm.collective(
-            ALL_TO_ALL, x, async_op, None, -1, split_axis, concat_axis, out, input_split_sizes=input_split_sizes, output_split_sizes=output_split_sizes
+            ALL_TO_ALL,
+            x,
+            async_op,
+            None,
+            -1,
+            split_axis,
+            concat_axis,
+            out,
+            input_split_sizes=input_split_sizes,
+            output_split_sizes=output_split_sizes,
         )
 
     # -- messages -------------------------------------------------------------------------------

@@ -87,7 +87,11 @@ def _facts(request: Request) -> dict[str, object]:
         return {"src": request.root, "out": given, "x_is": "not to be scattered" if refused else None}
     facts: dict[str, object] = {} if row.in_place or row is BARRIER else {"axis": axis}
     if row is ALL_TO_ALL:
-        facts = {"split_axis": axis, "concat_axis": request.concat, "input_split_sizes": request.input_split_sizes is not None}
+        facts = {
+            "split_axis": axis,
+            "concat_axis": request.concat,
+            "input_split_sizes": request.input_split_sizes is not None,
+        }
         facts |= {"output_split_sizes": True} if request.output_split_sizes is not None else {}
     elif row.joins:
         facts["uneven"] = bool(request.uneven)

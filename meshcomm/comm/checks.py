@@ -238,6 +238,18 @@ def check_written(x: Tensor, where: Callable[[], str]) -> None:
         )
 
 
+def axis_or_dim(axis: int | None, dim: int | None, where: Callable[[], str]) -> int:
+    """The axis of a call that also takes it by torch's word, `dim`; 0 if neither is given. Raises ShapeError for both."""
+    if axis is not None and dim is not None:
+        raise ShapeError(
+            f"{where()}: axis and dim are two words for one thing",
+            given=f"axis={axis}, dim={dim}",
+            expected="one of them",
+            hint=f"axis={axis}",
+        )
+    return next((number for number in (axis, dim) if number is not None), 0)
+
+
 def normal_axis(x: Tensor, axis: int, where: Callable[[], str]) -> int:
     """`axis` counted from the front, as a plain int."""
     try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.comm import operators
-from meshcomm.comm.checks import check_divisible, check_offset, check_tensor, normal_axis
+from meshcomm.comm.checks import axis_or_dim, check_divisible, check_offset, check_tensor, normal_axis
 from meshcomm.comm.communicator import Communicator, CommunicatorCache
 from meshcomm.errors import AutogradError, ShapeError
 from meshcomm.layout import Dims
@@ -62,7 +62,9 @@ class Functional:
         comm = self._checked(dims, x, "identity")
         return operators.call("identity", x, self._groups.place(comm))
 
-    def all_gather(self, dims: Dims, x: Tensor, axis: int = 0, *, grad: GatherGrad) -> Tensor:
+    def all_gather(
+        self, dims: Dims, x: Tensor, axis: int | None = None, *, dim: int | None = None, grad: GatherGrad
+    ) -> Tensor:
         """Every rank's x joined along `axis`.
 
         Shape:    (.., s, ..) -> (.., n*s, ..).
@@ -73,27 +75,29 @@ class Functional:
         if grad != operators.UNDETERMINED:
             _check_rule("all_gather", grad, ("slice", "reduce_scatter"))
         comm = self._checked(dims, x, "all_gather")
-        axis = _axis(comm, x, axis, "all_gather")
+        axis = _axis(comm, x, axis, "all_gather", dim=dim)
         return operators.call("all_gather", x, self._groups.place(comm), axis, grad)
 
-    def reduce_scatter(self, dims: Dims, x: Tensor, axis: int = 0, op: str = "sum") -> Tensor:
+    def reduce_scatter(
+        self, dims: Dims, x: Tensor, axis: int | None = None, op: str = "sum", *, dim: int | None = None
+    ) -> Tensor:
         """This rank's slice of the sum (or avg) of all x.
 
         Shape:    (.., n*s, ..) -> (.., s, ..).
         Gradient: dx = all_gather(dy), divided by the size for op="avg".
         """
         comm = self._checked(dims, x, "reduce_scatter")
-        axis = _axis(comm, x, axis, "reduce_scatter", split=True)
+        axis = _axis(comm, x, axis, "reduce_scatter", split=True, dim=dim)
         return operators.call("reduce_scatter", x, self._groups.place(comm), axis, op)
 
-    def slice(self, dims: Dims, x: Tensor, axis: int = 0) -> Tensor:
+    def slice(self, dims: Dims, x: Tensor, axis: int | None = None, *, dim: int | None = None) -> Tensor:
         """This rank's slice of an x that is equal on all ranks; nothing is sent.
 
         Shape:    (.., n*s, ..) -> (.., s, ..).
         Gradient: dx = all_gather(dy), so that it is equal on all ranks again.
         """
         comm = self._checked(dims, x, "slice")
-        axis = _axis(comm, x, axis, "slice", split=True)
+        axis = _axis(comm, x, axis, "slice", split=True, dim=dim)
         return operators.call("slice", x, self._groups.place(comm), axis)
 
     def all_to_all(self, dims: Dims, x: Tensor, split_axis: int, concat_axis: int) -> Tensor:
@@ -130,10 +134,13 @@ def _check_rule(call: str, rule: object, rules: tuple[str, ...]) -> None:
         )
 
 
-def _axis(comm: Communicator, x: Tensor, axis: int, call: str, split: bool = False) -> int:
-    axis = normal_axis(x, axis, partial(comm.where, f"functional.{call}"))
+def _axis(
+    comm: Communicator, x: Tensor, axis: int | None, call: str, split: bool = False, dim: int | None = None
+) -> int:
+    where = partial(comm.where, f"functional.{call}")
+    axis = normal_axis(x, axis_or_dim(axis, dim, where), where)
     if split:
-        check_divisible(x, axis, comm.size, partial(comm.where, f"functional.{call}"), comm.who)
+        check_divisible(x, axis, comm.size, where, comm.who)
     return axis
 
 

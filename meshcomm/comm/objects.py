@@ -144,7 +144,9 @@ class Objects:
         with call.begun() as (comm, moves):
             mine, _ = call.agree(comm, lambda: _one_each(objs, comm.size) if comm.coord == src else [], moves)
             input_split_sizes = [message.numel() for message in mine] or [0] * comm.size
-            own = comm.collective(ALL_TO_ALL, torch.cat(mine) if mine else call.blank(0), input_split_sizes=input_split_sizes)
+            own = comm.collective(
+                ALL_TO_ALL, torch.cat(mine) if mine else call.blank(0), input_split_sizes=input_split_sizes
+            )
         return call.decoded(own)
 
     def send(

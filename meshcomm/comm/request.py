@@ -40,8 +40,8 @@ class Request:
     with any of them takes the stages.
 
     concat:   the axis that an all_to_all joins; `axis` is the one that it splits, and the only one of the others.
-    uneven:   sizes of `axis` may differ from rank to rank. splits: what of `axis` goes to each coord; received: what is
-              known to come from each.
+    uneven:   sizes of `axis` may differ from rank to rank. input_split_sizes: what of `axis` goes to each coord;
+              output_split_sizes: what is known to come from each.
 
     source:   x with the axis that is cut or joined; None on ranks that bring nothing.
     facts:    what has to be equal on all ranks. problem: what is wrong for this rank alone; raised when the others have

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from meshcomm.config.mesh import MeshConfig as MeshConfig
     from meshcomm.config.model import ModelConfig as ModelConfig
     from meshcomm.config.parallel import ParallelConfig as ParallelConfig
+    from meshcomm.config.parallel import ParallelOptions as ParallelOptions
     from meshcomm.config.problems import Problem as Problem
     from meshcomm.config.process import Link as Link
     from meshcomm.config.process import Links as Links
@@ -35,6 +36,7 @@ _PUBLIC = {
     "ModelConfig": "model",
     "NetworkConfig": "process",
     "ParallelConfig": "parallel",
+    "ParallelOptions": "parallel",
     "Problem": "problems",
     "ProcessConfig": "process",
     "Resolved": "rules",

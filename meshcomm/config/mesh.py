@@ -22,12 +22,13 @@ NCCL_OPTIONS: Final = ("high_priority", "min_ctas", "max_ctas", "cga_cluster_siz
 class DimOptions(Section):
     """`[mesh.options.NAME]`: how the groups along one dim, merged dim or view's dim are created."""
 
+    place = "mesh.options"
     timeout_s: float | None = Field(default=None, gt=0)
     """Seconds until an operation that does not end is an error. None: mesh.timeout_s."""
     backend: Text | None = None
     """As mesh.backend, for this dim. None: mesh.backend."""
     comm_id: str = ""
-    """Dims with the same ranks and options share groups unless their lanes differ. Default "": the common lane."""
+    """Dims with the same ranks and options share groups unless their comm_ids differ. Default "": the common one."""
     high_priority: bool = False
     """NCCL only: whether kernels of the group's asynchronous calls run on a high-priority stream of their own."""
     min_ctas: int | None = Field(default=None, ge=1)

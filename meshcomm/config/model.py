@@ -21,7 +21,7 @@ def _fact(example: int) -> Any:
     return Field(default=None, ge=1, examples=[example])
 
 
-FACTS = ("layers", "width", "heads", "num_kv_heads", "ff")
+FACTS = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size")
 
 
 def _facts(model: ModelConfig) -> Iterator[Problem]:
@@ -74,11 +74,11 @@ def _dropout(model: ModelConfig) -> Iterator[Problem]:
 def _shared_kv_heads(model: ModelConfig) -> Iterator[Problem]:
     num_heads, num_kv_heads = model.num_heads, model.num_kv_heads
     if None not in (num_heads, num_kv_heads) and num_heads % num_kv_heads:
-        what = f"heads is not divisible by num_kv_heads: {remainder(num_heads, num_kv_heads)}"
-        expected = "heads divisible by num_kv_heads: equally many query heads share each of them"
+        what = f"num_heads is not divisible by num_kv_heads: {remainder(num_heads, num_kv_heads)}"
+        expected = "num_heads divisible by num_kv_heads: equally many query heads share each of them"
         ways = [f"model.num_kv_heads = {n}" for n in nearest(num_kv_heads, divisors(num_heads))]
         ways += [f"model.num_heads = {n}" for n in multiples(num_heads, num_kv_heads, 1)]
-        yield Problem("num_kv_heads", what, expected, ways, model.written("heads num_kv_heads"))
+        yield Problem("num_kv_heads", what, expected, ways, model.written("num_heads num_kv_heads"))
 
 
 def _head_size(model: ModelConfig) -> Iterator[Problem]:
@@ -86,27 +86,38 @@ def _head_size(model: ModelConfig) -> Iterator[Problem]:
     if not model.is_built_in or model.head_dim is not None or None in (hidden_size, num_heads):
         return
     fitting = [f"model.hidden_size = {n}" for n in multiples(hidden_size, 2 * num_heads)]
-    given = model.written("width heads")
+    given = model.written("hidden_size num_heads")
     if hidden_size % num_heads:
-        what = f"width is not divisible by heads: {remainder(hidden_size, num_heads)}"
-        expected = "heads of equal, even size: width divisible by 2*heads"
-        yield Problem("width", what, expected, fitting, given)
+        what = f"hidden_size is not divisible by num_heads: {remainder(hidden_size, num_heads)}"
+        expected = "heads of equal, even size: hidden_size divisible by 2*num_heads"
+        yield Problem("hidden_size", what, expected, fitting, given)
     elif model.head_size % 2:
         what = f"the size of a head is odd: {hidden_size} / {num_heads} = {model.head_size}"
-        yield Problem("width", what, "an even size: rotary embeddings turn pairs of elements", fitting, given)
+        yield Problem(
+            "hidden_size", what, "an even size: rotary embeddings turn pairs of elements", fitting, given
+        )
 
 
 def _experts(model: ModelConfig) -> Iterator[Problem]:
-    each, experts, every, num_layers = model.experts_per_token, model.experts, model.experts_every, model.num_layers
+    each, experts, every, num_layers = (
+        model.experts_per_token,
+        model.experts,
+        model.experts_every,
+        model.num_layers,
+    )
     if 0 < experts < each:
         ways = [f"model.experts_per_token = {experts}", f"model.experts = {each}"]
         what, given = f"more than there are: {each} > {experts}", model.written("experts_per_token experts")
         yield Problem("experts_per_token", what, f"1 to {experts}", ways, given)
     if experts and num_layers is not None and every > num_layers:
         ways = [f"model.experts_every = {num_layers}", f"model.num_layers = {every}"]
-        given = model.written("experts_every layers experts")
+        given = model.written("experts_every num_layers experts")
         yield Problem(
-            "experts_every", f"no layer has experts: {every} > {num_layers}", f"1 to {num_layers}", ways, given
+            "experts_every",
+            f"no layer has experts: {every} > {num_layers}",
+            f"1 to {num_layers}",
+            ways,
+            given,
         )
 
 
@@ -137,15 +148,15 @@ class ModelConfig(Section):
     hidden_size: int = _fact(128)
     """Elements of a token's vector."""
     num_heads: int = _fact(8)
-    """Attention heads of the queries; width divides by it."""
+    """Attention heads of the queries; hidden_size divides by it."""
     num_kv_heads: int = _fact(4)
-    """Attention heads of keys and values; heads divides by it."""
+    """Attention heads of keys and values; num_heads divides by it."""
     intermediate_size: int = _fact(384)
     """Elements inside the feed-forward block."""
     vocab_size: int = Field(default=256, ge=1)
     """Number of different tokens. Default 256: bytes."""
     head_dim: int | None = Field(default=None, ge=1)
-    """Elements of one head. None: width / heads."""
+    """Elements of one head. None: hidden_size / num_heads."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary angles."""
     norm_eps: float = Field(default=1e-5, gt=0)

@@ -31,13 +31,17 @@ def _one_part_each(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 def _kept_in_halves(parallel: ParallelConfig) -> Iterator[Problem]:
-    if parallel.options.reshard and parallel.options.schedule == "zero_bubble" and parallel.pipeline is not None:
+    if (
+        parallel.options.reshard
+        and parallel.options.schedule == "zero_bubble"
+        and parallel.pipeline is not None
+    ):
         yield Problem(
-            "reshard",
+            "options.reshard",
             "zero_bubble looks in the second half of a backward pass for the weights that the forward pass used",
             "weights that stay gathered",
             ["parallel.options.reshard = false", 'parallel.options.schedule = "interleaved_1f1b"'],
-            parallel.written("reshard schedule"),
+            parallel.written("options.reshard options.schedule"),
         )
 
 
@@ -45,13 +49,17 @@ def _stages_of_the_schedule(parallel: ParallelConfig) -> Iterator[Problem]:
     stages, schedule, given = (
         parallel.options.stages_per_rank,
         parallel.options.schedule,
-        parallel.written("stages_per_rank schedule"),
+        parallel.written("options.stages_per_rank options.schedule"),
     )
     if parallel.pipeline is None:
         if stages > 1:
             ways = [_A_DIM.format("pipeline"), "remove parallel.options.stages_per_rank"]
             yield Problem(
-                "stages_per_rank", "no effect without parallel.pipeline", "parallel.pipeline", ways, given
+                "options.stages_per_rank",
+                "no effect without parallel.pipeline",
+                "parallel.pipeline",
+                ways,
+                given,
             )
     elif schedule not in _MANY_STAGES and stages > 1:
         what = f"no effect with schedule = {toml(schedule)}, which runs one stage on each rank"
@@ -60,12 +68,37 @@ def _stages_of_the_schedule(parallel: ParallelConfig) -> Iterator[Problem]:
             *(f"parallel.options.schedule = {toml(name)}" for name in _MANY_STAGES),
             "parallel.options.stages_per_rank = 1",
         ]
-        yield Problem("stages_per_rank", what, expected, ways, given)
+        yield Problem("options.stages_per_rank", what, expected, ways, given)
     elif schedule in _MANY_STAGES and stages < 2:
         ways = ["parallel.options.stages_per_rank = 2", 'parallel.options.schedule = "1f1b"']
         yield Problem(
-            "stages_per_rank", f"{schedule} needs several stages on each rank", "2 or more", ways, given
+            "options.stages_per_rank",
+            f"{schedule} needs several stages on each rank",
+            "2 or more",
+            ways,
+            given,
         )
+
+
+class ParallelOptions(Section):
+    """`[parallel.options]`: how the parts of `[parallel]` are played."""
+
+    place = "parallel.options"
+    reduce_dtype: Literal["bfloat16"] | None = None
+    """With shard: type that gradients are added up in, over microbatches and ranks. None: train.dtype."""
+    reshard: bool | None = None
+    """With shard: a layer's gathered weights are let go after its forward pass, and gathered again for the backward
+    pass. False: they stay from a step's first pass to its last and are gathered once. None: false in a pipeline."""
+    sequence_parallel: bool = False
+    """With tensor: activations between blocks are split along the sequence."""
+    schedule: PipelineSchedule = "1f1b"
+    """With pipeline: the order of forward and backward passes."""
+    stages_per_rank: int = Field(default=1, ge=1)
+    """With interleaved_1f1b and zero_bubble: parts of the layers that each rank runs, 2 or more."""
+    attention: Literal["ring", "ulysses"] = "ring"
+    """With context: keys and values go around a ring, or heads are split in place of tokens."""
+    bucket_mb: float = Field(default=25.0, gt=0)
+    """With data or context, without shard: megabytes (10^6 bytes) of gradients that are reduced at once."""
 
 
 class ParallelConfig(Section):
@@ -74,45 +107,35 @@ class ParallelConfig(Section):
     place = "parallel"
     rules = (_one_part_each, _kept_in_halves, _stages_of_the_schedule)
     no_effect = (
-        NoEffect("sequence_parallel", "tensor", way=_A_DIM.format("tensor")),
-        NoEffect("schedule", "pipeline", way=_A_DIM.format("pipeline")),
-        NoEffect("attention", "context", way=_A_DIM.format("context")),
+        NoEffect("options.sequence_parallel", "tensor", way=_A_DIM.format("tensor")),
+        NoEffect("options.schedule", "pipeline", way=_A_DIM.format("pipeline")),
+        NoEffect("options.attention", "context", way=_A_DIM.format("context")),
         # fully_shard reduces the gradients of one block at once.
         NoEffect(
-            "bucket_mb", "shard", (None,), why=" with parallel.shard: gradients are reduced block by block"
+            "options.bucket_mb",
+            "shard",
+            (None,),
+            why=" with parallel.shard: gradients are reduced block by block",
         ),
-        NoEffect("bucket_mb", "data context shard", way=_A_DIM.format("data")),
-        NoEffect("reduce_dtype reshard", "shard", way=_A_DIM.format("shard")),
+        NoEffect("options.bucket_mb", "data context shard", way=_A_DIM.format("data")),
+        NoEffect("options.reduce_dtype options.reshard", "shard", way=_A_DIM.format("shard")),
     )
     data: Text | None = None
     """The dim along which samples are split and weights are copied. None: not split."""
     shard: Text | None = None
     """The dim along which samples are split, and weights too: each is gathered where it is used (FSDP). With data:
     hybrid, copies of the shards. With context: weights are split along both. None: not sharded."""
-    reduce_dtype: Literal["bfloat16"] | None = None
-    """With shard: type that gradients are added up in, over microbatches and ranks. None: train.dtype."""
-    reshard: bool | None = None
-    """With shard: a layer's gathered weights are let go after its forward pass, and gathered again for the backward
-    pass. False: they stay from a step's first pass to its last and are gathered once. None: false in a pipeline."""
     tensor: Text | None = None
     """The dim along which each layer is split. None: not split."""
-    sequence_parallel: bool = False
-    """With tensor: activations between blocks are split along the sequence."""
     pipeline: Text | None = None
     """The dim along which the layers are split. None: not split."""
-    schedule: PipelineSchedule = "1f1b"
-    """With pipeline: the order of forward and backward passes."""
-    stages_per_rank: int = Field(default=1, ge=1)
-    """With interleaved_1f1b and zero_bubble: parts of the layers that each rank runs, 2 or more."""
     context: Text | None = None
     """The dim along which each sample's tokens are split. None: not split."""
-    attention: Literal["ring", "ulysses"] = "ring"
-    """With context: keys and values go around a ring, or heads are split in place of tokens."""
     expert: Text | None = None
     """The dim of one of mesh.views along which experts are split; that view holds the dims of pipeline and tensor
     unchanged. None: all experts on every rank."""
-    bucket_mb: float = Field(default=25.0, gt=0)
-    """With data or context, without shard: megabytes (10^6 bytes) of gradients that are reduced at once."""
+    options: ParallelOptions = ParallelOptions()
+    """How these parts are played."""
 
     @property
     def parts(self) -> dict[Part, str]:
@@ -159,7 +182,7 @@ class ParallelConfig(Section):
 
     def reshards(self, ranks: int) -> bool:
         """Whether gathered weights are let go between a layer's passes. ranks: of the pipeline."""
-        return ranks == 1 if self.reshard is None else self.reshard
+        return ranks == 1 if self.options.reshard is None else self.options.reshard
 
     def size(self, part: Part, sizes: Mapping[str, int]) -> int:
         """Number of ranks along a part's dim, 1 where no dim plays it.
@@ -179,7 +202,7 @@ class ParallelConfig(Section):
         sizes: as from MeshConfig.sizes.
         """
         ranks = self.size("pipeline", sizes)
-        return 1 if ranks == 1 else ranks * self.stages_per_rank
+        return 1 if ranks == 1 else ranks * self.options.stages_per_rank
 
     def _played(self, *parts: Part) -> tuple[str, ...]:
         return tuple(dim for part, dim in self.parts.items() if part in parts)

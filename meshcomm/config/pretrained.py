@@ -49,7 +49,13 @@ _GPT2 = (
     "vocab_size n_positions n_embd n_layer n_head n_inner activation_function layer_norm_epsilon scale_attn_weights "
     "scale_attn_by_inverse_layer_idx add_cross_attention tie_word_embeddings"
 )
-_LLAMA: Final = {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "intermediate_size": 11008, "vocab_size": 32000}
+_LLAMA: Final = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+}
 _MISTRAL: Final = {**_LLAMA, "num_kv_heads": 8, "intermediate_size": 14336}
 _QWEN: Final = {**_LLAMA, "num_kv_heads": 32, "intermediate_size": 22016, "vocab_size": 151936}
 _QWEN_MOE: Final = {
@@ -143,7 +149,7 @@ def sizes_of(folder: Path) -> dict[str, Any]:
             found[ours] = value
     found.setdefault("num_kv_heads", found["num_heads"])
     if said["model_type"] == "gpt2":
-        found.setdefault("ff", 4 * found["hidden_size"])
+        found.setdefault("intermediate_size", 4 * found["hidden_size"])
     if not found.get("experts"):
         found = {name: value for name, value in found.items() if not name.startswith("experts")}
     return found

@@ -19,8 +19,36 @@ from meshcomm.layout.names import nearest_name
 Path: TypeAlias = tuple[str | int, ...]
 PydanticError: TypeAlias = Mapping[str, Any]
 
-# Old key -> new key, as in "model.width": "model.hidden_size". An old key is refused with the new one.
-RENAMED: Final[dict[str, str]] = {}
+# Old key -> new key, below the same section. An old key is refused with the new one.
+RENAMED: Final[dict[str, str]] = {
+    "data.sequence": "seq_len",
+    "mesh.options.lane": "comm_id",
+    "model.ff": "intermediate_size",
+    "model.head": "head_dim",
+    "model.heads": "num_heads",
+    "model.kv_heads": "num_kv_heads",
+    "model.layers": "num_layers",
+    "model.vocabulary": "vocab_size",
+    "model.width": "hidden_size",
+    "train.global_batch": "global_batch_size",
+    "train.microbatch": "micro_batch_size",
+    "train.nonfinite": "on_nonfinite",
+    "train.recompute": "activation_checkpointing",
+    **{
+        f"parallel.{key}": f"options.{key}"
+        for key in (
+            *(
+                "attention",
+                "bucket_mb",
+                "reduce_dtype",
+                "reshard",
+                "schedule",
+                "sequence_parallel",
+            ),
+            "stages_per_rank",
+        )
+    },
+}
 
 
 class Fit(NamedTuple):
@@ -230,9 +258,10 @@ def _unknown_key(model: type[BaseModel], path: Path, value: Any) -> tuple[Proble
     inner = {name: section_of(field.annotation) for name, field in model.model_fields.items()}
     homes = [name for name, home in inner.items() if home is not None and last in home.model_fields]
     given = f"{key_path([last])} = {toml(value)}"
-    new = RENAMED.get(key) or RENAMED.get(f"{getattr(section, 'place', '')}.{last}")
-    if new is not None:
-        return Problem(key, "was renamed", new, [f"{new} = {toml(value)}"], given), new.rpartition(".")[2]
+    renamed = RENAMED.get(f"{getattr(section, 'place', '')}.{last}")
+    if renamed is not None:
+        new = key_path([*above, *renamed.split(".")])
+        return Problem(key, "was renamed", new, [f"{new} = {toml(value)}"], given), renamed
     if len(homes) == 1:
         way = f"move it to {homes[0]}.{last}"
     else:

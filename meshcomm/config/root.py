@@ -22,7 +22,7 @@ class Config(Section):
     """One file for all commands. `mesh` is needed; training needs `parallel` and `train`, and `model` and `data` where
     code brings none; `parallel` alone says the roles of the dims.
 
-    A subclass may have sections and rules of its own, which `load(..., kind=MyConfig)` reads: fields whose types are kinds
+    A subclass may have sections and rules of its own, which `load_config(..., kind=MyConfig)` reads: fields whose types are kinds
     of `meshcomm.config.Section`, and `rules = (*Config.rules, my_rule)`. A rule takes a `meshcomm.config.Resolved`, in which
     every size is a number, and yields a `meshcomm.config.Problem` for each thing that is wrong.
 

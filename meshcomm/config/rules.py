@@ -378,7 +378,9 @@ def _microbatches(resolved: Resolved) -> Iterator[Problem]:
         f"train.global_batch_size = {-(-number // ranks) * ranks * copies * micro}",
         f'parallel.options.schedule = "gpipe"{one_stage}',
     ]
-    given = resolved.written("train.micro_batch_size train.global_batch_size data shard pipeline parallel.options.schedule")
+    given = resolved.written(
+        "train.micro_batch_size train.global_batch_size data shard pipeline parallel.options.schedule"
+    )
     yield Problem("train.micro_batch_size", what, expected, ways, given)
 
 
@@ -415,21 +417,27 @@ def _tokens(resolved: Resolved) -> Iterator[Problem]:
 def _split_along_tensor(resolved: Resolved) -> Iterator[Problem]:
     # Embedding and head of a folder stay unsplit where they cannot be split; code says itself what it can.
     model, size = resolved.model, resolved.size("tensor")
-    for name in ("heads", "num_kv_heads", "ff", *["vocab_size"] * model.is_built_in):
+    for name in ("num_heads", "num_kv_heads", "intermediate_size", *["vocab_size"] * model.is_built_in):
         number = model.__dict__.get(name)
         if number is not None and number % size:
             dim, given = resolved.dim("tensor"), resolved.written(f"model.{name} tensor")
             what = f"{name} is not divisible by {dim}: {remainder(number, size)}"
-            fitting = multiples(number, size, 1) if name == "ff" else []
+            fitting = multiples(number, size, 1) if name == "intermediate_size" else []
             ways: list[str | Fit] = [Fit("tensor", 2), *(f"model.{name} = {n}" for n in fitting)]
             yield Problem(f"model.{name}", what, f"a multiple of mesh.dims.{dim}", ways, given)
 
 
 def _stages(resolved: Resolved) -> Iterator[Problem]:
-    num_layers, ranks, each = resolved.model.num_layers, resolved.size("pipeline"), resolved.parallel.options.stages_per_rank
+    num_layers, ranks, each = (
+        resolved.model.num_layers,
+        resolved.size("pipeline"),
+        resolved.parallel.options.stages_per_rank,
+    )
     if num_layers is not None and ranks > 1 and num_layers < ranks * each:
         stages = str(ranks) if each == 1 else f"{ranks}*{each} = {ranks * each}"
-        fewer = [f"parallel.options.stages_per_rank = {num_layers // ranks}"] if num_layers // ranks > 1 else []
+        fewer = (
+            [f"parallel.options.stages_per_rank = {num_layers // ranks}"] if num_layers // ranks > 1 else []
+        )
         ways: list[str | Fit] = [f"model.num_layers = {ranks * each}", *fewer, Fit("pipeline")]
         given = resolved.written("model.num_layers pipeline parallel.options.stages_per_rank")
         what = f"fewer layers than stages: {num_layers} < {stages}"
@@ -438,11 +446,19 @@ def _stages(resolved: Resolved) -> Iterator[Problem]:
 
 def _ulysses(resolved: Resolved) -> Iterator[Problem]:
     model, tensor, context = resolved.model, resolved.size("tensor"), resolved.size("context")
-    if resolved.parallel.options.attention != "ulysses" or context == 1 or None in (model.num_heads, model.num_kv_heads):
+    if (
+        resolved.parallel.options.attention != "ulysses"
+        or context == 1
+        or None in (model.num_heads, model.num_kv_heads)
+    ):
         return
     if model.num_heads % tensor or model.num_kv_heads % tensor:
         return
-    num_heads, num_kv_heads, dim = model.num_heads // tensor, model.num_kv_heads // tensor, resolved.dim("context")
+    num_heads, num_kv_heads, dim = (
+        model.num_heads // tensor,
+        model.num_kv_heads // tensor,
+        resolved.dim("context"),
+    )
     ways: list[str | Fit] = [Fit("context"), 'parallel.options.attention = "ring"']
     given = resolved.written("model.num_heads model.num_kv_heads tensor context parallel.options.attention")
     if num_heads % context:

@@ -13,7 +13,7 @@ DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 def schema() -> dict[str, Any]:
     """The schema of a config file, in JSON Schema's draft 2020-12.
 
-    It says less than `load`: what holds between settings (sizes that multiply to the world, settings
+    It says less than `load_config`: what holds between settings (sizes that multiply to the world, settings
     without effect, names of dims that exist) is checked by reading the file, as in `meshcomm plan`.
     """
     found: dict[str, Any] = Config.model_json_schema()

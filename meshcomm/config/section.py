@@ -116,14 +116,14 @@ class NoEffect(NamedTuple):
         """The settings of this row that have no effect."""
         place, names = section.place, self.needs.split()
         for field in self.fields.split():
-            value = getattr(section, field)
+            value = section.at(field)
             if not section.given(field) or value is False or value in ((), {}):
                 continue
-            held = [getattr(section, name) for name in names]
+            held = [section.at(name) for name in names]
             if any(each in self.values if self.values else each for each in held):
                 continue
             need = f"{place}.{names[0]}"
-            if names[0] not in type(section).model_fields:
+            if not section.has(names[0]):
                 why, expected = "", " or ".join(f"{place}.{value}" for value in self.values)
             elif self.values == (None,):
                 why, expected = f" with {need}", f"no {need}"
@@ -135,7 +135,7 @@ class NoEffect(NamedTuple):
             ways = [] if self.way is None else [f"{place}.{self.way}" if " = " in self.way else self.way]
             tries = [*ways, f"remove {place}.{field}"]
             what = f"no effect{why if self.why is None else self.why}"
-            known = " ".join(name for name in names if name in type(section).model_fields)
+            known = " ".join(name for name in names if section.has(name))
             yield Problem(field, what, expected, tries, section.written(f"{field} {known}"))
 
 
@@ -177,11 +177,24 @@ class Section(BaseModel):
 
     def given(self, field: str) -> bool:
         """Whether a setting was written down, rather than left to its default."""
-        return field in self.model_fields_set and getattr(self, field) is not None
+        inner, _, last = field.rpartition(".")
+        section = self.at(inner) if inner else self
+        return last in section.model_fields_set and getattr(section, last) is not None
+
+    def has(self, field: str) -> bool:
+        """Whether it is a setting: a name, or the path of one in a table of this section, as `options.schedule`."""
+        return field.partition(".")[0] in type(self).model_fields
+
+    def at(self, field: str) -> Any:
+        """The value of a setting, by its name or path."""
+        value: Any = self
+        for name in field.split("."):
+            value = getattr(value, name)
+        return value
 
     def written(self, fields: str) -> str:
-        """Settings as a report shows them. fields: names with spaces between them."""
-        values = {field: getattr(self, field) for field in fields.split()}
+        """Settings as a report shows them. fields: names, or paths, with spaces between them."""
+        values = {field.rpartition(".")[2]: self.at(field) for field in fields.split()}
         return ", ".join(
             f"no {name}" if value is None else f"{name} = {toml(value)}" for name, value in values.items()
         )

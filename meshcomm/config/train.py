@@ -148,8 +148,17 @@ def _decay(train: TrainConfig) -> Iterator[Problem]:
 def _selective(train: TrainConfig) -> Iterator[Problem]:
     if train.compile and train.activation_checkpointing == "selective":
         what = "a compiled block is one operator: which results in it to keep cannot be said"
-        ways, given = ["train.activation_checkpointing = true", "train.compile = false"], train.written("compile recompute")
-        yield Problem("compile", what, "recompute that keeps nothing of a block, or no compile", ways, given)
+        ways, given = (
+            ["train.activation_checkpointing = true", "train.compile = false"],
+            train.written("compile activation_checkpointing"),
+        )
+        yield Problem(
+            "compile",
+            what,
+            "activation_checkpointing that keeps nothing of a block, or no compile",
+            ways,
+            given,
+        )
 
 
 def _some_steps(train: TrainConfig) -> Iterator[Problem]:
@@ -260,8 +269,8 @@ class TrainConfig(Section):
     """With checkpoint_every: how many of the last checkpoints stay."""
     resume: bool = False
     """Go on from the last complete checkpoint in out, if there is one."""
-    resume_changed: FrozenList[Literal["data", "sequence", "global_batch_size"]] = ()
-    """With resume: what may differ from the checkpoint's. After another data or sequence the samples begin again, with
+    resume_changed: FrozenList[Literal["data", "seq_len", "global_batch_size"]] = ()
+    """With resume: what may differ from the checkpoint's. After another data or seq_len the samples begin again, with
     another global_batch_size they continue. Default []: nothing."""
     eval_every: int = Field(default=0, ge=0)
     """With validation data: steps from one evaluation to the next; one more follows the last step. 0: none."""

@@ -124,7 +124,11 @@ def _less(part: str, settings: Config | None) -> str:
     if part in ("activations", "rest"):
         dims = ["context", "tensor"]
         if train is not None and train.activation_checkpointing is not True:
-            ways.append("train.activation_checkpointing = true" if train.activation_checkpointing else "train.activation_checkpointing")
+            ways.append(
+                "train.activation_checkpointing = true"
+                if train.activation_checkpointing
+                else "train.activation_checkpointing"
+            )
         if train is not None and train.micro_batch_size > 1:
             ways.append(f"train.micro_batch_size = {train.micro_batch_size // 2}")
     else:

@@ -198,7 +198,12 @@ class SpecModel(Model):
             norm = self._batch_norms[0]
             why = f"{norm} takes means over all tokens of a batch, of which a rank has a part"
             again = f"{norm} would follow each batch twice"
-            cannot = {"parallel.tensor": why, "parallel.context": why, "train.activation_checkpointing": again, **cannot}
+            cannot = {
+                "parallel.tensor": why,
+                "parallel.context": why,
+                "train.activation_checkpointing": again,
+                **cannot,
+            }
         for part, why in cannot.items():
             if used.get(part):
                 raise UnsupportedOp(

@@ -36,7 +36,11 @@ class BuiltIn(Model):
     draws = False
 
     def __init__(self, config: ModelConfig, data: DataConfig, train: TrainConfig) -> None:
-        self.num_layers, self.hidden_size, self.vocab_size = config.num_layers, config.hidden_size, config.vocab_size
+        self.num_layers, self.hidden_size, self.vocab_size = (
+            config.num_layers,
+            config.hidden_size,
+            config.vocab_size,
+        )
         self.tied = "embed.weight" if config.tied_embeddings else ""
         self.drops = config.dropout > 0
         self._config, self._seq_len, self._train = config, data.seq_len, train
@@ -126,7 +130,9 @@ class Attention(nn.Module):
         of these tokens.
         """
         x = self.split.enter(x)
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
         y = self.context.attend(rotate(q, rotary), rotate(k, rotary), v)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out
@@ -223,7 +229,9 @@ class Transformer(nn.Module):
         self.compute: torch.dtype | None = compute
         self.activation_checkpointing: Recompute = False if train is None else train.activation_checkpointing
         vocab, hidden_size = config.vocab_size, config.hidden_size
-        self.embed = VocabParallelEmbedding(split, vocab, hidden_size, dtype=compute) if stage.is_first else None
+        self.embed = (
+            VocabParallelEmbedding(split, vocab, hidden_size, dtype=compute) if stage.is_first else None
+        )
         self.layers = nn.ModuleDict({str(layer): Block(splits, config, layer) for layer in stage.layers})
         self.norm = RMSNorm(split, hidden_size, config.norm_eps) if stage.is_last else None
         self.head = ColumnParallel(split, hidden_size, vocab) if stage.is_last else None

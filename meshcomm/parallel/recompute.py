@@ -34,7 +34,9 @@ Not kept: scores of attention that is written out (Korthikanti et al. 2022), and
 the sum is kept."""
 
 
-def run(activation_checkpointing: Recompute, number: int, block: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+def run(
+    activation_checkpointing: Recompute, number: int, block: Callable[..., Any], /, *args: Any, **named: Any
+) -> Any:
     """The result of `block`, the number-th of the model; tensors for backward are kept, or computed again.
 
     Nothing random is kept: a block must draw the same numbers when it is called again with the same arguments.
@@ -43,7 +45,10 @@ def run(activation_checkpointing: Recompute, number: int, block: Callable[..., A
         more: dict[str, Any] = {"context_fn": _contexts}
     else:
         # True is 1: every block.
-        more, activation_checkpointing = {}, activation_checkpointing and (number + 1) % activation_checkpointing == 0
+        more, activation_checkpointing = (
+            {},
+            activation_checkpointing and (number + 1) % activation_checkpointing == 0,
+        )
     if not activation_checkpointing or not torch.is_grad_enabled():
         return block(*args, **named)
     return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **more, **named)

@@ -177,7 +177,9 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
     """Experts are split along expert and tensor, the others along tensor; a pipeline puts the two tables on two ranks."""
     model, layers = work.model, work.layers_of_rank(sizes)
     with_experts, norms = work.with_experts(layers), 2 * model.hidden_size
-    attention = model.hidden_size * model.head_size * (2 * model.num_heads + 2 * model.num_kv_heads) / sizes.tensor
+    attention = (
+        model.hidden_size * model.head_size * (2 * model.num_heads + 2 * model.num_kv_heads) / sizes.tensor
+    )
     dense = model.ff_matrices * model.hidden_size * model.intermediate_size / sizes.tensor
     experts = model.experts * dense / sizes.expert
     tables = model.hidden_size * model.vocab_size * (1 if sizes.pipeline > 1 or model.tied_embeddings else 2)
@@ -240,7 +242,9 @@ def _activations(work: Workload, sizes: Sizes) -> float:
     recomputed = everything - (entry if again else usual)
     split = 1 if work.model.vocab_size % sizes.tensor else sizes.tensor
     logits = work.tokens(sizes) * work.model.vocab_size / split * max(4, work.activation_bytes)
-    first = microbatches_held(parallel.options.schedule, sizes.pipeline, parallel.options.stages_per_rank, sizes.microbatches)
+    first = microbatches_held(
+        parallel.options.schedule, sizes.pipeline, parallel.options.stages_per_rank, sizes.microbatches
+    )
     last = first if parallel.options.schedule in ("gpipe", "zero_bubble") else 1
     # Logits, their logarithms and gradients.
     return max(first * kept, last * (kept + 2 * logits) + logits) + recomputed

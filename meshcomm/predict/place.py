@@ -208,7 +208,9 @@ class _Model:
 
     def _compute(self, sizes: Sizes) -> tuple[float, float]:
         """Seconds of one micro-batch's arithmetic, and how many micro-batches' time a rank stands idle."""
-        idle = bubble(self.work.parallel.options.schedule, sizes.pipeline, self.work.parallel.options.stages_per_rank)
+        idle = bubble(
+            self.work.parallel.options.schedule, sizes.pipeline, self.work.parallel.options.stages_per_rank
+        )
         return self.work.flops(sizes) / (self.tflops * 1e12), idle
 
     def _calls(self, listed: Sequence[Flow], sizes: Sizes, order: _Order) -> Iterator[tuple[Flow, _Dims]]:
@@ -270,7 +272,9 @@ def trainable(work: Workload, world: int) -> Iterator[Sizes]:
         if rest or not _splits(work, sizes):
             continue
         sizes = sizes._replace(microbatches=number)
-        if "pipeline" in work.parts and not runs(work.parallel.options.schedule, sizes.microbatches, sizes.pipeline):
+        if "pipeline" in work.parts and not runs(
+            work.parallel.options.schedule, sizes.microbatches, sizes.pipeline
+        ):
             continue
         experts = divisors(copies * sizes.context) if "expert" in work.parts else [1]
         yield from (sizes._replace(expert=n) for n in experts if n == 1 or work.model.experts % n == 0)
@@ -323,7 +327,9 @@ def _splits(work: Workload, sizes: Sizes) -> bool:
     """Whether heads, layers and tokens can be split so: the rules of meshcomm.config.rules."""
     model, tensor, context, pipeline = work.model, sizes.tensor, sizes.context, sizes.pipeline
     whole = 0 if not model.is_built_in else model.vocab_size
-    if any(number % tensor for number in (model.num_heads, model.num_kv_heads, model.intermediate_size, whole)):
+    if any(
+        number % tensor for number in (model.num_heads, model.num_kv_heads, model.intermediate_size, whole)
+    ):
         return False
     if pipeline > 1 and model.num_layers < pipeline * work.parallel.options.stages_per_rank:
         return False

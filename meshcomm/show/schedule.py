@@ -50,7 +50,7 @@ def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
     if max(microbatches * ranks * each, model.num_layers) > _PASSES:
         raise ConfigError(
             f"{config.source}: a schedule of so many passes is not drawn",
-            given=f"{microbatches} micro-batches through {ranks * each} stages, layers = {model.num_layers}",
+            given=f"{microbatches} micro-batches through {ranks * each} stages, num_layers = {model.num_layers}",
             expected=f"at most {_PASSES:,} passes, and as many layers",
             hint="a smaller train.global_batch_size, with which the drawing looks the same",
         )

@@ -26,7 +26,7 @@ def read_place(text: str) -> int | dict[str, int]:
     >>> read_place("5"), read_place("pp=1,tp=0")
     (5, {'pp': 1, 'tp': 0})
     """
-    if re.fullmatch(r"\s*\d+\s*", text):
+    if re.fullmatch(r"\s*-?\d+\s*", text):
         return int(text)
     coords: dict[str, int] = {}
     for part in filter(None, re.split(r"[,\s]+", text)):
@@ -57,7 +57,7 @@ def ranks_at(layout: Layout, coords: dict[str, int]) -> list[int]:
 
 
 def where_facts(plan: Plan, place: int | dict[str, int], topology: TopologyConfig | None = None) -> Facts:
-    """What `meshcomm where` shows, as data that JSON can hold.
+    """What `meshcomm plan --rank` shows of a place, as data that JSON can hold.
 
     place: a rank, or coords.
 
@@ -99,14 +99,12 @@ def where_page(facts: Facts) -> list[Part]:
     """`where_facts` as lines and tables."""
     if facts["rank"] is None:
         return _several(facts)
-    machine = facts["machine"]
-    if machine is None:
-        about = "its node is not known: topology.ranks_per_node says which ranks share one"
-    else:
+    machine, about = facts["machine"], list[Part]()
+    if machine is not None:
         rack = "" if machine["rack"] is None else f" in rack {machine['rack']}"
-        about = f"node {machine['node']}{rack}, local rank {machine['local_rank']}; "
-        about += f"ranks on the node: {fold(machine['ranks'])}"
-    return rank_page(facts["rank"], Line(about))
+        on_node = f"node {machine['node']}{rack}, local rank {machine['local_rank']}; "
+        about.append(Line(on_node + f"ranks on the node: {fold(machine['ranks'])}"))
+    return rank_page(facts["rank"], *about)
 
 
 def _several(facts: Facts) -> list[Part]:

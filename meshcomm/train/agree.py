@@ -81,7 +81,7 @@ def corpus_of(known: Sections, vocab_size: int = 0, cache: Path | None = None) -
     """The data, as this rank reads it. vocabulary, cache: as of `agreed_corpus` and `load`."""
     _, model, data, train = known
     assert data is not None
-    if not vocab_size and model is not None and model.given("vocabulary"):
+    if not vocab_size and model is not None and model.given("vocab_size"):
         vocab_size = model.vocab_size
     return load(data, model=model, vocab_size=vocab_size or None, cache=cache, seed=train.seed)
 

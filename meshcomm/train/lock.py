@@ -27,7 +27,7 @@ _FORMAT = 2
 _FIXED = ("model.", "pretrained.", "train.seed", "train.dtype")
 # These too, unless train.resume_changed names them: what the samples of a step follow from, and by which name.
 _SAMPLES = {
-    "data.seq_len": "sequence",
+    "data.seq_len": "seq_len",
     "train.global_batch_size": "global_batch_size",
     **{f"data.{key}": "data" for key in ("sha256", "weights", "validation", "build", "args")},
 }
@@ -202,7 +202,7 @@ def compare(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
 
 
 def _begins_again(names: Iterable[str]) -> bool:
-    return any(_SAMPLES.get(name) in ("data", "sequence") for name in names)
+    return any(_SAMPLES.get(name) in ("data", "seq_len") for name in names)
 
 
 def _sha256(content: bytes) -> str:
@@ -212,5 +212,8 @@ def _sha256(content: bytes) -> str:
 def _flat(lock: Lock) -> dict[str, Any]:
     """`section.key` -> value. A key's own table, as of mesh.dims, stays one value."""
     sections = {**lock.config, "versions": lock.versions}
+    if "options" in (parallel := dict(sections.get("parallel") or {})):
+        sections["parallel.options"] = parallel.pop("options")
+        sections["parallel"] = parallel
     found = {f"{section}.{key}": value for section, table in sections.items() for key, value in table.items()}
     return {**found, "device": lock.plan.get("device")}

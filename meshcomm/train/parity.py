@@ -96,7 +96,11 @@ def reference(config: Config) -> Config:
     if config.parallel is None or config.train is None:
         raise _no_training(config)
     facts = config.model_dump(exclude_unset=True, mode="python")
-    train = {key: value for key, value in facts["train"].items() if key not in ("compile", "recompute")}
+    train = {
+        key: value
+        for key, value in facts["train"].items()
+        if key not in ("compile", "activation_checkpointing")
+    }
     return load_config(
         {
             "mesh": {"dims": {"one": 1}, "device": config.mesh.device, "timeout_s": config.mesh.timeout_s},

@@ -500,9 +500,7 @@ def test_the_ranks_are_asked_for_what_was_typed(folder: Path, monkeypatch: pytes
     monkeypatch.setattr("meshcomm.jobs.starting.launch", launch)
     monkeypatch.setattr("meshcomm.jobs.bench.body", lambda *given: bodies.append(given))
     monkeypatch.setattr("meshcomm.jobs.starting.as_rank", lambda body, *_: body())
-    words = (
-        "bench mesh.toml --world-size 4 --op reduce --op all_reduce --bytes 4KiB --bytes 64 --dim tp --rounds 3"
-    )
+    words = "bench mesh.toml --world-size 4 --op reduce --op all_reduce --bytes 4KiB --bytes 64 --dim tp --rounds 3"
     more = "--json --fit b.toml --set mesh.timeout_s=50.0"
     assert CliRunner().invoke(app, [*words.split(), *more.split()]).exit_code == 0
     ((arguments, world),) = started

@@ -134,7 +134,7 @@ def by_torch(
     if part.tensor is not None and mesh.size(part.tensor) > 1:
         names.append("parallelize_module")
         for module in modules:
-            split_by_torch(module, over[part.tensor], part.sequence_parallel, part.pipeline is None)
+            split_by_torch(module, over[part.tensor], part.options.sequence_parallel, part.pipeline is None)
     dims = [dim for dim in part.gradient_dims if mesh.size(dim) > 1]
     # Where fully_shard would shard what the mesh does not: with tensor and pipeline it is how torch combines them.
     if part.shard is None and context.size > 1 and len(dims) == len(over.shape):
@@ -150,7 +150,7 @@ def by_torch(
             fully_shard(module, mesh=over[tuple(dims)])
     if part.pipeline is not None and mesh.size(part.pipeline) > 1:
         names.append(
-            f"pipelining, {'interleaved 1F1B' if len(modules) > 1 else '1F1B' if part.schedule != 'gpipe' else 'GPipe'}"
+            f"pipelining, {'interleaved 1F1B' if len(modules) > 1 else '1F1B' if part.options.schedule != 'gpipe' else 'GPipe'}"
         )
         loop: Loop | Piped = Piped(modules, engine.stages, over[part.pipeline], engine, x, y)
     else:

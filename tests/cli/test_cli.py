@@ -80,7 +80,10 @@ def test_the_first_rank_of_a_host_reports_a_wrong_config_for_all(
     ("words", "said"),
     [
         (["--world-size", "2", "x.py", "--lr", "3", "name"], "2 --lr 3 name"),
-        (["--world-size", "2", "x.py", "--world-size", "3", "--help", "--", "-x"], "2 --world-size 3 --help -- -x"),
+        (
+            ["--world-size", "2", "x.py", "--world-size", "3", "--help", "--", "-x"],
+            "2 --world-size 3 --help -- -x",
+        ),
         (["--world-size", "2", "x.py", "other.py"], "2 other.py"),
         (["mesh.toml", "--world-size", "2", "--set", "mesh.timeout_s=9", "x.py", "a", "--set"], "2 a --set"),
     ],

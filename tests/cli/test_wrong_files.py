@@ -23,7 +23,6 @@ WORDS: dict[str, list[list[str]]] = {
     "train": [["FILE"]],
     "simulate": [["FILE", "good.py"], ["--world-size", "2", "FILE"], [QUICK, "FILE"]],
     "plan": [["FILE"], [QUICK, "--diff", "FILE"]],
-    "where": [["FILE", "3"]],
     "lint": [["FILE"]],
     "view": [["FILE", "--export", "out.html"]],
     "schema": [],
@@ -98,9 +97,8 @@ def test_a_world_that_does_not_fit_is_an_error(folder: Path, world: str) -> None
     with_world = [name for name in WORDS if name not in ("schema", "report", "export", "view")]
     for command in (*with_world, "view"):
         script = ["good.py"] * (command in ("run", "simulate"))
-        place = ["3"] * (command == "where")
         export = ["--export", "out.html"] * (command == "view")
-        done = CliRunner().invoke(app, [command, QUICK, *place, *export, "--world-size", world, *script])
+        done = CliRunner().invoke(app, [command, QUICK, *export, "--world-size", world, *script])
         assert isinstance(done.exception, SystemExit | None), (command, done.exception)
         # To doctor it is one more finding.
         wrong = 1 if command == "doctor" and world != "many" else 2

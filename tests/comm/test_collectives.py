@@ -292,7 +292,10 @@ def wrongly_known(mesh: Mesh) -> None:
         if coord == 1 and received == [2, 2]:
             with pytest.raises(ShapeError, match="send something else than this one expects") as refused:
                 mesh.all_to_all("dp", x, input_split_sizes=splits, output_split_sizes=received)
-            assert "output_split_sizes=[1, 3], which is in the input_split_sizes of coords 0 to 1" in refused.value.expected
+            assert (
+                "output_split_sizes=[1, 3], which is in the input_split_sizes of coords 0 to 1"
+                in refused.value.expected
+            )
         else:
             own = [3, 1] if coord == 0 else received
             assert mesh.all_to_all("dp", x, input_split_sizes=splits, output_split_sizes=own).numel() == 4
@@ -302,7 +305,10 @@ def test_a_wrong_known_size(pool: Pool) -> None:
     pool.run(on_processes, wrongly_known, {"dims": {"dp": 2}}, ranks=2)
     with pytest.raises(CallMismatchError, match="ranks differ in call 1"):
         meshcomm.simulate(
-            lambda mesh: mesh.all_to_all("dp", torch.ones(4), input_split_sizes=[2, 2], output_split_sizes=[3, 1]), dims={"dp": 2}
+            lambda mesh: mesh.all_to_all(
+                "dp", torch.ones(4), input_split_sizes=[2, 2], output_split_sizes=[3, 1]
+            ),
+            dims={"dp": 2},
         )
 
 

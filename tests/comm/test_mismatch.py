@@ -88,7 +88,9 @@ CALLS: dict[str, tuple[Call, str, str]] = {
         "all_reduce by ring(shape (4), dtype float32, op sum)",
     ),
     "sizes that are known": (
-        lambda m, odd: m.all_to_all("dp", torch.ones(6), input_split_sizes=[2] * 3, output_split_sizes=[2] * 3 if odd else None),
+        lambda m, odd: m.all_to_all(
+            "dp", torch.ones(6), input_split_sizes=[2] * 3, output_split_sizes=[2] * 3 if odd else None
+        ),
         "all_to_all(shape (0), dtype float32, split_axis 0, concat_axis 0, input_split_sizes True, output_split_sizes True)",
         "all_to_all(shape (0), dtype float32, split_axis 0, concat_axis 0, input_split_sizes True)",
     ),

@@ -279,7 +279,10 @@ ALONE: list[tuple[Callable[[Mesh], object], tuple[int, ...]]] = [
     (lambda m: m.gather("dp", ones(), 1, out=ones(3)), (1,)),
     (lambda m: m.gather("dp", ones(), 1, uneven=True, out=ones(3)), (1,)),
     (lambda m: m.all_gather("dp", ones(), uneven=True, out=ones(8 if m.coord("dp") else 3, 4)), (0,)),
-    (lambda m: m.all_to_all("dp", ones(), 0, 1, input_split_sizes=[1, 3] if m.coord("dp") else [2, 2]), (0, 1)),
+    (
+        lambda m: m.all_to_all("dp", ones(), 0, 1, input_split_sizes=[1, 3] if m.coord("dp") else [2, 2]),
+        (0, 1),
+    ),
     (lambda m: m.scatter("dp", ones(7) if m.coord("dp") else None, 1), (0, 1)),
 ]
 

@@ -21,7 +21,13 @@ MESH: dict[str, Any] = {"mesh": {"dims": {"pp": 2, "dp": 2, "tp": 2}}}
 TRAIN: dict[str, Any] = {
     "mesh": {"dims": {"pp": 2, "dp": 2, "tp": 2}, "device": "cpu"},
     "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp"},
-    "model": {"num_layers": 4, "hidden_size": 128, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 384},
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 128,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "intermediate_size": 384,
+    },
     "data": {"seq_len": 128},
     "train": {"steps": 60, "global_batch_size": 32, "micro_batch_size": 4},
 }

@@ -335,6 +335,8 @@ def test_weights_that_are_sharded_along_two_dims_have_a_merged_one() -> None:
     }
     assert merged("mesh.dims.cp=1") == merged("mesh.dims.fsdp=1") == {}
     assert merged("parallel.data='fsdp'", "parallel.shard='dp'") == {"dp_cp": ("dp", "cp")}
-    config = load_config(made(HSDP, ["parallel.context='cp'", "mesh.dims={ dp = 2, cp = -1, tp = 2, fsdp = 2 }"]))
+    config = load_config(
+        made(HSDP, ["parallel.context='cp'", "mesh.dims={ dp = 2, cp = -1, tp = 2, fsdp = 2 }"])
+    )
     assert config.plan(16).family("cp_fsdp").size == 4
     assert "cp_fsdp" not in config.plan(8).layout.names

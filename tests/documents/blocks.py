@@ -77,8 +77,12 @@ def blocks(page: str, text: str | None = None) -> list[Block]:
 
 def llama(folder: Path) -> None:
     """Make the folder that the pages call Llama-3.2-1B, of the sizes of configs/quickstart.toml, which they change."""
-    sizes = {"num_hidden_layers": "layers", "hidden_size": "width", "num_attention_heads": "heads"}
-    sizes |= {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ff"}
+    sizes = {
+        "num_hidden_layers": "num_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_heads",
+    }
+    sizes |= {"num_key_value_heads": "num_kv_heads", "intermediate_size": "intermediate_size"}
     model = tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text())["model"]
     (folder / "Llama-3.2-1B").mkdir(exist_ok=True)
     said = {"model_type": "llama", "vocab_size": 256}

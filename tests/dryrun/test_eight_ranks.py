@@ -32,7 +32,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | str
     "zero bubble, tensor": ("pp=4 tp=2", {"schedule": "zero_bubble", "stages_per_rank": 2}, {}, {}),
     "ring, data, again": ("dp=4 cp=2", {}, {"activation_checkpointing": True}, {}),
     "ring, tensor": ("cp=4 tp=2", {"sequence_parallel": True}, {}, {}),
-    "heads, sharded": ("fsdp=2 cp=4", {"attention": "ulysses"}, {"activation_checkpointing": "selective"}, {}),
+    "heads, sharded": (
+        "fsdp=2 cp=4",
+        {"attention": "ulysses"},
+        {"activation_checkpointing": "selective"},
+        {},
+    ),
     "experts": (
         "dp=4 tp=2",
         {"expert": "ep", "views": {"expert": {"edp": 2, "ep": 2, "tp": 2}}},

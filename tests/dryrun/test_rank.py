@@ -24,7 +24,13 @@ from tests.group_hooks import HAS_HOOKS, needs_group_hooks
 from tests.models.families import folder_of
 
 WORLD = 4
-BUILT_IN: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "intermediate_size": 256}
+BUILT_IN: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "intermediate_size": 256,
+}
 
 
 def config_of(dims: str, parallel: dict[str, Any], train: dict[str, Any], model: dict[str, Any]) -> Config:

@@ -201,7 +201,13 @@ def _training(odd: str) -> Program:
     config = {
         "mesh": {"dims": {"dp": 4}, "device": "cpu", "timeout_s": TIMEOUT_S},
         "parallel": {"data": "dp"},
-        "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 16},
+        "model": {
+            "num_layers": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "num_kv_heads": 2,
+            "intermediate_size": 16,
+        },
         "data": {"seq_len": 32, "max_bytes": 20_000},
         "train": {"steps": 2, "global_batch_size": 4, "micro_batch_size": 1, "warmup_steps": 1},
     }

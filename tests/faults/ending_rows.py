@@ -157,7 +157,11 @@ def _saves(fault: Callable[[Rank], None]) -> Program:
 
         with me.mesh() as mesh:
             settings = TrainConfig(
-                steps=9, global_batch_size=4, micro_batch_size=1, out=str(me.folder / "run"), checkpoint_every=1
+                steps=9,
+                global_batch_size=4,
+                micro_batch_size=1,
+                out=str(me.folder / "run"),
+                checkpoint_every=1,
             )
             checkpoints = Checkpoints(mesh, settings)
             # Equal on all ranks: each of them writes its share.

@@ -108,7 +108,12 @@ def run(experiment: Experiment, setting: Setting, folder: Path, left_s: float = 
     if experiment.program == "train":
         changed = {"mesh.device": f'"{setting.device}"', "train.out": f'"{folder / "run"}"'}
         if setting.device == "cpu":
-            changed |= {"model.num_layers": 2, "model.hidden_size": 64, "model.intermediate_size": 128, "data.seq_len": 64}
+            changed |= {
+                "model.num_layers": 2,
+                "model.hidden_size": 64,
+                "model.intermediate_size": 128,
+                "data.seq_len": 64,
+            }
         words = [
             "train",
             str(here / "train.toml"),

@@ -306,9 +306,19 @@ def training(**changed: Any) -> Config:
     """tests/gpu/train.toml on all ranks of this experiment, small where it has no GPU."""
     size = {"num_layers": 4, "hidden_size": 512, "intermediate_size": 1408, "num_heads": 8, "num_kv_heads": 8}
     if not ON_GPU:
-        size |= {"num_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 4}
+        size |= {
+            "num_layers": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "num_kv_heads": 4,
+        }
     given = {f"model.{key}": value for key, value in size.items()}
-    given |= {"data.seq_len": 256 if ON_GPU else 32, "train.global_batch_size": 8, "train.micro_batch_size": 2}
+    given |= {
+        "data.seq_len": 256 if ON_GPU else 32,
+        "train.global_batch_size": 8,
+        "train.micro_batch_size": 2,
+    }
     given |= {"mesh.backend": f'"{BACKEND}"', "mesh.device": f'"{DEVICE}"', "mesh.validate_calls": 8}
     return load_config(HERE / "train.toml", [f"{key}={value}" for key, value in {**given, **changed}.items()])
 
@@ -379,7 +389,13 @@ def one_step(trainer: Engine, given: list[tuple[Tensor, Tensor]], number: int) -
 def speed() -> None:
     """Tokens a second and MFU of a step of 1B parameters, sequence 4,096, bfloat16; beside plain PyTorch."""
     layers, width, heads, ff, sequence = (20, 2048, 16, 5632, 4096) if ON_GPU else (2, 64, 4, 128, 64)
-    size = {"num_layers": layers, "hidden_size": width, "num_heads": heads, "num_kv_heads": heads, "intermediate_size": ff}
+    size = {
+        "num_layers": layers,
+        "hidden_size": width,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "intermediate_size": ff,
+    }
     changed = {f"model.{key}": value for key, value in size.items()}
     changed |= {"data.seq_len": sequence, "train.global_batch_size": 4, "train.micro_batch_size": 2}
     tokens_of_step, rounds = 4 * sequence, 5

@@ -117,7 +117,9 @@ def test_equal_ranks_and_options_are_one_group() -> None:
     }
     creating = [family.name for family in plan.families if family.creates]
     assert creating == ["pp", "dp", "tp", "model", "turned", "half"]
-    own_lane = Plan(layout, options={"grad": GroupOptions(comm_id="overlap"), "ep": GroupOptions(timeout_s=5.0)})
+    own_lane = Plan(
+        layout, options={"grad": GroupOptions(comm_id="overlap"), "ep": GroupOptions(timeout_s=5.0)}
+    )
     assert own_lane.family("grad").shares is None
     assert own_lane.family("ep").shares is None
 

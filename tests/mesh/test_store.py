@@ -225,7 +225,9 @@ def used(mesh: Any, rank: int, world_size: int) -> None:
     """Many ranks at once, and nothing is lost."""
     store = mesh.store
     store.set(f"at/{rank}", f"{mesh.coords}")
-    assert store.get(f"at/{(rank + 1) % world_size}") == str(mesh.get_coords((rank + 1) % world_size)).encode()
+    assert (
+        store.get(f"at/{(rank + 1) % world_size}") == str(mesh.get_coords((rank + 1) % world_size)).encode()
+    )
     for _ in range(20):
         store.add("n", 1)
     done = 0

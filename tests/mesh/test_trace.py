@@ -320,9 +320,21 @@ def trained(out: str) -> list[str]:
         {
             "mesh": {"dims": {"dp": 2}, "device": "cpu", "timeout_s": 60.0},
             "parallel": {"data": "dp"},
-            "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 16},
+            "model": {
+                "num_layers": 1,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "num_kv_heads": 2,
+                "intermediate_size": 16,
+            },
             "data": {"seq_len": 16, "max_bytes": 20_000},
-            "train": {"steps": 4, "global_batch_size": 4, "micro_batch_size": 1, "trace_steps": [2, 3], "out": out},
+            "train": {
+                "steps": 4,
+                "global_batch_size": 4,
+                "micro_batch_size": 1,
+                "trace_steps": [2, 3],
+                "out": out,
+            },
         }
     )
     with meshcomm.init(config) as mesh:

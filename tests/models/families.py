@@ -8,6 +8,7 @@ from typing import Any
 
 from meshcomm.config import Config, load_config
 from meshcomm.train.parity import Difference, compare, record, reference
+from tests.train.runs import parallel_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
@@ -104,7 +105,7 @@ def config_of(
     return load_config(
         {
             "mesh": {**mesh, **({} if views is None else {"views": views})},
-            "parallel": {**{parts[dim]: dim for dim in sizes}, **parallel},
+            "parallel": parallel_of(**{parts[dim]: dim for dim in sizes}, **parallel),
             "model": model,
             "data": {"seq_len": 32, "max_bytes": 200_000, **({"tokenizer": tokenizer} if tokenizer else {})},
             "train": {

@@ -213,7 +213,14 @@ def sent(settings: Config, world: int) -> Counter[tuple[str, str]]:
     ("world", "overrides"),
     [
         (4, ["mesh.dims={ dp = 2, tp = 2 }"]),
-        (2, ["mesh.dims={ dp = 1, tp = 2 }", "parallel.options.sequence_parallel=true", "train.activation_checkpointing=true"]),
+        (
+            2,
+            [
+                "mesh.dims={ dp = 1, tp = 2 }",
+                "parallel.options.sequence_parallel=true",
+                "train.activation_checkpointing=true",
+            ],
+        ),
         (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING]),
         (4, ["mesh.dims={ dp = 1, cp = 4, tp = 1 }", RING, ULYSSES]),
     ],
@@ -309,7 +316,14 @@ def test_a_vocabulary_that_the_ranks_do_not_divide_is_taken(tmp_path: Path) -> N
         load_config(
             {
                 **config.model_dump(exclude_unset=True),
-                "model": {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 4, "intermediate_size": 32, "vocab_size": 257},
+                "model": {
+                    "num_layers": 1,
+                    "hidden_size": 32,
+                    "num_heads": 4,
+                    "num_kv_heads": 4,
+                    "intermediate_size": 32,
+                    "vocab_size": 257,
+                },
             }
         )
 

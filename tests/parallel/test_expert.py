@@ -275,7 +275,9 @@ def uneven_batches(mesh: Mesh, given: Numbers) -> None:
     layer = layer_of(mesh, Case(), given)
     layer.balance_weight = 0.0
     y = layer(given.x[mine])
-    one = Experts(mesh, None, TensorSplit(mesh, None, torch.float64), hidden_size=WIDTH, intermediate_size=FF, experts=8)
+    one = Experts(
+        mesh, None, TensorSplit(mesh, None, torch.float64), hidden_size=WIDTH, intermediate_size=FF, experts=8
+    )
     with torch.no_grad():
         one.router.weight.copy_(given.router)
         for name in ("w1", "w3", "w2"):
@@ -321,7 +323,13 @@ def autocast(mesh: Mesh, given: Numbers) -> None:
 def grouped(mesh: Mesh, kind: torch.dtype, factor: float | None, loops: bool) -> tuple[Tensor, list[Tensor]]:
     """One layer whose matrices torch multiplies by a grouped product, or in loops: y and gradients."""
     layer = Experts(
-        mesh, None, TensorSplit(mesh, None, kind), hidden_size=16, intermediate_size=24, experts=4, capacity_factor=factor
+        mesh,
+        None,
+        TensorSplit(mesh, None, kind),
+        hidden_size=16,
+        intermediate_size=24,
+        experts=4,
+        capacity_factor=factor,
     )
     with torch.no_grad():
         for number, parameter in enumerate(layer.parameters()):
@@ -373,7 +381,12 @@ def wrong_layers(mesh: Mesh) -> None:
         (None, {"experts_per_token": 0}, ShapeError, ["a token cannot choose 0 of 8 experts"]),
         ("ep", {"capacity_factor": 0.0}, ShapeError, ["would drop every token", "capacity_factor=0.0"]),
         ("tp", {"tensor": "tp"}, LayoutError, ['the dim "tp" cannot both spread the experts and split']),
-        ("ep", {"tensor": "tp", "intermediate_size": 5}, ShapeError, ["the inner axis of the experts", "5 % 2 = 1"]),
+        (
+            "ep",
+            {"tensor": "tp", "intermediate_size": 5},
+            ShapeError,
+            ["the inner axis of the experts", "5 % 2 = 1"],
+        ),
         ("ep2", {"tensor": "tp"}, UnknownDim, ["do not belong to one factorisation"]),
         ("pe", {}, UnknownDim, ["pe"]),
     ]
@@ -425,7 +438,9 @@ def test_ranks_that_route_equal_tokens_differently_are_told() -> None:
 def syncs_of(mesh: Mesh, dim: str | None, factor: float | None, forbidden: bool) -> int:
     """How often the host waits for values in a forward and a backward of a layer that has run twice."""
     tensor = TensorSplit(mesh, "tp", torch.float32)
-    layer = Experts(mesh, dim, tensor, hidden_size=16, intermediate_size=16, experts=8, capacity_factor=factor)
+    layer = Experts(
+        mesh, dim, tensor, hidden_size=16, intermediate_size=16, experts=8, capacity_factor=factor
+    )
     for parameter in layer.parameters():
         nn.init.normal_(local(parameter))
     mesh.broadcast("tp", local(layer.router.weight).detach(), src=0)

@@ -366,7 +366,13 @@ def other_dims() -> None:
         {
             "mesh": {"dims": {"dp": -1, "tp": 2}, "device": "cpu"},
             "parallel": {"data": "dp", "tensor": "tp"},
-            "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8},
+            "model": {
+                "num_layers": 1,
+                "hidden_size": 8,
+                "num_heads": 2,
+                "num_kv_heads": 2,
+                "intermediate_size": 8,
+            },
             "data": {"seq_len": 8},
             "train": {"steps": 1, "global_batch_size": 4, "micro_batch_size": 1},
         }

@@ -87,7 +87,11 @@ INNER = {**SPEC, "args": {"inner": 0.3}}
 TWO: dict[str, Any] = {"stages_per_rank": 2}
 DEEP: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     (SPEC, "dp=2 tp=2", {"train": {"micro_batch_size": 2, "activation_checkpointing": "selective"}}),
-    (INNER, "pp=2 dp=2", {**TWO, "schedule": "interleaved_1f1b", "train": {"activation_checkpointing": True}}),
+    (
+        INNER,
+        "pp=2 dp=2",
+        {**TWO, "schedule": "interleaved_1f1b", "train": {"activation_checkpointing": True}},
+    ),
     (SPEC, "pp=2 tp=2", {**TWO, "schedule": "zero_bubble", "train": {"activation_checkpointing": 2}}),
 ]
 
@@ -227,7 +231,9 @@ def queued(config: Config) -> int:
 
 @pytest.mark.parity
 def test_setting_generators_waits_for_nothing(pool: Pool) -> None:
-    config = config_of(INNER, "dp=2 tp=2", train={"dtype": "float32", "activation_checkpointing": True, "steps": 20})
+    config = config_of(
+        INNER, "dp=2 tp=2", train={"dtype": "float32", "activation_checkpointing": True, "steps": 20}
+    )
     config = load_config(config, [f"mesh.backend={NAME}", "mesh.validate_calls=2"])
     assert pool.run(queued, config, ranks=4) == [0] * 4
 

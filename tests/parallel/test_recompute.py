@@ -23,7 +23,14 @@ from tests.models import own
 from tests.models.families import config_of, differences
 
 OWN = {"build": "tests.models.own:spec", "args": {"width": 32}}
-BUILT_IN: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 48, "dropout": 0.1}
+BUILT_IN: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "intermediate_size": 48,
+    "dropout": 0.1,
+}
 EXPERTS: dict[str, Any] = {**BUILT_IN, "experts": 4, "experts_every": 2, "balance_loss": 0.02}
 
 
@@ -121,7 +128,11 @@ def found(config: Config) -> Found:
 @pytest.mark.parametrize("model", [{**BUILT_IN, "dropout": 0.0}, OWN], ids=["built in", "of a user"])
 def test_less_is_kept_and_as_much_is_computed_as_was_asked_for(pool: Pool, model: dict[str, Any]) -> None:
     def config(recompute: Any) -> Config:
-        return config_of(model, "dp=1", train={"activation_checkpointing": recompute, "global_batch_size": 2, "micro_batch_size": 2})
+        return config_of(
+            model,
+            "dp=1",
+            train={"activation_checkpointing": recompute, "global_batch_size": 2, "micro_batch_size": 2},
+        )
 
     settings = [False, True, 2, "selective"]
     nothing, every, second, selective = (pool.run(found, config(each), ranks=1)[0] for each in settings)

@@ -15,21 +15,41 @@ from meshcomm.dryrun.rank import Step, pretended_step
 from meshcomm.predict.estimate import Memory, Sizes, expected, memory, weights, workload
 
 # What the page shows: the yardstick's width, eight layers.
-SHOWN: dict[str, Any] = {"num_layers": 8, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 8, "intermediate_size": 1024}
+SHOWN: dict[str, Any] = {
+    "num_layers": 8,
+    "hidden_size": 256,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "intermediate_size": 1024,
+}
 ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "`data`": ("dp=4", {"data": "dp"}, {}),
     "`shard`": ("fs=4", {"shard": "fs"}, {}),
     "`data` 2, `shard` 2": ("dp=2 fs=2", {"data": "dp", "shard": "fs"}, {}),
     "`activation_checkpointing = true`": ("dp=4", {"data": "dp"}, {"activation_checkpointing": True}),
-    '`activation_checkpointing = "selective"`': ("dp=4", {"data": "dp"}, {"activation_checkpointing": "selective"}),
+    '`activation_checkpointing = "selective"`': (
+        "dp=4",
+        {"data": "dp"},
+        {"activation_checkpointing": "selective"},
+    ),
     "`tensor`": ("tp=4", {"tensor": "tp"}, {}),
     "`tensor`, `sequence_parallel`": ("tp=4", {"tensor": "tp", "options": {"sequence_parallel": True}}, {}),
     "`pipeline`, `gpipe`": ("pp=4", {"pipeline": "pp", "options": {"schedule": "gpipe"}}, {}),
     "`pipeline`, `1f1b`": ("pp=4", {"pipeline": "pp", "options": {"schedule": "1f1b"}}, {}),
-    "`shard`, `activation_checkpointing = true`": ("fs=4", {"shard": "fs"}, {"activation_checkpointing": True}),
+    "`shard`, `activation_checkpointing = true`": (
+        "fs=4",
+        {"shard": "fs"},
+        {"activation_checkpointing": True},
+    ),
 }
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "performance.md"
-SMALL: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 192}
+SMALL: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "intermediate_size": 192,
+}
 MICROBATCHES = 4
 COLUMNS = ("weights", "gathered", "gradients", "optimizer", "activations", "rest")
 VIEW = {"views": {"expert": {"edp": 2, "ep": 2}}}
@@ -49,7 +69,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "tensor, sequence": ("tp=2", {"tensor": "tp", "options": {"sequence_parallel": True}}, {}, {}),
     "gpipe": ("pp=4", {"pipeline": "pp", "options": {"schedule": "gpipe"}}, {}, {}),
     "1f1b": ("pp=4", {"pipeline": "pp", "options": {"schedule": "1f1b"}}, {}, {}),
-    "interleaved": ("pp=2", {"pipeline": "pp", **SEVERAL, "options": {"schedule": "interleaved_1f1b"}}, {}, {}),
+    "interleaved": (
+        "pp=2",
+        {"pipeline": "pp", **SEVERAL, "options": {"schedule": "interleaved_1f1b"}},
+        {},
+        {},
+    ),
     "zero bubble": ("pp=2", {"pipeline": "pp", **SEVERAL, "options": {"schedule": "zero_bubble"}}, {}, {}),
     "1f1b, fsdp": ("pp=2 fs=2", {"pipeline": "pp", "shard": "fs"}, {}, {}),
     "ring": ("cp=4", {"context": "cp"}, {}, {}),
@@ -133,8 +158,20 @@ def test_the_estimate_is_near_a_step_that_is_run(case: str) -> None:
 
 
 # Sizes as published, and the weights that these models are published to have.
-LLAMA = {"num_layers": 126, "hidden_size": 16384, "num_heads": 128, "num_kv_heads": 8, "intermediate_size": 53248}
-MIXTRAL = {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 14336} | {
+LLAMA = {
+    "num_layers": 126,
+    "hidden_size": 16384,
+    "num_heads": 128,
+    "num_kv_heads": 8,
+    "intermediate_size": 53248,
+}
+MIXTRAL = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "intermediate_size": 14336,
+} | {
     "experts": 8,
     "experts_per_token": 2,
 }

@@ -30,13 +30,20 @@ from meshcomm.predict.place import (
     write_placement,
 )
 from meshcomm.predict.times import fastest
+from tests.train.runs import parallel_of
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(100)
 
 # Model, batch and sequence with many divisors, so that many sizes are legal and some are not.
 TRAIN: dict[str, Any] = {
-    "model": {"num_layers": 6, "hidden_size": 96, "num_heads": 12, "num_kv_heads": 6, "intermediate_size": 96},
+    "model": {
+        "num_layers": 6,
+        "hidden_size": 96,
+        "num_heads": 12,
+        "num_kv_heads": 6,
+        "intermediate_size": 96,
+    },
     "data": {"seq_len": 48},
     "train": {"steps": 1, "global_batch_size": 24, "micro_batch_size": 2},
 }
@@ -64,7 +71,12 @@ def config(
     experts = about.pop("experts", 0)
     parallel = {part: DIMS[part] for part in parts} | about
     dims = dims or {DIMS[part]: 1 for part in parts}
-    data = {**TRAIN, "mesh": {"dims": dims}, "parallel": parallel, "model": dict(TRAIN["model"])}
+    data = {
+        **TRAIN,
+        "mesh": {"dims": dims},
+        "parallel": parallel_of(**parallel),
+        "model": dict(TRAIN["model"]),
+    }
     if experts:
         parallel["expert"] = "ep"
         data["model"] |= {"experts": experts}
@@ -74,7 +86,9 @@ def config(
 
 
 def topology_of(per_node: int, **more: Any) -> TopologyConfig:
-    return load_config({"mesh": {"dims": {"a": 1}}, "topology": {"ranks_per_node": per_node, **more}}).topology
+    return load_config(
+        {"mesh": {"dims": {"a": 1}}, "topology": {"ranks_per_node": per_node, **more}}
+    ).topology
 
 
 def world_of(kind: str) -> int:
@@ -112,7 +126,16 @@ def test_the_sizes_are_those_that_the_checks_of_a_config_let_pass(kind: str, wor
 
 
 def test_a_rank_s_tokens_and_not_the_sample_s_are_split_along_tensor() -> None:
-    wide = {"model": {"num_layers": 2, "hidden_size": 64, "num_heads": 8, "num_kv_heads": 8, "intermediate_size": 64}, "data": {"seq_len": 8}}
+    wide = {
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 64,
+            "num_heads": 8,
+            "num_kv_heads": 8,
+            "intermediate_size": 64,
+        },
+        "data": {"seq_len": 8},
+    }
     with pytest.raises(ConfigError, match="a rank's tokens are not divisible by tp"):
         config("ring", {"dp": 1, "cp": 2, "tp": 8}, **wide)
     found = [(each.context, each.tensor) for each in trainable(workload(config("ring", **wide)), 16)]
@@ -128,7 +151,14 @@ def by_stride(size: int, step: int, world: int) -> list[list[int]]:
 def test_the_orders_are_all_meshes_each_once(kind: str) -> None:
     """Every order of the dims written out as groups: those that are listed are all there are."""
     # Heads, tokens and samples for all sizes of 12 ranks, whatever the parts.
-    free = {"num_heads": 12, "num_kv_heads": 12, "hidden_size": 24, "intermediate_size": 12, "vocab_size": 12, "num_layers": 12}
+    free = {
+        "num_heads": 12,
+        "num_kv_heads": 12,
+        "hidden_size": 24,
+        "intermediate_size": 12,
+        "vocab_size": 12,
+        "num_layers": 12,
+    }
     free |= {"experts": 12} if KINDS[kind].get("experts") else {}
     train = {"steps": 1, "global_batch_size": 12 * 12, "micro_batch_size": 1}
     work = workload(config(kind, model=free, data={"seq_len": 12 * 12 * 2}, train=train))
@@ -199,7 +229,13 @@ def test_the_ranking_is_of_all_meshes_in_order_adds_up_and_is_that_of_groups_wri
 
 def test_one_step_by_hand() -> None:
     """pp=2 dp=2 tp=4 on two nodes of eight: every number of the model, with plain arithmetic."""
-    model = TRAIN["model"] | {"num_heads": 8, "num_kv_heads": 4, "hidden_size": 64, "intermediate_size": 128, "num_layers": 6}
+    model = TRAIN["model"] | {
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_layers": 6,
+    }
     settings = config("3-D", {"pp": 2, "dp": 2, "tp": 4}, model=model)
     links = {
         "node": {"latency_us": 2.0, "bandwidth_gbytes_s": 100.0},
@@ -278,7 +314,9 @@ def test_what_cannot_be_placed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_chosen_mesh_is_written_and_loads(kind: str, tmp_path: Path) -> None:
-    settings = load_config(config(kind, topology={"ranks_per_node": 4}), ["mesh.timeout_s=77.0", "train.lr=1e-5"])
+    settings = load_config(
+        config(kind, topology={"ranks_per_node": 4}), ["mesh.timeout_s=77.0", "train.lr=1e-5"]
+    )
     world = world_of(kind)
     ranking = place_config(settings, world, settings.topology)
     assert settings.parallel is not None

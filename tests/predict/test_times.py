@@ -208,7 +208,15 @@ def test_the_command_says_what_the_model_says() -> None:
     def command(*words: str) -> Any:
         return CliRunner().invoke(app, list(words))
 
-    words = ["costs", str(ROOT / "configs/gpt_1024.toml"), "--world-size", "1024", "--op", "all_reduce", "--bytes"]
+    words = [
+        "costs",
+        str(ROOT / "configs/gpt_1024.toml"),
+        "--world-size",
+        "1024",
+        "--op",
+        "all_reduce",
+        "--bytes",
+    ]
     facts: dict[str, Any] = json.loads(command(*words, "64MB", "--json").stdout)
     tp = next(each for each in facts["dims"] if each["dim"] == "tp")
     (row,) = tp["rows"]

@@ -53,7 +53,7 @@ def test_which_groups_the_colours_are() -> None:
             grid_facts(plan_of(**WIDE), by, None, rank)
     facts = json.loads(run("plan", MESH, "--by", "tp, pp", "--rank", "3", "--json").out)
     assert facts.pop("grid") == grid_facts(SMALL, ("tp", "pp"), None, 3)
-    assert facts == plan_facts(SMALL, 3)
+    assert plan_facts(SMALL, 3).items() <= facts.items()
     shown = run("plan", MESH, "--by", "modle")
     assert shown.code == 2 and 'did you mean "model"?' in shown.err
 

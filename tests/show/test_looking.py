@@ -45,7 +45,7 @@ BIG = (GPT, "--world-size", "131072", "--rank", "777")
 SMALL_PLAN = """\
 mesh of 8 ranks, plan c933ff8e076056e1: 16 groups, 5 created per rank
 dim    kind          size  stride  groups  backend  timeout  comm_id
-─────────────────────────────────────────────────────────────────
+────────────────────────────────────────────────────────────────────
 pp     dim              2       4       4  auto        60 s  p2p
 dp     dim              2       2       4  auto       600 s  -
 tp     dim              2       1       4  auto       600 s  -
@@ -61,6 +61,13 @@ tp     1 of 2          4  4 (wraps)  4 5
 model  3 of 4          4  0 (wraps)  0 1 4 5
 edp    0 of 1          -          -  5 (alone: no group)
 ep     1 of 4          4          6  4 5 6 7
+in training (by the dims' names):
+part      along  operation         what                                       with
+───────────────────────────────────────────────────────────────────────────────────────────
+tensor    tp     all_reduce        activations of each layer                  ranks 4 5
+expert    ep     all_to_all        tokens, to their experts and back          ranks 4 5 6 7
+pipeline  pp     send and receive  activations onwards, their gradients back  from 1
+data      dp     all_reduce        gradients                                  ranks 5 7
 """
 LARGE_PLAN = """\
 mesh of 131,072 ranks, plan 7db49d3026294566: 32,832 groups, 3 created per rank
@@ -71,11 +78,20 @@ dp   dim   2,048       8      64  nccl                 1800 s  2,048  network, 1
 tp   dim       8       1  16,384  nccl                 1800 s      1  node, 2 us, 300 GB/s
 a rank has up to 4 NCCL communicators: about 2.1 GB, an estimate from NVIDIA/nccl#964
 rank 777: pp=0 dp=97 tp=1
+node 97, local rank 1; ranks on the node: 776 777 778 779 780 781 782 783
 dim       coord            prev   next  my group, in coord order                        nodes
 ─────────────────────────────────────────────────────────────────────────────────────────────
 pp       0 of 8  115465 (wraps)  17161  777 17161 33545 49929 66313 82697 99081 115465      8
 dp   97 of 2048             769    785  1 9 17 25 .. 16377 (2048)                        2048
 tp       1 of 8             776    778  776 777 778 779 780 781 782 783                     1
+in training (by the dims' names):
+part      along  operation         what                             with
+────────────────────────────────────────────────────────────────────────────────────────────────────
+tensor    tp     all_reduce        activations of each layer        ranks 776 777 778 779 780 781
+                                                                    782 783
+pipeline  pp     send and receive  activations onwards, their       to 17161
+                                   gradients back
+data      dp     all_reduce        gradients                        ranks 1 9 17 25 .. 16377 (2048)
 """
 
 
@@ -94,7 +110,7 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
     cost = {"nccl": 4, "gloo": 0, "nccl_mb": 3 * 688, "descriptors": 1, "undecided": 0}
     assert facts.pop("footprint") == cost
     config = load_config(ROOT / GPT)
-    assert facts == plan_facts(config.plan(131_072), 777, config.topology)
+    assert plan_facts(config.plan(131_072), 777, config.topology).items() <= facts.items()
 
 
 @pytest.mark.parametrize(
@@ -205,8 +221,8 @@ for words in eval(sys.argv[1]):
         ["plan", *BIG, "--set", "mesh.dims={ pp = 8, dp = 2048, tp = 8 }"],
         ["plan", *BIG, "--by", "dp"],
         ["plan", *world, "--export", str(tmp_path / "topo.svg")],
-        ["where", *world, "777"],
-        ["where", *world, "pp=3"],
+        ["plan", *world, "--rank", "777"],
+        ["plan", *world, "--rank", "pp=3"],
         ["plan", *world, "--diff", GPT],
     ]
     done = python("-c", program, repr(words))
@@ -254,7 +270,18 @@ def test_no_line_is_wider_than_the_console_and_no_word_of_a_table_is_broken(widt
 
 
 def test_costs_have_sizes_as_they_were_asked_for_and_say_that_a_backend_chooses() -> None:
-    words = ("costs", GPT, "--world-size", "1024", "--op", "all_reduce", "--bytes", "64KiB", "--bytes", "64MB")
+    words = (
+        "costs",
+        GPT,
+        "--world-size",
+        "1024",
+        "--op",
+        "all_reduce",
+        "--bytes",
+        "64KiB",
+        "--bytes",
+        "64MB",
+    )
     shown = run(*words).out
     assert shown.count("  64 KiB  ") == shown.count("  64 MB  ") == 3
     assert "A backend chooses its own: NCCL" in shown
@@ -325,17 +352,19 @@ def test_ranks_by_coords_against_plain_counting() -> None:
 
 
 def test_where_a_rank_is() -> None:
-    facts = json.loads(run("where", QUICK, "6", *NODES, "--json").out)
+    facts = json.loads(run("plan", QUICK, "--rank", "6", *NODES, "--json").out)
     assert facts["machine"] == {"node": 1, "rack": None, "local_rank": 2, "ranks": [4, 5, 6, 7]}
     settings = load_config(ROOT / QUICK, ["topology.ranks_per_node=4"])
     assert facts["rank"] == plan_facts(settings.plan(8), 6, settings.topology)["rank"]
     # And back, by all of its coords or some of them.
     coords = ",".join(f"{name}={coord}" for name, coord in facts["rank"]["coords"].items())
-    back = json.loads(run("where", QUICK, coords, *NODES, "--json").out)
+    back = json.loads(run("plan", QUICK, "--rank", coords, *NODES, "--json").out)
     assert {**back, "asked": 6} == facts
-    assert json.loads(run("where", MESH, "tp=1", "--json").out)["ranks"] == [1, 3, 5, 7]
-    assert run("where", MESH, "dp=0,edp=0,ep=2").out.rstrip() == "no rank has dp=0 edp=0 ep=2"
-    shown = run("where", QUICK, "6", *NODES).out
+    assert json.loads(run("plan", MESH, "--rank", "tp=1", "--json").out)["ranks"] == [1, 3, 5, 7]
+    assert (
+        run("plan", MESH, "--rank", "dp=0,edp=0,ep=2").out.rstrip().endswith("\nno rank has dp=0 edp=0 ep=2")
+    )
+    shown = run("plan", QUICK, "--rank", "6", *NODES).out
     assert "\nnode 1, local rank 2; ranks on the node: 4 5 6 7\n" in shown
 
 
@@ -355,7 +384,9 @@ def test_a_difference_ends_with_1_and_equal_configs_with_0(tmp_path: Path) -> No
     mesh = {"dims": {"pp": 2, "dp": -1, "tp": 2}, "device": "auto", "timeout_s": 600}
     (tmp_path / "same.json").write_text(json.dumps({"mesh": mesh}))
     (tmp_path / "plain.toml").write_text("[mesh]\ndims = { pp = 2, dp = 2, tp = 2 }\n")
-    same = run("plan", str(tmp_path / "same.json"), "--diff", str(tmp_path / "plain.toml"), "--world-size", "8")
+    same = run(
+        "plan", str(tmp_path / "same.json"), "--diff", str(tmp_path / "plain.toml"), "--world-size", "8"
+    )
     assert same.code == 0
     code, shown, _ = run("plan", MESH, "--diff", QUICK)
     assert code == 1 and shown.startswith("different: plans c933ff8e076056e1 and a67aa15a9d454214\n")
@@ -414,7 +445,9 @@ def test_options_names_and_worlds_that_differ() -> None:
 
 
 def test_a_live_mesh_shows_what_the_config_says() -> None:
-    config = load_config({"mesh": {"dims": {"dp": 2, "tp": 2}, "device": "cpu"}, "topology": {"ranks_per_node": 2}})
+    config = load_config(
+        {"mesh": {"dims": {"dp": 2, "tp": 2}, "device": "cpu"}, "topology": {"ranks_per_node": 2}}
+    )
 
     def look(mesh: meshcomm.Mesh) -> tuple[str, str, dict[str, Any]]:
         return str(mesh), str(mesh.show(by="dp")), mesh.show().facts
@@ -428,7 +461,7 @@ def test_a_live_mesh_shows_what_the_config_says() -> None:
 
 def test_a_shell_completes_commands_and_options() -> None:
     for words, offered in {
-        "meshcomm pla": ["plan", "place"],
+        "meshcomm t": ["train", "tune"],
         "meshcomm plan configs/mesh.toml --expo": ["--export"],
     }.items():
         asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.train.runs import roles_of, sizes_of
+from tests.train.runs import parallel_of, roles_of, sizes_of
 
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"dp": 8}, "device": "cpu", "timeout_s": 60.0, "reports": ""},
     "parallel": {"data": "dp"},
-    "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 48, "dropout": 0.1},
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "intermediate_size": 48,
+        "dropout": 0.1,
+    },
     "data": {"seq_len": 32, "max_bytes": 200_000},
     "train": {
         "steps": 20,
@@ -24,13 +31,20 @@ BASE: dict[str, Any] = {
 # part. The simulator has the other pairs, tests/train/test_random_configs.py.
 SMALL: dict[str, Any] = {
     **BASE,
-    "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 24, "dropout": 0.1},
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "intermediate_size": 24,
+        "dropout": 0.1,
+    },
     "data": {"seq_len": 16, "max_bytes": 50_000},
     "train": {**BASE["train"], "steps": 3, "global_batch_size": 4, "warmup_steps": 1},
 }
 _EXPERTS = {"experts": 8, "experts_per_token": 2, "experts_every": 2, "balance_loss": 0.02}
-_MODEL = ("layers", "num_kv_heads", "tied_embeddings", "capacity_factor")
-_TRAIN = ("recompute", "compile", "microbatch")
+_MODEL = ("num_layers", "num_kv_heads", "tied_embeddings", "capacity_factor")
+_TRAIN = ("activation_checkpointing", "compile", "micro_batch_size")
 
 
 def case(dims: str, view: str = "", *, base: Any = BASE, experts: int = 0, **settings: Any) -> dict[str, Any]:
@@ -45,7 +59,7 @@ def case(dims: str, view: str = "", *, base: Any = BASE, experts: int = 0, **set
     train = dict(base["train"])
     for key, value in settings.items():
         (model if key in _MODEL else train if key in _TRAIN else parallel)[key] = value
-    return {**base, "mesh": mesh, "parallel": parallel, "model": model, "train": train}
+    return {**base, "mesh": mesh, "parallel": parallel_of(**parallel), "model": model, "train": train}
 
 
 def small(dims: str, view: str = "", **settings: Any) -> dict[str, Any]:
@@ -60,7 +74,9 @@ CASES: dict[str, dict[str, Any]] = {
     "dp2 tp4 sequence": case("dp=2 tp=4", sequence_parallel=True, micro_batch_size=2),
     "pp2 dp2 tp2": case("pp=2 dp=2 tp=2"),
     "pp2 dp2 tp2 gpipe": case("pp=2 dp=2 tp=2", schedule="gpipe"),
-    "pp2 dp2 tp2 sequence recompute": case("pp=2 dp=2 tp=2", sequence_parallel=True, activation_checkpointing=True),
+    "pp2 dp2 tp2 sequence recompute": case(
+        "pp=2 dp=2 tp=2", sequence_parallel=True, activation_checkpointing=True
+    ),
     "pp2 dp2 tp2 zero bubble": case("pp=2 dp=2 tp=2", schedule="zero_bubble", stages_per_rank=2),
     "pp4 dp2 interleaved": case("pp=4 dp=2", schedule="interleaved_1f1b", stages_per_rank=2, num_layers=8),
     "pp4 tp2": case("pp=4 tp=2", micro_batch_size=2),

@@ -7,6 +7,8 @@ import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tests.train.runs import parallel_of
+
 Raw = dict[str, Any]
 
 SIMULATED = ("data", "tensor", "context")
@@ -48,7 +50,7 @@ def right(seed: int, parts: Iterable[str] = PARTS, *, must: Iterable[str] = (), 
     if {"data", "context"} & set(played) and "shard" not in played and chance.random() < 0.3:
         parallel["bucket_mb"] = chance.choice([1e-5, 1e-3, 0.01, 100])
     data: Raw = {"seq_len": sequence, "max_bytes": chance.choice([sequence + 1, sequence + 500, 20_000])}
-    return {"mesh": mesh, "parallel": parallel, "model": model, "data": data, "train": train}
+    return {"mesh": mesh, "parallel": parallel_of(**parallel), "model": model, "data": data, "train": train}
 
 
 def changed(seed: int) -> Raw:
@@ -56,16 +58,25 @@ def changed(seed: int) -> Raw:
     chance = random.Random(f"changed {seed}")
     raw = right(seed)
     dims, mesh, parallel = raw["mesh"]["dims"], raw["mesh"], raw["parallel"]
+    options = parallel.setdefault("options", {})
     small = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 17]
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
         match chance.randrange(14):
             case 0:
                 dims[chance.choice(list(dims))] = chance.choice([-2, -1, *small])
             case 1 | 2:
-                numbers = ["layers", "width", "heads", "num_kv_heads", "ff", "experts", "experts_per_token"]
+                numbers = [
+                    "num_layers",
+                    "hidden_size",
+                    "num_heads",
+                    "num_kv_heads",
+                    "intermediate_size",
+                    "experts",
+                    "experts_per_token",
+                ]
                 raw["model"][chance.choice([*numbers, "experts_every"])] = chance.choice(small)
             case 3:
-                numbers = ["steps", "global_batch_size", "microbatch", "warmup_steps"]
+                numbers = ["steps", "global_batch_size", "micro_batch_size", "warmup_steps"]
                 raw["train"][chance.choice(numbers)] = chance.choice([*small, 100])
             case 4:
                 raw["data"]["seq_len"] = chance.randint(1, 40)
@@ -76,13 +87,13 @@ def changed(seed: int) -> Raw:
                 parallel.pop(chance.choice([*PARTS, "expert"]), None)
             case 7:
                 orders = ["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zbv"]
-                parallel["schedule"] = chance.choice(orders)
+                options["schedule"] = chance.choice(orders)
             case 8:
-                parallel["stages_per_rank"] = chance.choice([0, 1, 2, 3, 4])
+                options["stages_per_rank"] = chance.choice([0, 1, 2, 3, 4])
             case 9:
-                parallel["attention"] = chance.choice(["ring", "ulysses"])
+                options["attention"] = chance.choice(["ring", "ulysses"])
             case 10:
-                raw["train"]["compile"] = parallel["sequence_parallel"] = True
+                raw["train"]["compile"] = options["sequence_parallel"] = True
             case 11:
                 mesh["rank_order"] = [chance.randint(-1, 8) for _ in range(chance.randint(0, 9))]
             case 12:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import meshcomm
-from meshcomm.config import Config, load_config
+from meshcomm.config import Config, ParallelOptions, load_config
 from meshcomm.errors import MeshcommError
 from meshcomm.train import Callback, Summary, run
 
@@ -25,11 +25,20 @@ def roles_of(dims: Iterable[str]) -> dict[str, str]:
     return {role: dim for role, dim in _ROLES.items() if dim in dims}
 
 
+def parallel_of(**settings: Any) -> dict[str, Any]:
+    """[parallel] of roles and options by their names."""
+    options = {key: value for key, value in settings.items() if key in ParallelOptions.model_fields}
+    roles = {key: value for key, value in settings.items() if key not in options}
+    return roles | ({"options": options} if options else {})
+
+
 def config_on(base: dict[str, Any], dims: str, *overrides: str, **parallel: Any) -> Config:
     """`base` on other dims, such as "pp=2 dp=4", each with its role. parallel: more of [parallel]."""
     sizes = sizes_of(dims)
     mesh = {**base["mesh"], "dims": sizes}
-    return load_config({**base, "mesh": mesh, "parallel": {**roles_of(sizes), **parallel}}, overrides)
+    return load_config(
+        {**base, "mesh": mesh, "parallel": parallel_of(**roles_of(sizes), **parallel)}, overrides
+    )
 
 
 def trained(config: Config, callback: Callback | None = None) -> Summary:

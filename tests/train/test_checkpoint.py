@@ -515,7 +515,9 @@ def test_a_rank_killed_while_saving_harms_no_complete_checkpoint(
 def test_another_training_is_refused_with_both_values(pool: Pool, at_step_4: Path) -> None:
     folder = at_step_4 / "checkpoints" / "step-000004"
     before, metrics = content(folder), (at_step_4 / "metrics.jsonl").read_bytes()
-    config = tiny(at_step_4, TWO, "train.resume=true", "model.intermediate_size=32", "train.seed=8", "train.lr=0.1")
+    config = tiny(
+        at_step_4, TWO, "train.resume=true", "model.intermediate_size=32", "train.seed=8", "train.lr=0.1"
+    )
     for text in pool.run(runs.losses_or_error, config, ranks=2):
         assert text == (
             "this configuration trains something else than the checkpoint: model.intermediate_size, train.seed\n"
@@ -560,7 +562,7 @@ def changed(section: str, **values: Any) -> Lock:
         (changed("train", new=1), "train.new: null -> 1"),
         (changed("train", clip_norm=1.0), "train.clip_norm: null -> 1.0"),
         (changed("train", compute_dtype="bfloat16"), 'train.compute_dtype: null -> "bfloat16"'),
-        (changed("parallel", stages_per_rank=2), "parallel.options.stages_per_rank: null -> 2"),
+        (changed("parallel", options={"stages_per_rank": 2}), "parallel.options.stages_per_rank: null -> 2"),
         (changed("data", files=["x"]), 'data.files: [] -> ["x"]'),
         (dataclasses.replace(LOCK, versions={"torch": "2.14"}), 'versions.torch: "2.13.0" -> "2.14"'),
         (dataclasses.replace(LOCK, plan={"device": "cuda"}), 'device: "cpu" -> "cuda"'),
@@ -598,7 +600,7 @@ def test_what_may_not_differ_is_refused(now: Lock, values: str) -> None:
     [
         ("global_batch_size", ("train", {"global_batch_size": 8}), 640),
         ("data", ("data", {"sha256": "bb"}), 0),
-        ("sequence", ("data", {"seq_len": 16}), 0),
+        ("seq_len", ("data", {"seq_len": 16}), 0),
     ],
 )
 def test_settings_in_resume_changed_may_differ(

@@ -33,7 +33,13 @@ from meshcomm.train.lock import Lock
 
 def settings(out: Path | str) -> TrainConfig:
     return TrainConfig(
-        steps=9, global_batch_size=8, micro_batch_size=1, out=str(out), checkpoint_every=1, checkpoint_async=True, keep=2
+        steps=9,
+        global_batch_size=8,
+        micro_batch_size=1,
+        out=str(out),
+        checkpoint_every=1,
+        checkpoint_async=True,
+        keep=2,
     )
 
 

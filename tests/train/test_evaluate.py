@@ -20,7 +20,14 @@ from tests.train.runs import config_on, losses_or_error, metrics, trained
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0},
     "parallel": {},
-    "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 64, "dropout": 0.3},
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "intermediate_size": 64,
+        "dropout": 0.3,
+    },
     "data": {"seq_len": 16, "max_bytes": 20_000, "validation": 0.05},
     "train": {
         "steps": 4,

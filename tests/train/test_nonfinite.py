@@ -32,7 +32,9 @@ def tiny(out: Path, dims: str, *overrides: str) -> Config:
         "train.checkpoint_every=1",
         "train.keep=9",
     ]
-    return load_config(TINY, [f'train.out="{out}"', f"mesh.dims={dims}", "model.num_layers=2", *few, *overrides])
+    return load_config(
+        TINY, [f'train.out="{out}"', f"mesh.dims={dims}", "model.num_layers=2", *few, *overrides]
+    )
 
 
 def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:

@@ -246,7 +246,9 @@ def test_what_cannot_be_exported_so_is_said(pool: Pool, tmp_path: Path) -> None:
         "configs/quickstart.toml",
         ["mesh.dims={pp=1,dp=1,tp=1}", "train.steps=1", "train.warmup_steps=0", "train.checkpoint_every=1"],
     )
-    config = load_config(config, [f"train.out={tmp_path / 'run'}", "data.max_bytes=100000", "data.seq_len=32"])
+    config = load_config(
+        config, [f"train.out={tmp_path / 'run'}", "data.max_bytes=100000", "data.seq_len=32"]
+    )
     pool.run(trained, config, None, ranks=1)
     with pytest.raises(ConfigError, match="cannot be written as transformers has it"):
         export_pretrained(tmp_path / "run", tmp_path / "to")

@@ -26,7 +26,12 @@ STEPS = WARM + 5
 
 
 def tiny(*overrides: str) -> Config:
-    few = ["train.micro_batch_size=2", "train.global_batch_size=8", "model.num_layers=2", "mesh.validate_calls=8"]
+    few = [
+        "train.micro_batch_size=2",
+        "train.global_batch_size=8",
+        "model.num_layers=2",
+        "mesh.validate_calls=8",
+    ]
     return load_config(TINY, [f"train.steps={STEPS}", "train.warmup_steps=2", *few, *overrides])
 
 

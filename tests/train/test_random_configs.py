@@ -27,6 +27,7 @@ from meshcomm.train.parity import Difference, Record, compare, record, reference
 from meshcomm.train.parity_job import differences
 from tests.train.parity_cases import small
 from tests.train.random_configs import PARTS, SIMULATED, changed, right
+from tests.train.runs import parallel_of
 
 TOLERANCE = 1e-9
 
@@ -111,10 +112,22 @@ def test_many_configurations(pool: Pool, must: list[str], figures: Any) -> None:
 def smaller(dims: str, **parallel: Any) -> dict[str, Any]:
     return {
         "mesh": {"dims": parse_toml(f"dims = {{ {dims} }}", "")["dims"], "device": "cpu", "reports": ""},
-        "parallel": parallel,
-        "model": {"num_layers": 4, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 6},
+        "parallel": parallel_of(**parallel),
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 8,
+            "num_heads": 2,
+            "num_kv_heads": 2,
+            "intermediate_size": 6,
+        },
         "data": {"seq_len": 8, "max_bytes": 20_000},
-        "train": {"steps": 2, "global_batch_size": 8, "micro_batch_size": 1, "dtype": "float64", "clip_norm": 0.5},
+        "train": {
+            "steps": 2,
+            "global_batch_size": 8,
+            "micro_batch_size": 1,
+            "dtype": "float64",
+            "clip_norm": 0.5,
+        },
     }
 
 

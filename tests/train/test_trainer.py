@@ -24,7 +24,13 @@ BATCH, STEPS = 8, 4
 
 BASE: dict[str, Any] = {
     "mesh": {"device": "cpu", "timeout_s": 60.0},
-    "train": {"steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": 2, "lr": 0.05, "dtype": "float64"},
+    "train": {
+        "steps": STEPS,
+        "global_batch_size": BATCH,
+        "micro_batch_size": 2,
+        "lr": 0.05,
+        "dtype": "float64",
+    },
 }
 
 

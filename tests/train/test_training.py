@@ -193,7 +193,9 @@ def test_a_run_tells_every_rank_the_same_and_writes_metrics_once(pool: Pool, tmp
         *("metrics.1.jsonl", "config.1.json", "run.1.json"),
     }
     again = load_config(tmp_path / "config.json")
-    assert again == load_config(again, ["mesh.dims={ pp = 2, dp = 1, tp = 1 }"]) and again.train == config.train
+    assert (
+        again == load_config(again, ["mesh.dims={ pp = 2, dp = 1, tp = 1 }"]) and again.train == config.train
+    )
     about, before = (json.loads((tmp_path / f"run{n}.json").read_text()) for n in ("", ".1"))
     assert about["state"] == before["state"] == "finished" and about["run"] != before["run"]
     assert (about["steps"], about["ended"]["steps"], about["ended"]["reason"]) == (4, 4, None)

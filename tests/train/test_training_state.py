@@ -37,7 +37,13 @@ from tests.train.runs import config_on
 STEPS, CUT, BATCH = 6, 3, 8
 BASE: dict[str, Any] = {
     "mesh": {"device": "cpu", "timeout_s": 60.0},
-    "train": {"steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": 2, "lr": 0.05, "dtype": "float64"},
+    "train": {
+        "steps": STEPS,
+        "global_batch_size": BATCH,
+        "micro_batch_size": 2,
+        "lr": 0.05,
+        "dtype": "float64",
+    },
 }
 
 

@@ -83,7 +83,19 @@ def _training(width: int, ff: int, sequence: int, global_batch_size: int) -> dic
     return {
         "mesh": {"dims": dict(SIZES), "device": "cpu"},
         "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp", "options": {"schedule": "1f1b"}},
-        "model": {"num_layers": 4, "hidden_size": width, "num_heads": 4, "num_kv_heads": 4, "intermediate_size": ff},
+        "model": {
+            "num_layers": 4,
+            "hidden_size": width,
+            "num_heads": 4,
+            "num_kv_heads": 4,
+            "intermediate_size": ff,
+        },
         "data": {"seq_len": sequence},
-        "train": {"steps": 1, "global_batch_size": global_batch_size, "micro_batch_size": 1, "lr": 1e-3, "out": "runs/none"},
+        "train": {
+            "steps": 1,
+            "global_batch_size": global_batch_size,
+            "micro_batch_size": 1,
+            "lr": 1e-3,
+            "out": "runs/none",
+        },
     }

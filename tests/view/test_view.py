@@ -179,7 +179,9 @@ def step(number: int) -> Step:
 
 def settings_for(out: Path, *overrides: str) -> Config:
     dims = "mesh.dims={ pp = 2, dp = 2, tp = 2 }"
-    return load_config(CONFIGS / "quickstart.toml", [dims, f'train.out="{out}"', "train.steps=30", *overrides])
+    return load_config(
+        CONFIGS / "quickstart.toml", [dims, f'train.out="{out}"', "train.steps=30", *overrides]
+    )
 
 
 @contextlib.contextmanager
@@ -528,7 +530,9 @@ def ranks_in_panel(tab: Tab) -> dict[str, str]:
 
 @pytest.mark.parametrize("order", [None, [*range(15, -1, -1)]], ids=["ascending", "reversed"])
 def test_the_mesh_turns_by_every_dim(browser: Browser, order: list[int] | None) -> None:
-    settings = load_config({**MESH, "mesh": {**MESH["mesh"], **({} if order is None else {"rank_order": order})}})
+    settings = load_config(
+        {**MESH, "mesh": {**MESH["mesh"], **({} if order is None else {"rank_order": order})}}
+    )
     layout = settings.layout(None)
     with served(settings) as server, opened(browser, server.url) as tab:
         summary = tab.text("#summary")
@@ -570,8 +574,9 @@ def test_a_rank_that_is_pointed_at_shows_its_groups(browser: Browser) -> None:
         # Each in the colour of the dim that it is turned by, or else of the smallest group.
         shared = {rank: tab.attribute(f'.cell[data-rank="{rank}"]', "data-shared")[0] for rank in sorted(lit)}
         assert shared == {13: "pp", 4: "tp", 1: "dp", 3: "dp", 7: "dp", 12: "model", 6: "ep"}
-        assert f"ring: from {layout.neighbor_rank(5, 'dp', -1)}, to {layout.neighbor_rank(5, 'dp', 1)}" in tab.text(
-            ".group[data-family=dp]"
+        assert (
+            f"ring: from {layout.neighbor_rank(5, 'dp', -1)}, to {layout.neighbor_rank(5, 'dp', 1)}"
+            in tab.text(".group[data-family=dp]")
         )
         assert "inside one node" in tab.text(".group[data-family=tp]")
         assert "over 2 nodes" in tab.text(".group[data-family=pp]")

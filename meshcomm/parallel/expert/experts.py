@@ -46,10 +46,16 @@ class ExpertWeights(nn.Module):
     w3: nn.Parameter
     w2: nn.Parameter
 
-    def __init__(self, tensor: TensorSplit, dim: str | None, hidden_size: int, intermediate_size: int, experts: int) -> None:
+    def __init__(
+        self, tensor: TensorSplit, dim: str | None, hidden_size: int, intermediate_size: int, experts: int
+    ) -> None:
         super().__init__()
         mesh = tensor.mesh
-        for name, shape, inner in (("w1", (intermediate_size, hidden_size), 1), ("w3", (intermediate_size, hidden_size), 1), ("w2", (hidden_size, intermediate_size), 2)):
+        for name, shape, inner in (
+            ("w1", (intermediate_size, hidden_size), 1),
+            ("w3", (intermediate_size, hidden_size), 1),
+            ("w2", (hidden_size, intermediate_size), 2),
+        ):
             pairs = ((dim, 0), (tensor.dim, inner))
             axes = {along: axis for along, axis in pairs if along and mesh.size(along) > 1}
             part = [experts, *shape]
@@ -177,7 +183,12 @@ class Experts(nn.Module):
         Raises:     ShapeError; TrainingError where ranks along tensor route their tokens differently, compared in the
                     first two calls.
         """
-        if x.ndim not in (2, 3) or x.shape[-1] != self.hidden_size or not x.numel() or not x.is_floating_point():
+        if (
+            x.ndim not in (2, 3)
+            or x.shape[-1] != self.hidden_size
+            or not x.numel()
+            or not x.is_floating_point()
+        ):
             raise ShapeError(
                 f"experts on {self.mesh.label} cannot take this tensor",
                 given=f"x of shape {tuple(x.shape)}, {x.dtype}",

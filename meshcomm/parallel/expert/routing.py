@@ -216,7 +216,9 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, mesh: Mesh, dim: str, sent: list[int], received: list[int]) -> Tensor:
         ctx.mesh, ctx.dim, ctx.sent, ctx.received = mesh, dim, sent, received
         held = rows.detach()
-        (arrived,) = once(lambda: [mesh.all_to_all(dim, held, input_split_sizes=sent, output_split_sizes=received)], held)
+        (arrived,) = once(
+            lambda: [mesh.all_to_all(dim, held, input_split_sizes=sent, output_split_sizes=received)], held
+        )
         return arrived
 
     @staticmethod

@@ -25,7 +25,7 @@ _EXPECTED = (
 
 
 def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
-    """Call the function of `config.build`, which is given seed and sequence where its parameters have these names.
+    """Call the function of `config.build`, which is given seed and seq_len where its parameters have these names.
 
     Raises TrainingError where it cannot be called or returns something else than a dataset by index.
     """
@@ -101,9 +101,7 @@ class _Form:
         if shifted:
             inputs, wanted = inputs[:-1], wanted[1:]
         if not 0 < len(inputs) <= self._seq_len:
-            raise self._wrong(
-                number, f"{len(inputs) + shifted} tokens, with data.seq_len = {self._seq_len}"
-            )
+            raise self._wrong(number, f"{len(inputs) + shifted} tokens, with data.seq_len = {self._seq_len}")
         if inputs.min() < 0 or (self._vocab_size is not None and inputs.max() >= self._vocab_size):
             place = int(inputs.argmin() if inputs.min() < 0 else inputs.argmax())
             where = f"position {place} of sample {number} of {self._name}"

@@ -100,7 +100,7 @@ def _bytes(
     if len(text) <= config.seq_len:
         raise TrainingError(
             f"{len(text)} bytes of training data are less than one sample",
-            given=f"{len(documents)} files, sequence = {config.seq_len}"
+            given=f"{len(documents)} files, seq_len = {config.seq_len}"
             + ("" if config.max_bytes is None else f", max_bytes = {config.max_bytes}"),
             expected=f"{config.seq_len + 1} bytes or more: a sample, and the byte after it",
             hint="more files, or a shorter sequence",
