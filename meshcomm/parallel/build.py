@@ -69,7 +69,7 @@ class Splits:
 class Model(ABC):
     """A model that can be built stage by stage, without memory, and filled when it has some.
 
-    layers:     blocks that a pipeline divides; 1 where it cannot be cut.
+    num_layers: blocks that a pipeline divides; 1 where it cannot be cut.
     width:      elements of a token's vector between stages.
     vocabulary: token ids are below it, and the last stage gives as many logits.
     tied:       the name of the weight that embedding and head share, which is a stage's `tied_weight`; "": none.
@@ -77,7 +77,7 @@ class Model(ABC):
     drops:      whether its stages drop by the samples' numbers, which they are given then, and the attribute `step`.
     """
 
-    layers: int
+    num_layers: int
     hidden_size: int
     vocab_size: int
     tied: str = ""
@@ -107,7 +107,7 @@ class Model(ABC):
 
     def costs(self, seq_len: int) -> PartCosts:
         """The relative costs of the parts, by which layers are divided among stages."""
-        return PartCosts(0, (1,) * self.layers, 0)
+        return PartCosts(0, (1,) * self.num_layers, 0)
 
     def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
         """The sum of the cross-entropy over those targets of a microbatch that are not -100."""
