@@ -70,8 +70,8 @@ class Model(ABC):
     """A model that can be built stage by stage, without memory, and filled when it has some.
 
     num_layers: blocks that a pipeline divides; 1 where it cannot be cut.
-    width:      elements of a token's vector between stages.
-    vocabulary: token ids are below it, and the last stage gives as many logits.
+    hidden_size: elements of a token's vector between stages.
+    vocab_size: token ids are below it, and the last stage gives as many logits.
     tied:       the name of the weight that embedding and head share, which is a stage's `tied_weight`; "": none.
     draws:      whether its modules may draw from torch's default generators.
     drops:      whether its stages drop by the samples' numbers, which they are given then, and the attribute `step`.

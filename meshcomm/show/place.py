@@ -46,9 +46,18 @@ def _facts(placement: Placement, names: Mapping[Part, str]) -> Facts:
 
 
 def _call(share: Share, along: Mapping[str, str]) -> Facts:
-    facts = share._asdict()
-    dim = " ".join(along[part] for part in facts.pop("along"))
-    return facts | {"dim": dim, "bytes": facts.pop("size_bytes")}
+    return {
+        "part": share.flow.part,
+        "dim": " ".join(along[part] for part in share.flow.along),
+        "ranks": share.ranks,
+        "link": share.link,
+        "operation": share.flow.operation,
+        "what": share.flow.what,
+        "calls": share.calls,
+        "bytes": share.flow.size_bytes,
+        "seconds": share.seconds,
+        "algorithm": share.algorithm,
+    }
 
 
 def place_view(facts: Facts) -> Group:
