@@ -178,7 +178,7 @@ MIXTRAL = {
 
 
 @pytest.mark.parametrize(
-    ("model", "vocabulary", "count"),
+    ("model", "vocab_size", "count"),
     [(LLAMA, 128_256, 405_853_388_800), (MIXTRAL, 32_000, 46_702_792_704)],
 )
 def test_one_rank_holds_a_published_model_s_weights_and_many_hold_them_once(
@@ -189,7 +189,7 @@ def test_one_rank_holds_a_published_model_s_weights_and_many_hold_them_once(
     assert whole.plain + whole.experts == count
     # Split along tensor and expert, all but norms and routers are there once.
     apart = weights(work, Sizes(tensor=8, expert=2 if "experts" in model else 1))
-    width = model["width"]
+    width = model["hidden_size"]
     many = (2 * model["num_layers"] + 1) * width + work.expert_layers * width * model.get("experts", 0)
     assert apart.plain == many + (count - whole.experts - many) / 8
     assert apart.experts == whole.experts / 2 / 8

@@ -69,12 +69,12 @@ def config(
     about = dict(KINDS[kind])
     parts = about.pop("parts")
     experts = about.pop("experts", 0)
-    parallel = {part: DIMS[part] for part in parts} | about
+    parallel = parallel_of(**{part: DIMS[part] for part in parts}, **about)
     dims = dims or {DIMS[part]: 1 for part in parts}
     data = {
         **TRAIN,
         "mesh": {"dims": dims},
-        "parallel": parallel_of(**parallel),
+        "parallel": parallel,
         "model": dict(TRAIN["model"]),
     }
     if experts:

@@ -61,13 +61,6 @@ tp     1 of 2          4  4 (wraps)  4 5
 model  3 of 4          4  0 (wraps)  0 1 4 5
 edp    0 of 1          -          -  5 (alone: no group)
 ep     1 of 4          4          6  4 5 6 7
-in training (by the dims' names):
-part      along  operation         what                                       with
-───────────────────────────────────────────────────────────────────────────────────────────
-tensor    tp     all_reduce        activations of each layer                  ranks 4 5
-expert    ep     all_to_all        tokens, to their experts and back          ranks 4 5 6 7
-pipeline  pp     send and receive  activations onwards, their gradients back  from 1
-data      dp     all_reduce        gradients                                  ranks 5 7
 """
 LARGE_PLAN = """\
 mesh of 131,072 ranks, plan 7db49d3026294566: 32,832 groups, 3 created per rank
@@ -84,14 +77,6 @@ dim       coord            prev   next  my group, in coord order                
 pp       0 of 8  115465 (wraps)  17161  777 17161 33545 49929 66313 82697 99081 115465      8
 dp   97 of 2048             769    785  1 9 17 25 .. 16377 (2048)                        2048
 tp       1 of 8             776    778  776 777 778 779 780 781 782 783                     1
-in training (by the dims' names):
-part      along  operation         what                             with
-────────────────────────────────────────────────────────────────────────────────────────────────────
-tensor    tp     all_reduce        activations of each layer        ranks 776 777 778 779 780 781
-                                                                    782 783
-pipeline  pp     send and receive  activations onwards, their       to 17161
-                                   gradients back
-data      dp     all_reduce        gradients                        ranks 1 9 17 25 .. 16377 (2048)
 """
 
 
