@@ -144,7 +144,7 @@ def _check_mesh(settings: Config, parallel: ParallelConfig) -> None:
     fixed += [f"mesh.dims.{dim}" for dim in mesh.dims if dim not in parallel.parts.values()]
     if fixed:
         raise ConfigError(
-            f"{fixed[0]} belongs to one mesh, and place looks for another",
+            f"{fixed[0]} belongs to one mesh, and tune looks for another",
             given=f"{settings.source} with {fixed[0]}",
             expected="dims that play the parts of [parallel], and the view of its expert, alone",
             hint=f"--set {fixed[0]}=   (nothing behind = removes it)",
