@@ -293,7 +293,7 @@ def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
         what = f"{dim} is a merged dim" if dim in mesh.merge else f"no dim {dim} in a view"
     others = [name for sizes in mesh.views.values() for name in sizes if name not in (dim, *mesh.dims)]
     names = [] if homes else dict.fromkeys(others)
-    ways = [*(f'parallel.expert = "{name}"' for name in names), "remove parallel.expert"]
+    ways: list[str | Fit] = [*(f'parallel.expert = "{name}"' for name in names), "remove parallel.expert"]
     expected = "a dim of one of mesh.views that is no dim of mesh.dims, as ep in mesh.views.expert = { edp = 2, ep = 4 }"
     given = f"expert = {toml(dim)}, mesh.dims = {toml(mesh.dims)}, mesh.views = {toml(mesh.views)}"
     yield Problem("parallel.expert", what, expected, ways, given)
@@ -337,7 +337,7 @@ def _global_batch(resolved: Resolved) -> Iterator[Problem]:
         names = [resolved.dim(part) for part in parts]
         what = f"not divisible by {'*'.join(names)}: {remainder(batch, ranks)}"
         expected = f"equally many samples for each of the {ranks} ranks along {' and '.join(names)}"
-        ways = [*(f"train.global_batch = {n}" for n in batches), *map(Fit, parts)]
+        ways: list[str | Fit] = [*(f"train.global_batch = {n}" for n in batches), *map(Fit, parts)]
         given = resolved.written("train.global_batch data shard")
         yield Problem("train.global_batch", what, expected, ways, given)
     elif (samples := batch // ranks) % micro:
@@ -395,7 +395,7 @@ def _tokens(resolved: Resolved) -> Iterator[Problem]:
         expected = f"equally many tokens for each of the {context} ranks along {dim}"
         if ring:
             expected = "two chunks of equal length for each rank, one early and one late: zig-zag"
-        ways = [*fitting, Fit("context")]
+        ways: list[str | Fit] = [*fitting, Fit("context")]
         given = resolved.written("data.sequence context parallel.attention")
         yield Problem("data.sequence", what, expected, ways, given)
     elif (tokens := sequence // context) % tensor:
@@ -420,7 +420,7 @@ def _split_along_tensor(resolved: Resolved) -> Iterator[Problem]:
             dim, given = resolved.dim("tensor"), resolved.written(f"model.{name} tensor")
             what = f"{name} is not divisible by {dim}: {remainder(number, size)}"
             fitting = multiples(number, size, 1) if name == "ff" else []
-            ways = [Fit("tensor", 2), *(f"model.{name} = {n}" for n in fitting)]
+            ways: list[str | Fit] = [Fit("tensor", 2), *(f"model.{name} = {n}" for n in fitting)]
             yield Problem(f"model.{name}", what, f"a multiple of mesh.dims.{dim}", ways, given)
 
 
@@ -443,7 +443,7 @@ def _stages(resolved: Resolved) -> Iterator[Problem]:
     if layers is not None and ranks > 1 and layers < ranks * each:
         stages = str(ranks) if each == 1 else f"{ranks}*{each} = {ranks * each}"
         fewer = [f"parallel.stages_per_rank = {layers // ranks}"] if layers // ranks > 1 else []
-        ways = [f"model.layers = {ranks * each}", *fewer, Fit("pipeline")]
+        ways: list[str | Fit] = [f"model.layers = {ranks * each}", *fewer, Fit("pipeline")]
         given = resolved.written("model.layers pipeline parallel.stages_per_rank")
         what = f"fewer layers than stages: {layers} < {stages}"
         yield Problem("model.layers", what, "at least one layer for each stage", ways, given)
@@ -479,7 +479,7 @@ def _experts(resolved: Resolved) -> Iterator[Problem]:
     if not model.experts:
         _present(resolved.config.expert_view)
         size = resolved.sizes.get(parallel.expert, 1)
-        ways = [f"model.experts = {-(-8 // size) * size}", "remove parallel.expert"]
+        ways: list[str | Fit] = [f"model.experts = {-(-8 // size) * size}", "remove parallel.expert"]
         what, given = "no effect: the model has no experts", resolved.written("parallel.expert model.experts")
         yield Problem("parallel.expert", what, "model.experts of 1 or more", ways, given)
     elif model.experts % (size := resolved.size("expert")):
