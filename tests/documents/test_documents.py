@@ -90,7 +90,7 @@ def test_every_public_name_of_torch_distributed_is_on_its_page() -> None:
     # Imports of torch's own file, and what TorchScript needs.
     names -= {"timedelta", "boxed", "unbox"}
     assert {name for name in names if not name.startswith("_")} - set(re.findall(r"\w+", text)) == set()
-    assert sorted(map(int, re.findall(r"^\| (\d+) \|", text, re.M))) == list(range(1, 27))
+    assert set(map(int, re.findall(r"^\| (\d+) \|", text, re.M))) == set(range(1, 27))
 
 
 def test_every_key_has_a_sentence() -> None:
