@@ -81,7 +81,7 @@ def test_the_grid_of_four_dims() -> None:
     facts = grid_facts(plan_of(dims={"a": 2, "b": 3, "c": 2, "d": 2}), "a", nodes(8), 7)
     lines = as_text(RankGrid(facts), 80).splitlines()
     assert lines[:13] == FOUR.splitlines()
-    assert lines[-2:] == ["and 4 more groups", "[ ] rank 7"]
+    assert lines[-2:] == [" l  a[b=2 c=1 d=1] 11 23", "[ ] rank 7"]
 
 
 def test_a_large_mesh_is_folded_and_says_what_is_not_drawn() -> None:
