@@ -222,6 +222,8 @@ class PartNames:
     def __init__(self, ledger: Ledger) -> None:
         self.elements: dict[int, int] = {}
         self._ledger = ledger
+        # By the id of each module inside of it: its weights are parts of what FSDP has gathered.
+        self._sharded: dict[int, FSDPModule] = {}
 
     def __enter__(self) -> PartNames:
         self._hooks = [
@@ -243,16 +245,24 @@ class PartNames:
         self._ledger.call_it("weights", parameters)
         self._ledger.call_it("gradients", [each.grad for each in parameters if each.grad is not None])
         self._ledger.call_it("optimizer", [each for each in state if isinstance(each, Tensor)])
+        for module in set(self._sharded.values()):
+            self._gathered(module)
 
     def module(self, made: nn.Module, *_: Any) -> None:
         """Of what it has itself, without its children."""
         self._ledger.call_it("weights", made.buffers(recurse=False))
         if isinstance(made, FSDPModule):
-            whole, waiting = fsdp_tensors(made)
-            self._ledger.call_it("gathered", whole)
-            self._ledger.call_it("gradients", waiting)
+            self._sharded |= {id(each): made for each in made.modules()}
+        sharded = self._sharded.get(id(made))
+        if sharded is not None:
+            self._gathered(sharded)
         else:
             self._ledger.call_it("weights", made.parameters(recurse=False))
+
+    def _gathered(self, module: FSDPModule) -> None:
+        whole, waiting = fsdp_tensors(module)
+        self._ledger.call_it("gathered", whole)
+        self._ledger.call_it("gradients", waiting)
 
 
 def pretended_step(config: Config, rank: int, world: int) -> Step:
