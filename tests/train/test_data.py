@@ -363,7 +363,7 @@ def test_kinds_of_samples(loaders: None, kind: str, inputs: Any, targets: Any) -
         (("raises",), "data.build could not be called: ValueError: no such folder", "some_loaders:raises"),
         (("missing",), "data.build could not be called: AttributeError", "some_loaders:missing"),
         (("nothing",), "data.build returns no data that can be read so", "returned int"),
-        (("batches_of_it",), "data.build returns no data that can be read so", "a DataLoader"),
+        (("batches_of_it",), "data.build returns no data that can be read so", "returned DataLoader"),
         (("generator",), "data.build returns no data that can be read so", "returned generator"),
         *(
             (("sample", {"args": {"kind": kind}}), "sample 0 of data.build is none", given)
