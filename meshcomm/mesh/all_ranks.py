@@ -144,7 +144,8 @@ def stats_of_all(records: Iterable[Sequence[Any]], dims: Sequence[str]) -> Stats
 
 
 def _spread(key: tuple[str, str, bool], by_rank: Mapping[int, tuple[int, int, float | None]]) -> Spread:
-    calls, nbytes = (sum(row[column] for row in by_rank.values()) for column in (0, 1))
+    calls = sum(calls for calls, _, _ in by_rank.values())
+    nbytes = sum(nbytes for _, nbytes, _ in by_rank.values())
     spent = {rank: seconds for rank, (_, _, seconds) in sorted(by_rank.items()) if seconds is not None}
     if len(spent) < len(by_rank):
         return Spread(*key, len(by_rank), calls, nbytes, None, min(by_rank), None, min(by_rank), None)

@@ -98,9 +98,17 @@ def init(
     Raises: ConfigError, LaunchError, and MeshMismatchError, which every rank gets when one differs.
     """
     keys = given_keys(
-        dims=dims, merge=merge, views=views, rank_order=rank_order, ranks=ranks,
-        options=options, device=device, backend=backend,
-        timeout_s=timeout_s, validate_calls=validate_calls, warm_up=warm_up,
+        dims=dims,
+        merge=merge,
+        views=views,
+        rank_order=rank_order,
+        ranks=ranks,
+        options=options,
+        device=device,
+        backend=backend,
+        timeout_s=timeout_s,
+        validate_calls=validate_calls,
+        warm_up=warm_up,
     )
     return Opening(config, keys, overrides, {"store": store, "rank": rank, "world_size": world_size}).run()
 

@@ -93,11 +93,10 @@ class Stats:
         before = {row.key: row for row in earlier.rows}
         rows = []
         for row in self.rows:
-            past = before.get(row.key)
-            pairs = (
-                {} if past is None else {name: (getattr(row, name), getattr(past, name)) for name in _SUMS}
-            )
-            less = {name: None if None in pair else pair[0] - pair[1] for name, pair in pairs.items()}
+            less: dict[str, Any] = {}
+            if (past := before.get(row.key)) is not None:
+                pairs = {name: (getattr(row, name), getattr(past, name)) for name in _SUMS}
+                less = {name: None if None in pair else pair[0] - pair[1] for name, pair in pairs.items()}
             rows.append(replace(row, **less))
         return Stats(self.label, self.seconds - earlier.seconds, tuple(row for row in rows if row.calls))
 
