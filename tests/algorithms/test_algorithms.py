@@ -352,10 +352,9 @@ def test_the_simulator_counts_what_the_formulas_say(n: int) -> None:
         wanted = [n * i + n * (n - 1) / 2 for i in range(length)]
         assert results == [wanted] * n
         sent, messages = [0] * n, [0] * n
-        for (coord, collective, nbytes, *_), count in group.moves.items():
-            assert collective is None, "a message"
-            sent[coord] += count * nbytes
-            messages[coord] += count
+        for (coord, operation), (calls, nbytes) in group.moves.items():
+            assert operation == "send", "a message"
+            sent[coord], messages[coord] = nbytes, calls
         counts = interpret(schedule, 8 * length, 8)
         assert (tuple(sent), tuple(messages)) == (counts.sent, counts.messages), name
         more = {"two_level": (inner,), "tree": (chunks,), "double_tree": (chunks,)}.get(name, ())

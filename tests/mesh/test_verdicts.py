@@ -420,6 +420,7 @@ def test_a_call_is_overdue_by_the_clock_alone() -> None:
     assert not late(80.0)
     assert late(83.1 + GRACE_S)
     message.ended()
+    recorder.messages.waiting = None
     with call():
         waited = recorder.later()
     assert waited is not None and not late(200.0)  # nobody waits for it yet

@@ -411,7 +411,7 @@ def divided(_: str) -> tuple[list[str], str]:
         state = {f"whole.{n}": torch.zeros(4) for n in range(20)} | {f"only.{tp}": part}
         items = divide(mesh, state)
         with pytest.raises(TrainingError) as caught:
-            divide(mesh, {"bad": "no tensor" if mesh.rank == 3 else torch.zeros(1)})  # type: ignore[dict-item]
+            divide(mesh, {"optimizer.bad": "no tensor" if mesh.rank == 3 else torch.zeros(1)})  # type: ignore[dict-item]
         return [f"{i.index.fqn} {tuple(i.index.offset or ())}" for i in items], str(caught.value)
 
 
