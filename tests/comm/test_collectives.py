@@ -571,3 +571,22 @@ def test_the_profiler_sees_op_dims_and_plan(mesh: Mesh) -> None:
     assert found == {
         f"meshcomm::{call}, plan {plan}" for call in ("all_gather tp", "all_reduce dp", "shift tp")
     }
+
+
+def by_torch_s_word(mesh: Mesh) -> None:
+    x, coord = torch.arange(16.0).view(4, 4) + mesh.rank, mesh.coord("dp")
+    for dim in (0, -1):
+        for call in (
+            mesh.all_gather,
+            mesh.reduce_scatter,
+            mesh.functional.reduce_scatter,
+            mesh.functional.slice,
+        ):
+            assert torch.equal(call("dp", x, dim=dim), call("dp", x, dim))
+        assert torch.equal(mesh.scatter("dp", x, 0, dim=dim), mesh.scatter("dp", x, 0, dim))
+        gathered = mesh.gather("dp", x, 1, dim=dim)
+        assert gathered is None if coord == 0 else gathered.shape == ((8, 4) if dim == 0 else (4, 8))
+
+
+def test_dim_is_another_word_for_axis() -> None:
+    meshcomm.simulate(by_torch_s_word, dims={"dp": 2})

@@ -107,6 +107,8 @@ REFUSED: list[Refused] = [
     (lambda m: m.all_to_all("dp", ones(), input_split_sizes=[1.5, 2.5]), ShapeError, "input_split_sizes do not cut axis 0"),
     (lambda m: m.all_to_all("dp", ones(), input_split_sizes=[1, 2]), ShapeError, "input_split_sizes do not cut axis 0"),
     (lambda m: m.all_to_all("dp", ones(), input_split_sizes=4), ShapeError, "input_split_sizes do not cut axis 0"),
+    (lambda m: m.all_gather("dp", ones(), 0, dim=0), ShapeError, "axis and dim are two words"),
+    (lambda m: m.functional.slice("dp", ones(), 0, dim=0), ShapeError, "axis and dim are two words"),
     (lambda m: m.all_to_all("dp", ones(), output_split_sizes=[2, 2]), ShapeError, "beside the input_split_sizes"),
     (lambda m: m.all_to_all("dp", ones(), input_split_sizes=[2, 2], output_split_sizes=[4]), ShapeError, "output_split_sizes does not say"),
     (lambda m: m.all_to_all("dp", ones(), input_split_sizes=[2, 2], output_split_sizes=2), ShapeError, "output_split_sizes does not say"),

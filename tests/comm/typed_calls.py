@@ -31,6 +31,7 @@ def collectives(mesh: Mesh, x: Tensor, xs: list[Tensor], later: bool) -> None:
     assert_type(mesh.all_gather("dp", x, async_op=True), Handle[Tensor])
     assert_type(mesh.gather("dp", x, dst=0), Tensor | None)
     assert_type(mesh.scatter("dp", None, src=0), Tensor)
+    assert_type(mesh.all_gather("dp", x, dim=1), Tensor)
     assert_type(mesh.all_to_all("dp", x, input_split_sizes=[1, 3]), Tensor)
     assert_type(mesh.barrier("dp", async_op=True), Handle[None])
     assert_type(mesh.barrier("dp", async_op=later), Handle[None] | None)
