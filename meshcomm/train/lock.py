@@ -138,6 +138,7 @@ def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
     settings = {
         name: section.model_dump(mode="json", exclude=_LEFT_OUT.get(name))
         for name in _SECTIONS
+        if "." not in name
         if (section := getattr(config, name)) is not None
     }
     settings["mesh"]["dims"] = dict(mesh.layout.dims)

@@ -465,7 +465,7 @@ def test_uneven_calls_objects_and_what_only_some_groups_do() -> None:
             mesh.all_gather("dp", torch.ones(mesh.rank + step), uneven=True)
             mesh.gather("dp", torch.ones(mesh.rank), 1, uneven=True)
             splits = [mesh.rank % 2, 1, 2, 0]
-            mesh.all_to_all("dp", torch.ones(sum(splits)), splits=splits)
+            mesh.all_to_all("dp", torch.ones(sum(splits)), input_split_sizes=splits)
             mesh.objects.all_gather("dp", "x" * mesh.rank)
             mesh.objects.scatter("dp", ["x" * i for i in range(4)] if mesh.coord("dp") == 0 else None, src=0)
             mesh.scatter("tp", torch.ones(4) if mesh.coord("tp") == 1 else None, src=1)

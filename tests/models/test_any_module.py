@@ -228,7 +228,7 @@ def _started(config: Config) -> str:
         ("tp=2", "parallel.tensor", "ModelSpec without split"),
         ("pp=2", "parallel.pipeline", "ModelSpec without layers and forward"),
         ("cp=2", "parallel.context", "ModelSpec without attention and forward"),
-        ("recompute", "train.activation_checkpointing", "ModelSpec without layers and forward"),
+        ("activation_checkpointing", "train.activation_checkpointing", "ModelSpec without layers and forward"),
         ("compile", "train.compile", "ModelSpec without layers"),
         ("dropped", "ModelSpec.dropped", "ModelSpec without layers and forward"),
     ],
@@ -236,7 +236,7 @@ def _started(config: Config) -> str:
 def test_what_a_module_does_not_say_is_asked_for_by_name(
     pool: Pool, dims: str, what: str, missing: str
 ) -> None:
-    setting = {"train": {dims: True}} if dims in ("recompute", "compile") else {}
+    setting = {"train": {dims: True}} if dims in ("activation_checkpointing", "compile") else {}
     model = {"build": "tests.models.own:dropping"} if dims == "dropped" else ALONE
     dims = dims if "=" in dims else "dp=2"
     for told in pool.run(_started, config_of(model, dims, **setting), ranks=2):

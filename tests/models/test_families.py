@@ -243,14 +243,14 @@ def test_llama_sends_what_the_built_in_model_sends(tmp_path: Path, world: int, o
     assert sent(settings, world) == sent(built_in, world)
 
 
-def _refused(path: Path, family: str, sequence: int = 32, **changes: Any) -> MeshcommError:
+def _refused(path: Path, family: str, seq_len: int = 32, **changes: Any) -> MeshcommError:
     from meshcomm.models.families import hugging_face
 
     folder_of(family, path)
     facts = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**facts, **changes}))
     with pytest.raises(UnsupportedOp) as caught:
-        hugging_face(ModelConfig(pretrained=str(path), random_weights=True, dropout=0.0), sequence, 0)
+        hugging_face(ModelConfig(pretrained=str(path), random_weights=True, dropout=0.0), seq_len, 0)
     return caught.value
 
 

@@ -71,11 +71,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "1f1b": ("pp=4", {"pipeline": "pp", "options": {"schedule": "1f1b"}}, {}, {}),
     "interleaved": (
         "pp=2",
-        {"pipeline": "pp", **SEVERAL, "options": {"schedule": "interleaved_1f1b"}},
+        {"pipeline": "pp", "options": {"schedule": "interleaved_1f1b", **SEVERAL}},
         {},
         {},
     ),
-    "zero bubble": ("pp=2", {"pipeline": "pp", **SEVERAL, "options": {"schedule": "zero_bubble"}}, {}, {}),
+    "zero bubble": ("pp=2", {"pipeline": "pp", "options": {"schedule": "zero_bubble", **SEVERAL}}, {}, {}),
     "1f1b, fsdp": ("pp=2 fs=2", {"pipeline": "pp", "shard": "fs"}, {}, {}),
     "ring": ("cp=4", {"context": "cp"}, {}, {}),
     "ulysses": ("cp=2", {"context": "cp", "options": {"attention": "ulysses"}}, {}, {}),
@@ -93,7 +93,7 @@ OFTEN = ("fsdp, one microbatch", "tensor, sequence", "1f1b, recompute", "experts
 
 
 def config_of(
-    dims: str, parallel: dict[str, Any], train: dict[str, Any], model: dict[str, Any], sequence: int = 64
+    dims: str, parallel: dict[str, Any], train: dict[str, Any], model: dict[str, Any], seq_len: int = 64
 ) -> Config:
     sizes = {name: int(size) for name, _, size in (each.partition("=") for each in dims.split())}
     mesh: dict[str, Any] = {"dims": sizes, "device": "cpu"}
@@ -104,7 +104,7 @@ def config_of(
             "mesh": mesh | (VIEW if "expert" in parallel else {}),
             "parallel": parallel,
             "model": model,
-            "data": {"seq_len": sequence},
+            "data": {"seq_len": seq_len},
             "train": {"steps": 1, "global_batch_size": batch, "micro_batch_size": micro, **train},
         }
     )

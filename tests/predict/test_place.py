@@ -78,7 +78,7 @@ def config(
         "model": dict(TRAIN["model"]),
     }
     if experts:
-        parallel["expert"] = "ep"
+        data["parallel"]["expert"] = "ep"
         data["model"] |= {"experts": experts}
         kept = {DIMS[part]: dims[DIMS[part]] for part in parts if part in ("pipeline", "tensor")}
         data["mesh"]["views"] = {"expert": view or {"edp": 1, "ep": 1, **kept}}

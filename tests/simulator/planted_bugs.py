@@ -85,7 +85,7 @@ def unequal_loop_counts(mesh: Mesh, bug: bool) -> Any:
 
 def splits_that_disagree(mesh: Mesh, bug: bool) -> Any:
     splits = None if bug and mesh.coord("tp") == 1 else [3, 1]
-    return mesh.all_to_all("tp", one(mesh.rank), splits=splits)  # splits
+    return mesh.all_to_all("tp", one(mesh.rank), input_split_sizes=splits)  # splits
 
 
 def no_such_coord(mesh: Mesh, bug: bool) -> Any:

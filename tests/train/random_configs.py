@@ -246,7 +246,7 @@ def _train(chance: random.Random) -> Raw:
         ("weight_decay", 0.3, [0.0, 0.5]),
         ("betas", 0.3, [[0.0, 0.9], [0.5, 0.99]]),
         ("eps", 0.3, [1e-6, 1e-3]),
-        ("recompute", 0.3, [True]),
+        ("activation_checkpointing", 0.3, [True]),
     ):
         if chance.random() < share:
             train[key] = chance.choice(values)

@@ -228,7 +228,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "step": lambda optimizer: StepLR(optimizer, 2),
     "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1),
     "restarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 2),
-    "seq_len": lambda optimizer: SequentialLR(
+    "sequence": lambda optimizer: SequentialLR(
         optimizer, [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, 4)], [2]
     ),
     "chain": lambda optimizer: ChainedScheduler([LinearLR(optimizer), StepLR(optimizer, 3)], optimizer),
