@@ -252,9 +252,7 @@ with meshcomm.init() as mesh:
 
 def test_a_script_with_a_trainer_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    parts = (
-        '[parallel]\ndata = "dp"\ntensor = "tp"\n[train]\nsteps = 30\nglobal_batch_size = 128\nmicro_batch_size = 1\n'
-    )
+    parts = '[parallel]\ndata = "dp"\ntensor = "tp"\n[train]\nsteps = 30\nglobal_batch_size = 128\nmicro_batch_size = 1\n'
     config, script = tmp_path / "mine.toml", tmp_path / "mine.py"
     config.write_text(f'[mesh]\ndims = {{ dp = -1, tp = 2 }}\ndevice = "cuda"\n{parts}')
     script.write_text(TRAINER)

@@ -228,7 +228,11 @@ def _started(config: Config) -> str:
         ("tp=2", "parallel.tensor", "ModelSpec without split"),
         ("pp=2", "parallel.pipeline", "ModelSpec without layers and forward"),
         ("cp=2", "parallel.context", "ModelSpec without attention and forward"),
-        ("activation_checkpointing", "train.activation_checkpointing", "ModelSpec without layers and forward"),
+        (
+            "activation_checkpointing",
+            "train.activation_checkpointing",
+            "ModelSpec without layers and forward",
+        ),
         ("compile", "train.compile", "ModelSpec without layers"),
         ("dropped", "ModelSpec.dropped", "ModelSpec without layers and forward"),
     ],

@@ -41,7 +41,7 @@ def settings(case: Mapping[str, Any]) -> tuple[str, str]:
     for view in case["mesh"].get("views", {}).values():
         sizes |= view
     parts = [f"{part} {sizes[dim]}" for part, dim in parallel.items() if str(dim) in sizes]
-    besides = [(key, value) for key, value in parallel.items() if str(value) not in sizes]
+    besides = list(parallel.get("options", {}).items())
     for section in ("model", "train"):
         besides += [(key, value) for key, value in case[section].items() if BASE[section].get(key) != value]
     return ", ".join(parts), _words(besides)

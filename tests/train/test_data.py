@@ -150,7 +150,11 @@ def test_files_and_globs_are_read_once_and_sorted(tmp_path: Path) -> None:
     ("files", "what", "given"),
     [
         ("nowhere/*.txt", "no training data matches 'nowhere/*.txt'", "data.files has 'nowhere/*.txt'"),
-        ("short.txt", "4 bytes of training data are less than one sample", "1 files, sequence = 4"),
+        (
+            "short.txt",
+            "4 bytes of training data are less than one sample",
+            "1 files, seq_len = 4",
+        ),
     ],
 )
 def test_missing_and_short_text(
@@ -284,8 +288,8 @@ class Squares(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return torch.full((3 + index % 3,), index)
 
-def by_index(seed, sequence):
-    assert (seed, sequence) == (7, 4)
+def by_index(seed, seq_len):
+    assert (seed, seq_len) == (7, 4)
     return Squares()
 
 def sample(kind):

@@ -202,7 +202,7 @@ def test_the_worst_rank_counts_and_what_no_rank_has_is_missing() -> None:
 def test_float32_and_bf16_are_put_aside_and_said() -> None:
     narrow = {"dtype": "float32", "compute_dtype": "bfloat16", "float32_matmul_precision": "high"}
     train = {**CASES["shard8"]["train"], **narrow}
-    parallel = {**CASES["shard8"]["parallel"], "reduce_dtype": "bfloat16"}
+    parallel = {**CASES["shard8"]["parallel"], "options": {"reduce_dtype": "bfloat16"}}
     config, said = in_float64(load_config({**CASES["shard8"], "train": train, "parallel": parallel}))
     assert config.train is not None and config.parallel is not None
     assert (config.train.dtype, config.train.compute_dtype) == ("float64", None)

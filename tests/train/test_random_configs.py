@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.config import Config, load_config
+from meshcomm.config import Config, ParallelOptions, load_config
 from meshcomm.config.parse import parse_toml
 from meshcomm.config.problems import Problem
 from meshcomm.config.read import apply
@@ -216,6 +216,8 @@ WEIRD: tuple[Any, ...] = (
 
 
 def settings_of(section: str) -> list[str]:
+    if section == "options":
+        return [*ParallelOptions.model_fields, "größe", ""]
     kind = Config.model_fields[section].annotation
     model = next(arg for arg in get_args(kind) or (kind,) if arg is not type(None))
     return [*model.model_fields, "größe", ""]
@@ -224,14 +226,15 @@ def settings_of(section: str) -> list[str]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("share", [0.1, pytest.param(1.0, marks=pytest.mark.parity)])
 def test_any_value_anywhere_is_taken_or_refused(share: float) -> None:
-    sections = ("mesh", "process", "network", "topology", "parallel", "model", "data", "train")
+    sections = ("mesh", "process", "network", "topology", "parallel", "options", "model", "data", "train")
     every = [
         (section, field, value) for section in sections for field in settings_of(section) for value in WEIRD
     ]
     refused = 0
     for section, field, value in random.Random(1).sample(every, round(share * len(every))):
         raw = right(5)
-        raw.setdefault(section, {})[field] = value
+        holder = raw["parallel"] if section == "options" else raw
+        holder.setdefault(section, {})[field] = value
         with contextlib.suppress(ConfigError):
             load_config(raw)
             continue
