@@ -79,18 +79,20 @@ TRAININGS: Final[Mapping[str, Mapping[str, int]]] = {
 }
 
 
-def _training(width: int, ff: int, sequence: int, global_batch_size: int) -> dict[str, Any]:
+def _training(
+    hidden_size: int, intermediate_size: int, seq_len: int, global_batch_size: int
+) -> dict[str, Any]:
     return {
         "mesh": {"dims": dict(SIZES), "device": "cpu"},
         "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp", "options": {"schedule": "1f1b"}},
         "model": {
             "num_layers": 4,
-            "hidden_size": width,
+            "hidden_size": hidden_size,
             "num_heads": 4,
             "num_kv_heads": 4,
-            "intermediate_size": ff,
+            "intermediate_size": intermediate_size,
         },
-        "data": {"seq_len": sequence},
+        "data": {"seq_len": seq_len},
         "train": {
             "steps": 1,
             "global_batch_size": global_batch_size,
