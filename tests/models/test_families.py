@@ -312,7 +312,7 @@ def test_a_vocabulary_that_the_ranks_do_not_divide_is_taken(tmp_path: Path) -> N
     config = config_of({"pretrained": str(folder_of("gpt2", tmp_path)), "dropout": 0.0}, "tp=2")
     assert config.model is not None
     assert config.model.vocab_size % 2 == 1
-    with pytest.raises(ConfigError, match="vocabulary is not divisible by tp: 257"):
+    with pytest.raises(ConfigError, match="vocab_size is not divisible by tp: 257"):
         load_config(
             {
                 **config.model_dump(exclude_unset=True),
