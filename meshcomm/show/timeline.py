@@ -35,7 +35,7 @@ def timeline(rows: Sequence[Row], width: int = 100) -> list[str]:
     A character stands for what took most of its time, so that no call vanishes while another is not
     there; a dot for none. Behind each row is the share of the time that its bars cover.
 
-    >>> print(*timeline([TimelineRow(0, "0", [Bar("tp", 0, 1)]), TimelineRow(1, "1", [Bar("tp", 3, 4)])], 25), sep="\\n")
+    >>> print(*timeline([Row(0, "0", [Bar("tp", 0, 1)]), Row(1, "1", [Bar("tp", 3, 4)])], 25), sep="\\n")
     rank 0           4 s
        0 tttt...........  25%
        1 ...........tttt  25%
