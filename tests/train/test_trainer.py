@@ -366,5 +366,5 @@ def test_a_configuration_without_a_model_is_told_by_the_command(tmp_path: Path) 
     path.write_text(
         '[mesh]\ndims = { dp = 2 }\ndevice = "cpu"\n[parallel]\ndata = "dp"\n[train]\nsteps = 1\nglobal_batch_size = 2\nmicro_batch_size = 1\n'
     )
-    with pytest.raises(ConfigError, match="says nothing about a model\n.*\n.*meshcomm run with a script"):
+    with pytest.raises(ConfigError, match=r"says nothing about a model\n.*\n.*meshcomm run with a script"):
         train(path, [], None)
