@@ -71,7 +71,9 @@ def _section(name: str, command: Any) -> list[str]:
     context = command.context_class(command, info_name=name)
     for each in options:
         flags, _ = each.get_help_record(context)
-        lines.append(f"| `{flags.replace(' range', '')}` | {_default(each)} | {_cell(each.help or '')} |")
+        lines.append(
+            f"| `{_cell(flags.replace(' range', ''))}` | {_default(each)} | {_cell(each.help or '')} |"
+        )
     code = EXIT_CODES.get(name)
     return lines if code is None else [*lines, "", f"Exit code: {code}."]
 

@@ -1,4 +1,4 @@
-"""Commands for what a job left behind and for what went wrong: report, doctor, export, import."""
+"""Commands for what a job left behind and for what went wrong: report, doctor, export."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ GROUPS: Final = {
     "Look at a mesh": ("plan", "lint", "view", "schema"),
     "Find out what went wrong": ("report", "doctor", "parity"),
     "Measure and predict": ("bench", "costs", "tune", "dryrun"),
-    "Move checkpoints": ("export",),
+    "Export weights": ("export",),
 }
 
 

@@ -60,8 +60,17 @@ def plan(
 
     With --diff the exit code is 0 where the two are equal, and 1 where they are not.
     """
-    if diff is not None and (grid or schedule or rank is not None or by is not None or export is not None):
-        raise typer.BadParameter("--diff compares, and draws and marks nothing: leave the other options out")
+    drawing = {
+        "--rank": rank,
+        "--grid": grid or None,
+        "--by": by,
+        "--schedule": schedule or None,
+        "--export": export,
+    }
+    drawn = [name for name, value in drawing.items() if value is not None]
+    if diff is not None and drawn:
+        said = f"--diff compares, and draws and marks nothing: leave {' and '.join(drawn)} out"
+        raise typer.BadParameter(said)
     if export is not None and (json or schedule):
         raise typer.BadParameter("--export writes the grid alone: leave --json and --schedule out")
     from meshcomm.config import load_config

@@ -129,7 +129,7 @@ def misfit(request: Request, out: Tensor, shape: Sequence[int]) -> MeshcommError
 
 
 def _plain_received(request: Request, output_split_sizes: Sequence[int]) -> list[int]:
-    """`received` as plain sizes, one for each coord, beside `splits`."""
+    """`output_split_sizes` as plain ints, one for each coord."""
     sizes = _indices(output_split_sizes)
     if request.input_split_sizes is None or len(sizes) != request.comm.size or min(sizes) < 0:
         raise ShapeError(
@@ -142,7 +142,7 @@ def _plain_received(request: Request, output_split_sizes: Sequence[int]) -> list
 
 
 def _plain_splits(request: Request, input_split_sizes: Sequence[int]) -> list[int]:
-    """`splits` as plain sizes, which must cut the axis into one part for each coord."""
+    """`input_split_sizes` as plain ints, which must cut the axis into one part for each coord."""
     x, axis, size, sizes = request.x, request.axis, request.comm.size, _indices(input_split_sizes)
     length = x.shape[axis]
     if len(sizes) != size or sum(sizes) != length or min(sizes) < 0:

@@ -227,7 +227,7 @@ class Objects:
         return obj
 
     def _nobody(self, call: _Call) -> None:
-        hint = "an object that every rank makes by itself, where mesh.pretended is True"
+        hint = "an object that every rank makes by itself, where mesh.is_fake is True"
         check_answered(call.comm.transport.name, "the object", call.where, hint)
 
 

@@ -80,7 +80,8 @@ class MeshConfig(Section):
     warm_up: bool = False
     """Every group is used once, in plan order, before init returns: no later call pays for connecting."""
     reports: str = "meshcomm-reports"
-    """Folder for reports of ranks on a failed call, relative to where the job runs. Default "meshcomm-reports"; "": none."""
+    """Folder for reports of ranks on a failed call, in a folder of the run's time and job, relative to where the job runs.
+    Default "meshcomm-reports"; "": none."""
     options: FrozenTable[DimOptions] = Field(default_factory=Table)
     """Name of a dim, merged dim or view's dim -> its own options. Default: none."""
 

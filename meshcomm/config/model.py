@@ -107,7 +107,8 @@ def _experts(model: ModelConfig) -> Iterator[Problem]:
     )
     if 0 < experts < each:
         ways = [f"model.experts_per_token = {experts}", f"model.experts = {each}"]
-        what, given = f"more than there are: {each} > {experts}", model.written("experts_per_token experts")
+        what = f"more than there are experts: {each} > {experts}"
+        given = model.written("experts_per_token experts")
         yield Problem("experts_per_token", what, f"1 to {experts}", ways, given)
     if experts and num_layers is not None and every > num_layers:
         ways = [f"model.experts_every = {num_layers}", f"model.num_layers = {every}"]

@@ -81,7 +81,7 @@ def _stages_of_the_schedule(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 class ParallelOptions(Section):
-    """`[parallel.options]`: how the parts of `[parallel]` are played."""
+    """`[parallel.options]`: settings of each kind of parallelism."""
 
     place = "parallel.options"
     reduce_dtype: Literal["bfloat16"] | None = None
@@ -135,7 +135,7 @@ class ParallelConfig(Section):
     """The dim of one of mesh.views along which experts are split; that view holds the dims of pipeline and tensor
     unchanged. None: all experts on every rank."""
     options: ParallelOptions = ParallelOptions()
-    """How these parts are played."""
+    """Settings of each kind of parallelism."""
 
     @property
     def parts(self) -> dict[Part, str]:

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from meshcomm.config.problems import Problem, report
+from meshcomm.config.write import key_path, toml
 from meshcomm.errors import ConfigError
 
 # Far deeper than any configuration, and not too deep for recursion.
@@ -37,7 +38,7 @@ _EXAMPLES: Final = {
 def _parse(language: str, text: str, label: str) -> Any:
     """What a text holds; a repeated key is refused. Raises ConfigError with the line that is wrong, or without PyYAML."""
     try:
-        data = _LOADERS[language](text)
+        data = _LOADERS[language](text, label)
         inner = [data]
         for _ in range(_DEEPEST):
             inner = [value for each in inner for value in _within(each)]
@@ -53,23 +54,28 @@ def _within(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
-def _json_table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
+def _json(text: str, label: str) -> Any:
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)} is there twice")
-    return table
+        if len(set(keys)) < len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            given = ", ".join(f"{key} = {toml(value)}" for key, value in pairs if key == twice)
+            what, ways = "the key is there twice in one object", ["remove one of them"]
+            raise report(label, [Problem(key_path([twice]), what, "each key once", ways, given)])
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=table)
 
 
-def _yaml(text: str) -> Any:
+def _yaml(text: str, label: str) -> Any:
     """YAML 1.2 without aliases, with which a small file can stand for a large value."""
     try:
         yaml = import_module("yaml")
     except ImportError:
-        what, given = "YAML files need PyYAML, which is not installed", "a YAML file"
+        what = f"{label}: YAML files need PyYAML, which is not installed"
         hint = "pip install 'meshcomm[yaml]'"
         expected = "PyYAML beside meshcomm; TOML and JSON need nothing"
-        raise ConfigError(what, given=given, expected=expected, hint=hint) from None
+        raise ConfigError(what, given=label, expected=expected, hint=hint) from None
     own = {"yaml_implicit_resolvers": {}, "compose_node": _compose_node}
     loader: Any = type("Loader", (yaml.SafeLoader,), own)
     for tag, pattern, first in _CORE:
@@ -119,7 +125,7 @@ def _syntax_error(language: str, text: str, error: Exception) -> Problem:
         said, _, place = str(error).rpartition(" (at ")
         numbers = [int(number) for number in re.findall(r"\d+", place)]
         line, column = numbers or (len(lines), len(lines[-1]) + 1)
-    else:  # endless digits, a JSON key twice, or too deep: the parser gives no position
+    else:  # endless digits, or too deep: the parser gives no position
         return Problem("the file", f"not {language}: {str(error).split(';')[0]}", expected)
     # Tabs are one character for the parser and several on the screen.
     shown = lines[line - 1].replace("\t", " ") if 0 < line <= len(lines) else ""
@@ -136,9 +142,9 @@ def _syntax_error(language: str, text: str, error: Exception) -> Problem:
     return Problem(f"line {line}, column {column}", f"not {language}: {said}", expected, [way], given)
 
 
-_LOADERS: Final[Mapping[str, Callable[[str], Any]]] = {
-    "TOML": tomllib.loads,
-    "JSON": partial(json.loads, object_pairs_hook=_json_table),
+_LOADERS: Final[Mapping[str, Callable[[str, str], Any]]] = {
+    "TOML": lambda text, _: tomllib.loads(text),
+    "JSON": _json,
     "YAML": _yaml,
 }
 parse_toml, parse_json, parse_yaml = (partial(_parse, language) for language in _LOADERS)

@@ -37,14 +37,12 @@ RENAMED: Final[dict[str, str]] = {
     **{
         f"parallel.{key}": f"options.{key}"
         for key in (
-            *(
-                "attention",
-                "bucket_mb",
-                "reduce_dtype",
-                "reshard",
-                "schedule",
-                "sequence_parallel",
-            ),
+            "attention",
+            "bucket_mb",
+            "reduce_dtype",
+            "reshard",
+            "schedule",
+            "sequence_parallel",
             "stages_per_rank",
         )
     },

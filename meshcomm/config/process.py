@@ -40,8 +40,11 @@ def _host_and_port(address: str) -> str:
 
 
 def _nccl_part(word: str) -> str:
-    if word.removeprefix("^") not in _SUBSYSTEMS:
-        raise PydanticCustomError("nccl_part", ", ".join(_SUBSYSTEMS))
+    name = word.removeprefix("^")
+    if name not in _SUBSYSTEMS:
+        sign = "^" * (name != word)
+        choices = ", ".join(toml(sign + known) for known in _SUBSYSTEMS)
+        raise PydanticCustomError("literal_error", choices)
     return word
 
 

@@ -292,10 +292,13 @@ def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
         what = f"{dim} is in {len(homes)} views: {', '.join(homes)}"
     else:
         what = f"{dim} is a merged dim" if dim in mesh.merge else f"no dim {dim} in a view"
-    others = [name for sizes in mesh.views.values() for name in sizes if name not in (dim, *mesh.dims)]
-    names = [] if homes else dict.fromkeys(others)
+    of_views = dict.fromkeys(name for sizes in mesh.views.values() for name in sizes)
+    others = [name for name in of_views if name not in (dim, *mesh.dims)]
+    near = nearest_name(dim, others)
+    names = [] if homes else others if near is None else [near]
     ways: list[str | Fit] = [*(f'parallel.expert = "{name}"' for name in names), "remove parallel.expert"]
-    expected = "a dim of one of mesh.views that is no dim of mesh.dims, as ep in mesh.views.expert = { edp = 2, ep = 4 }"
+    expected = "a dim of one of mesh.views that is no dim of mesh.dims"
+    expected += f": {', '.join(others)}" if others else ", as ep in mesh.views.expert = { edp = 2, ep = 4 }"
     given = f"expert = {toml(dim)}, mesh.dims = {toml(mesh.dims)}, mesh.views = {toml(mesh.views)}"
     yield Problem("parallel.expert", what, expected, ways, given)
 
@@ -475,6 +478,21 @@ def _ulysses(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("model.num_kv_heads", what, expected, ways, given)
 
 
+def _windows(resolved: Resolved) -> Iterator[Problem]:
+    model, dim = resolved.model, resolved.parallel.context
+    if dim is None or resolved.parallel.options.attention != "ring" or model.pretrained is None:
+        return
+    seq_len, ranks = resolved.data.seq_len, resolved.size("context")
+    short = [window for window in model.windows if window is not None and window < seq_len]
+    if ranks > 1 and short:
+        what = "a sliding window is not passed around a ring"
+        given = resolved.written("model.pretrained data.seq_len context parallel.options.attention")
+        given += f", a window of {min(short)} tokens in the folder's config.json"
+        ways: list[str | Fit] = ['parallel.options.attention = "ulysses"', Fit("context")]
+        expected = f"one rank along {dim}, or attention that splits the heads"
+        yield Problem("parallel.options.attention", what, expected, ways, given)
+
+
 def _experts(resolved: Resolved) -> Iterator[Problem]:
     model, parallel, _ = resolved.model, resolved.parallel, resolved.train
     if parallel.expert is None:
@@ -524,6 +542,6 @@ RULES: Final[tuple[Rule, ...]] = (
     _sections, _device_to_bind, _network_of_nccl, _tokenizer, _evaluation,
     _parts, _expert_dim, _expert_view,
     _global_batch, _microbatches, _tokens,
-    _split_along_tensor, _stages, _ulysses, _experts,
+    _split_along_tensor, _stages, _ulysses, _windows, _experts,
     _compiled_halves, _profiled_ranks,
 )  # fmt: skip

@@ -72,13 +72,15 @@ class DataConfig(Section):
         NoEffect("args", "build", way='build = "my_package.data:loader"'),
     )
     files: FrozenList[Text] = ()
-    """Text files or globs, relative to the config file. Default []: the sources of Python's standard library."""
+    """Text files or globs, relative to the config file. Default []: the sources of Python's standard library,
+    where nothing else is named."""
     tokens: FrozenList[Text] = Field(default=(), examples=[["web.bin", "code.npy"]])
     """Token files: paths or globs, relative to the config file, of .npy or of raw .bin. Default []: none."""
     token_type: Literal["uint16", "uint32"] = "uint16"
     """With tokens: what a .bin file holds."""
     weights: FrozenList[float] = Field(default=(), examples=[[0.7, 0.3]])
-    """With tokens: the share of samples from each entry. Default []: each sample of all files once in an epoch."""
+    """With tokens: the share of samples from each entry, in relation to the others. Default []: each sample of all files
+    once in an epoch."""
     build: Function | None = Field(default=None, examples=["my_package.data:loader"])
     """module:function, which returns an indexable dataset of all ranks' samples. None: none."""
     args: Arguments = Field(default_factory=Table, examples=[{"folder": "images"}])
@@ -231,7 +233,7 @@ class TrainConfig(Section):
     """Gradients whose norm over all weights is larger are scaled down to it. None: never."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A step whose loss or gradient norm is not finite is never applied. "stop": the run ends. "skip": the next step
-    follows, after 10 such steps in a row the run ends."""
+    follows. After 10 such steps in a row the run ends."""
     seed: int = Field(default=0, ge=0)
     """Seed of the weights and of the samples' order."""
     dtype: Literal["float32", "float64"] = "float32"

@@ -54,13 +54,15 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
     if settings is not None:
         if not under:
             launch = _imagined(settings, world)
-        try:
-            plan, device = _plan(settings, launch.world_size if under else world, launch)
-            findings += _device_findings(settings, plan, device, launch)
-            need = host.descriptors_needed(plan, device)
-        except MeshcommError as error:
-            open_size = not under and world is None and -1 in settings.mesh.dims.values()
-            findings.append(Finding.of(error, "warn" if open_size else "error"))
+        if not under and world is None and settings.mesh.count(None) is None:
+            findings.append(_open_size(settings))
+        else:
+            try:
+                plan, device = _plan(settings, launch.world_size if under else world, launch)
+                findings += _device_findings(settings, plan, device, launch)
+                need = host.descriptors_needed(plan, device)
+            except MeshcommError as error:
+                findings.append(Finding.of(error))
     asked = settings.network if settings is not None else NetworkConfig()
     findings += host.interface_findings(asked, present, os.environ)
     if not (launch.one_host or asked.interfaces or "GLOO_SOCKET_IFNAME" in os.environ):
@@ -75,10 +77,20 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
         "versions": versions(),
         "host": {"name": name, "addresses": host.resolve(name), **_devices()},
         "interfaces": [interface._asdict() for interface in present],
-        "limits": [limit._asdict()],
+        "limits": [{"name": "file descriptors", **limit._asdict()}],
         "launch": asdict(launch) if under else None,
         "ranks": None,
     }
+
+
+def _open_size(settings: Config) -> Finding:
+    return Finding(
+        "warn",
+        "limits and devices were not compared with the mesh: its size is open",
+        given=f"{settings.source}, a size of -1, no --world-size",
+        expected="a number of processes",
+        hint="meshcomm doctor CONFIG --world-size N",
+    )
 
 
 def _imagined(settings: Config, world: int | None) -> Launch:

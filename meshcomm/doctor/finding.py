@@ -55,7 +55,7 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 def view(facts: Facts, everything: bool = False) -> Group:
-    """The findings, the worst first. everything: then the facts, a table for each key."""
+    """The findings, the worst first. everything: then the facts, lines below each key."""
     from rich.console import Group
 
     findings = [Finding.read(found) for found in facts["findings"]]
@@ -72,11 +72,15 @@ def view(facts: Facts, everything: bool = False) -> Group:
 
 
 def _text(facts: Facts) -> str:
-    """`name eth0, up True, addresses 10.0.0.7`."""
-    texts = {
-        name: " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-        for name, value in facts.items()
-    }
-    return ", ".join(
-        f"{name} {coords_text(value) if isinstance(value, dict) else value}" for name, value in texts.items()
-    )
+    """`name eth0, up yes, addresses 10.0.0.7`."""
+    return ", ".join(f"{name} {_value_text(value)}" for name, value in facts.items())
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return coords_text(value)
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value)) or "-"
+    return "-" if value is None else str(value)

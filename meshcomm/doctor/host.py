@@ -25,9 +25,8 @@ SLOW_S: Final = 1.0
 
 
 class Limit(NamedTuple):
-    """used: now. needed: by a rank beyond that, at most; None without a plan. limit: None if unlimited."""
+    """Of file descriptors. used: now. needed: by a rank beyond that, at most; None without a plan. limit: None if unlimited."""
 
-    name: str
     limit: int | None
     used: int
     needed: int | None
@@ -51,7 +50,7 @@ def descriptors(needed: int | None) -> Limit:
     """The limit that applies to this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = None if soft == resource.RLIM_INFINITY else soft
-    return Limit("file descriptors", limit, psutil.Process().num_fds(), needed)
+    return Limit(limit, psutil.Process().num_fds(), needed)
 
 
 def limit_findings(found: Limit) -> Iterator[Finding]:
@@ -60,7 +59,7 @@ def limit_findings(found: Limit) -> Iterator[Finding]:
     if found.needed is not None and found.limit is not None and total > found.limit:
         yield Finding(
             "error",
-            f"the plan needs more {found.name} than a process may have",
+            "the plan needs more file descriptors than a process may have",
             given=f"{found.used} in use, {found.needed} more for the plan, the limit is {found.limit}",
             expected=f"a limit of at least {total}",
             hint=f"ulimit -n {total}, or fewer dims with groups of their own",

@@ -264,7 +264,7 @@ def _execute(script: Script, rank: int, world: int) -> None:
 
 @contextmanager
 def _steps_counted(hollow: Hollow) -> Iterator[None]:
-    """While it is entered, an optimizer that counts its steps in a tensor finds 1 there: it divides by what follows of it."""
+    """While it is entered, an optimizer that counts its steps in a tensor finds 1 there: it divides by what follows from it."""
 
     def before(*_: Any) -> None:
         hollow.answer = 1

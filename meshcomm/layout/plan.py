@@ -21,7 +21,7 @@ class GroupOptions:
 
     backend: "auto" (NCCL for cuda, Gloo for cpu), or any name that torch.distributed knows.
     timeout_s: seconds until an operation on the group that does not end is an error.
-    lane: groups with equal ranks and options share one communicator unless their lanes differ.
+    comm_id: groups with equal ranks and options share one communicator unless their comm_ids differ.
     extra: options of the backend itself, as ("name", value) pairs.
     """
 

@@ -95,7 +95,7 @@ def leave_together(store: Any, stays: bool) -> None:
 
 
 def _same_error(store: Any, rank: int, find: Callable[[], MeshMismatchError]) -> MeshMismatchError:
-    """The same error on every rank: one rank reads the list and publishes the error. Read by 131,072 it would be 741 GB."""
+    """The same error on every rank: one rank reads the list and publishes the error; if each of 131,072 ranks read the list, that would be 741 GB."""
     if store.add("tellers", 1) == 1:
         error = find()
         store.set("told", json.dumps(vars(error)))

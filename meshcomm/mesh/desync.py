@@ -85,14 +85,16 @@ class DesyncMonitor:
         """
         self.found = self.found or next((s["differs"] for s in statuses.values() if s.get("differs")), None)
         coords = {rank: status["coords"] for rank, status in statuses.items()}
-        for label in [recorder.label for recorder in self._record.recorders]:
+        for recorder in list(self._record.recorders):
+            # In the group's order, as of equally many ranks those of the first count as right: on every rank the same.
             histories = {
                 rank: group.get("steps")
-                for rank, status in statuses.items()
-                for group in status["groups"]
-                if group["label"] == label
+                for rank in recorder.ranks
+                if rank in statuses
+                for group in statuses[rank]["groups"]
+                if group["label"] == recorder.label
             }
-            self.found = self.found or find_desync(label, histories, coords)
+            self.found = self.found or find_desync(recorder.label, histories, coords)
         return None if self.found is None else self._error(self.found)
 
     @property

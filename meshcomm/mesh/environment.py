@@ -51,21 +51,13 @@ _CANDIDATES: Final = 8
 
 # What the backends of one group must read alike: else they choose different algorithms or protocols, connect at
 # different times, or check calls that the others do not. What names a host's own parts is left out.
-SHARED: Final = [
-    *("GLOO_DEVICE_TRANSPORT", "TORCH_DISTRIBUTED_DEBUG", "TORCH_GLOO_LAZY_INIT"),
-    *("NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_COLLNET_ENABLE", "NCCL_COMM_BLOCKING", "NCCL_CROSS_NIC"),
-    *("NCCL_CUMEM_ENABLE", "NCCL_IB_DISABLE", "NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS"),
-    *(
-        "NCCL_MIN_NCHANNELS",
-        "NCCL_NET",
-        "NCCL_NTHREADS",
-        "NCCL_NVLS_ENABLE",
-        "NCCL_P2P_DISABLE",
-        "NCCL_P2P_LEVEL",
-    ),
-    *("NCCL_PROTO", "NCCL_SHM_DISABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"),
-    "TORCH_NCCL_USE_COMM_NONBLOCKING",
-]
+SHARED: Final = (
+    "GLOO_DEVICE_TRANSPORT", "TORCH_DISTRIBUTED_DEBUG", "TORCH_GLOO_LAZY_INIT", "NCCL_ALGO", "NCCL_BUFFSIZE",
+    "NCCL_COLLNET_ENABLE", "NCCL_COMM_BLOCKING", "NCCL_CROSS_NIC", "NCCL_CUMEM_ENABLE", "NCCL_IB_DISABLE",
+    "NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_NET", "NCCL_NTHREADS",
+    "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_PROTO", "NCCL_SHM_DISABLE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_USE_COMM_NONBLOCKING",
+)  # fmt: skip
 
 # Every rank of a group that connects while it is made holds a socket to every other rank.
 EAGER_RANKS: Final = 64

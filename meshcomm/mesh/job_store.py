@@ -201,7 +201,9 @@ def find_tcp_store(
     try:
         return within(timeout.total_seconds() + _GRACE_S, make)
     except TimeoutError as late:
-        raise TimeoutError(f"at {host}:{port} no store of torch answers, or one that is stopped") from late
+        raise TimeoutError(
+            "no store of torch answers: another program has the port, or the store is stopped"
+        ) from late
 
 
 # -- names of processes, and of jobs by them ----------------------------------------------------------------

@@ -534,21 +534,21 @@ class Mesh(AlongDims):
     def _merged_plan(
         self, name: str, dims: tuple[str, ...], backend: str | None, timeout_s: float | None, comm_id: str
     ) -> Plan:
-        """The plan with one merged dim more; see `create` for the arguments and errors."""
+        """The plan with one merged dim more; see `create_group` for the arguments and errors."""
         self.layout.digits(dims)
         dims = self.layout.expand(dims)
         if name in self.layout.merge:
             raise LayoutError(
                 f'the mesh has a merged dim "{name}" already, on {self.label}',
-                given=f'create("{name}", {dims!r})',
+                given=f'create_group("{name}", {dims!r})',
                 expected=f'another name; "{name}" is over {self.layout.merge[name]!r}',
                 hint=f'mesh.size("{name}") and all calls take it as it is; a name keeps its meaning',
             )
         if timeout_s is not None:
-            timeout_s = seconds_of(timeout_s, lambda: f'create("{name}") on {self.label}')
+            timeout_s = seconds_of(timeout_s, lambda: f'create_group("{name}") on {self.label}')
         if backend is not None and not isinstance(backend, str):
             raise LayoutError(
-                f'create("{name}") on {self.label}: backend={backend!r} is not a name',
+                f'create_group("{name}") on {self.label}: backend={backend!r} is not a name',
                 given=f"backend={backend!r}",
                 expected="a backend's name",
                 hint='backend="gloo", or leave it out',
@@ -582,10 +582,11 @@ class Mesh(AlongDims):
         differs = self._watch.before_leaving() if compare and self._watch is not None else None
         self._at.clear()
         self.metrics.recorders.clear()
-        if self._outside is not None:
-            self._outside.close()
         if self._watch is not None:
             self._watch.close()
+        # After the watch, which may still report a call on a group beside the mesh.
+        if self._outside is not None:
+            self._outside.close()
         ordered = [each for each in self._transports.values() if each.ordered]
         if ordered and not compare:
             # Other ranks may never make the queued calls. In a thread, as the abort of a backend may block.

@@ -110,7 +110,7 @@ def init(
         validate_calls=validate_calls,
         warm_up=warm_up,
     )
-    return Opening(config, keys, overrides, {"store": store, "rank": rank, "world_size": world_size}).run()
+    return Opening(config, keys, overrides, store=store, rank=rank, world_size=world_size).run()
 
 
 @final
@@ -118,13 +118,20 @@ class Opening:
     """Makes a mesh in four steps: meet the other ranks, agree with them, start torch's default group, create the groups.
 
     A process without a usable configuration still meets the others, so that they get the error instead of waiting.
-    keys: the given keys of `[mesh]`. meets: store, rank and world_size, where the program says how to meet.
+    keys: the given keys of `[mesh]`. store, rank, world_size: where the program says how to meet.
     """
 
     def __init__(
-        self, config: Source | None, keys: dict[str, Any], overrides: Sequence[str], meets: dict[str, Any]
+        self,
+        config: Source | None,
+        keys: dict[str, Any],
+        overrides: Sequence[str],
+        *,
+        store: dist.Store | None,
+        rank: int | None,
+        world_size: int | None,
     ) -> None:
-        self._meets = meets
+        self._given_store, self._rank, self._world_size = store, rank, world_size
         self._existing = config if isinstance(config, DeviceMesh) else None
         self._world = WORLD.get()
         self._pretended = PRETENDED.get()
@@ -169,7 +176,8 @@ class Opening:
         settings, launch = self._settings, self._launch
         if self._world is not None:
             # Its ranks have met; whoever says how to meet means another one.
-            if named := ", ".join(name for name, value in self._meets.items() if value is not None):
+            meets = {"store": self._given_store, "rank": self._rank, "world_size": self._world_size}
+            if named := ", ".join(name for name, value in meets.items() if value is not None):
                 raise LaunchError(
                     f"init was told how to meet the other ranks, which have met: {named} has no effect here",
                     given=named,
@@ -180,10 +188,17 @@ class Opening:
         if dist.is_initialized():
             # On torch's fake backend only this rank exists: there is no store, and no rank to agree with.
             fake = dist.get_backend() == "fake"
-            store = self._meets["store"] or (dist.HashStore() if fake else default_store())
+            store = self._given_store or (dist.HashStore() if fake else default_store())
             rank, world_size = dist.get_rank(), dist.get_world_size()
             return Meeting(of_this_attempt(store), rank, world_size, launch, fake, kept=True)
-        return meet(settings.process, launch, settings.mesh.timeout_s, **self._meets)
+        return meet(
+            settings.process,
+            launch,
+            settings.mesh.timeout_s,
+            store=self._given_store,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
 
     def _next_prefix(self) -> str:
         """A prefix of this mesh's own in the job's store: each rank counts its openings, the same on all ranks."""

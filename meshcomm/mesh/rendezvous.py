@@ -33,7 +33,7 @@ from meshcomm.mesh.job_store import (
 class Meeting:
     """This process among the others, before any group exists.
 
-    pretended: the other ranks do not exist; torch's fake backend plays them.
+    is_fake: the other ranks do not exist; torch's fake backend plays them.
     kept: the store may hold what processes of an earlier attempt wrote.
     """
 

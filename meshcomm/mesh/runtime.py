@@ -34,7 +34,7 @@ class Runtime:
     store: the job's, under `prefix`, which no other mesh has. validate_calls: how many calls of each kind are compared;
     None if all, or if the world compares them. create: makes one group; the second argument: whether NCCL may split the
     world for it. resources: gives everything back, the last first. data_dims: along which samples differ, if the
-    configuration has [parallel]. pretended: no other rank exists.
+    configuration has [parallel]. is_fake: no other rank exists.
     """
 
     launch: Launch

@@ -94,13 +94,7 @@ class Stats:
         rows = []
         for row in self.rows:
             past = before.get(row.key)
-            pairs = (
-                {} if past is None else {name: (getattr(row, name), getattr(past, name)) for name in _SUMS}
-            )
-            less: dict[str, Any] = {
-                name: None if None in pair else pair[0] - pair[1] for name, pair in pairs.items()
-            }
-            rows.append(replace(row, **less))
+            rows.append(row if past is None else _less(row, past))
         return Stats(self.label, self.seconds - earlier.seconds, tuple(row for row in rows if row.calls))
 
     @property
@@ -121,6 +115,13 @@ class Stats:
 
     def __str__(self) -> str:
         return as_text(self.__rich__())
+
+
+def _less(now: CallStats, before: CallStats) -> CallStats:
+    """The calls after `before`; what was not known then is kept as it is."""
+    pairs = {name: (getattr(now, name), getattr(before, name)) for name in _SUMS}
+    less: dict[str, Any] = {name: a if None in (a, b) else a - b for name, (a, b) in pairs.items()}
+    return replace(now, **less)
 
 
 def stats(

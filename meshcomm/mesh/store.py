@@ -147,7 +147,7 @@ class MeshStore:
                 f"store.{call} on {self._label}: only another rank could set {_listed(missing)}, and in a dry run there is none",
                 given=f"{len(missing)} of {len(keys)} keys missing",
                 expected="keys that this rank has set",
-                hint="mesh.pretended is True in a dry run",
+                hint="mesh.is_fake is True in a dry run",
             )
         left_s = max(0.001, deadline - time.monotonic())
         if self._guarded(call, keys, lambda: wait_for(self._store, keys, left_s), left_s):

@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from meshcomm.comm.spans import Span, Spans, host, stretch
-from meshcomm.errors import UnsupportedOp
-from meshcomm.mesh.all_ranks import of_every_rank, on_all_ranks
+from meshcomm.errors import StoreError, UnsupportedOp
+from meshcomm.mesh.all_ranks import of_every_rank
 
 if TYPE_CHECKING:
     from meshcomm.mesh.mesh import Mesh
@@ -78,9 +78,19 @@ class Trace:
         several = len({at for _, at, *_ in rows}) > 1
         origin = min(opened + to_wall * several for _, _, to_wall, opened, _ in rows)
         dropped = {str(rank): dropped for rank, *_, dropped in rows if dropped}
-        on_all_ranks(
-            mesh, f"write the trace {self.path}", self._writing(to_wall_clock * several - origin, dropped)
-        )
+        writing = self._writing(to_wall_clock * several - origin, dropped)
+        problem = ""
+        try:
+            writing()
+        except OSError as failed:
+            problem = str(failed)
+        if problem := "".join(of_every_rank(mesh, problem)):
+            raise StoreError(
+                f"the trace {self.path} could not be written",
+                given=problem,
+                expected="a path on the first rank's host that can be written",
+                hint='mesh.trace("trace.json")',
+            )
 
     def _part(self, shift_s: float) -> bytes:
         mesh = self._mesh

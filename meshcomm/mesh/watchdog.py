@@ -167,9 +167,9 @@ class Watchdog(Watching):
         found = max(self._calls_past(), key=lambda past: (past.error is not None, past.began), default=None)
         return None if found is None else self._explained(found, cause)
 
-    def report_failed(self) -> None:
+    def _report_failed(self) -> None:
         """Print in one line why the latest call past the mesh failed, if the program has not seen an explanation."""
-        past = [] if self._stop.is_set() or capturing() else self._calls_past()
+        past = [] if capturing() else self._calls_past()
         found = next((call for call in reversed(past) if call.error is not None), None)
         if found is not None and found.error is not None and self._reported is not found.call:
             _report(self._explained(found, found.error))
@@ -185,6 +185,7 @@ class Watchdog(Watching):
         atexit.unregister(self._at_exit)
         if self._hooks is not None:
             self._hooks.close()
+        self._report_failed()
         # The store may end with this rank, and others are still to read what was found.
         time.sleep(self._desync.linger_s)
         self._stop.set()
@@ -257,7 +258,7 @@ class Watchdog(Watching):
         return error is None
 
     def _held_call(self, now: float) -> MeshcommError | None:
-        """The error of a call that a thread is blocked in past its timeout; a Work past the mesh is else only reported."""
+        """The error of a call that a thread is blocked in past its timeout; elsewhere, a Work past the mesh is only reported."""
         for recorder, call in self._timer.overdue(self._recorders, now):
             past = call is recorder.work
             inside = _C10D if past else _COMM
@@ -527,7 +528,6 @@ def _at_exit(watchdog: ref[Watchdog]) -> None:
     """The program has ended without closing its mesh."""
     alive = watchdog()
     if alive is not None:
-        alive.report_failed()
         alive.close()
 
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -53,14 +53,20 @@ class Here(NamedTuple):
 
 Forward: TypeAlias = Callable[[Any, Tensor, Here], Tensor]
 
+KINDS: Final[Mapping[str, str]] = {
+    **{part: f"parallel.{part}" for part in ("tensor", "context", "pipeline", "expert")},
+    "sequence_parallel": "parallel.options.sequence_parallel",
+}
+"""What ModelSpec.cannot takes -> the setting of the configuration."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model for `Trainer` and `[model] build`. What is left out cannot be asked of it, and is refused by name.
 
     module:     makes the whole model. Called on every rank; its parameters get no memory, its buffers do.
-    width:      elements of a token's vector between layers; for pipelines.
-    vocabulary: token ids are below it, and as many logits come out. 0: inputs are no tokens.
+    hidden_size: elements of a token's vector between layers; for pipelines.
+    vocab_size: token ids are below it, and as many logits come out. 0: inputs are no tokens.
     layers:     dotted name of the ModuleList or ModuleDict of its blocks: what a pipeline divides, FSDP gathers one at
                 a time, and `train.activation_checkpointing` and `train.compile` are about. "": it cannot be cut.
     first:      dotted names of what only the first stage needs, such as an embedding.
@@ -69,13 +75,13 @@ class ModelSpec:
                 tokens or hidden states. What another stage has is None. None: the module's own forward.
     split:      how it is split along the tensor's dim: a plan as of `tensor_parallel`.
     sequence:   what is added to it, or replaced, with parallel.options.sequence_parallel.
-    undivided:  what replaces entries of `split` where `vocabulary` is no multiple of the ranks: an embedding and a head
+    undivided:  what replaces entries of `split` where `vocab_size` is no multiple of the ranks: an embedding and a head
                 that stay whole, so that every rank computes all logits. None: refused.
     attention:  (module, attend) -> None: has every attention of the module call `attend`; for context parallelism.
     experts:    (module) -> for each name of a part that a `meshcomm.parallel.expert.Experts` takes the place of, what
-                that is made with: width, ff, experts, experts_per_token and so on.
-    dropped:    part of a block, such as "layers.*.mlp" -> the share of its output, (batch, sequence, width), that is set
-                to zero in training: in the same places on every mesh. Needs `layers` and `forward`.
+                that is made with: hidden_size, intermediate_size, experts, experts_per_token and so on.
+    dropped:    part of a block, such as "layers.*.mlp" -> the share of its output, (batch, sequence, hidden_size), that
+                is set to zero in training: in the same places on every mesh. Needs `layers` and `forward`.
     tied:       names of the embedding's weight and the head's, where these are one.
     initialise: (name, shape) -> the values of a whole parameter, the same on every rank. None: what `module` writes
                 after torch.manual_seed(train.seed), for which every rank makes the whole model for a moment.
@@ -86,8 +92,8 @@ class ModelSpec:
                 three axes, as of experts, a tuple of rows of names: see meshcomm.models.weights.Names.
     loss:       (outputs, targets) -> mean over a microbatch. None: cross-entropy of logits, over all targets that are
                 not -100, of the whole batch.
-    costs:      (sequence) -> what the parts cost, for stages. None: all layers the same.
-    cannot:     a kind of `[parallel]`, such as "context", -> why it cannot be trained with it.
+    costs:      (seq_len) -> what the parts cost, for stages. None: all layers the same.
+    cannot:     "tensor", "sequence_parallel", "context", "pipeline" or "expert" -> why it cannot be trained with that.
     """
 
     module: Callable[[], nn.Module]
@@ -146,6 +152,18 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
     return torch.from_numpy(
         np.random.default_rng(key).standard_normal(shape, dtype=np.float32) * np.float32(std)
     )
+
+
+def check_kinds(spec: ModelSpec) -> None:
+    """Raises ConfigError for keys of `cannot` that are none of KINDS: they would refuse nothing."""
+    unknown = [kind for kind in spec.cannot if kind not in KINDS]
+    if unknown:
+        raise ConfigError(
+            "a ModelSpec cannot refuse what is no kind of parallelism",
+            given=f"cannot: {', '.join(map(repr, unknown))}",
+            expected=", ".join(KINDS),
+            hint=f"ModelSpec(cannot={{{next(iter(KINDS))!r}: reason}})",
+        )
 
 
 def check_names(spec: ModelSpec, module: nn.Module) -> None:

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from meshcomm.config import TrainConfig
 from meshcomm.errors import UnsupportedOp
-from meshcomm.models.spec import Here, ModelSpec, blocks_of, check_names, cut, default_values
+from meshcomm.models.spec import (
+    KINDS,
+    Here,
+    ModelSpec,
+    blocks_of,
+    check_kinds,
+    check_names,
+    cut,
+    default_values,
+)
 from meshcomm.models.weights import Folder, Names, write
 from meshcomm.parallel.batch_norm import batch_norms, synchronise
 from meshcomm.parallel.build import Model, Splits, along, cast, on_meta
@@ -33,13 +42,14 @@ from meshcomm.predict.stages import PartCosts
 class SpecModel(Model):
     """A `Model` by a spec.
 
-    sequence: tokens of a whole sample.
-    family:   the spec is of a family of models, whose plan names parts that some of them lack.
+    seq_len: tokens of a whole sample.
+    family:  the spec is of a family of models, whose plan names parts that some of them lack.
     Raises ConfigError for names in the spec that mean nothing, UnsupportedOp from `check` for what it does not say.
     """
 
     def __init__(self, spec: ModelSpec, train: TrainConfig, seq_len: int, *, family: bool = False) -> None:
         self.spec, self._train, self._seq_len = spec, train, seq_len
+        check_kinds(spec)
         with on_meta():
             whole = spec.module()
         if not family:
@@ -193,7 +203,7 @@ class SpecModel(Model):
             "train.activation_checkpointing": bool(train.activation_checkpointing),
             "train.compile": train.compile,
         }
-        cannot = {f"parallel.{part}": why for part, why in spec.cannot.items()}
+        cannot = {KINDS[part]: why for part, why in spec.cannot.items()}
         if self._batch_norms:
             norm = self._batch_norms[0]
             why = f"{norm} takes means over all tokens of a batch, of which a rank has a part"

@@ -16,7 +16,7 @@ from meshcomm.parallel.build import Model, Splits, on_meta
 from meshcomm.parallel.dropout import Dropout, Drops
 from meshcomm.parallel.expert import Experts
 from meshcomm.parallel.pipeline import Stage
-from meshcomm.parallel.recompute import Recompute, run
+from meshcomm.parallel.recompute import ActivationCheckpointing, run
 from meshcomm.parallel.tensor import (
     ColumnParallel,
     RowParallel,
@@ -201,10 +201,10 @@ class Transformer(nn.Module):
     Args:
         splits: how it is split.
         config, stage: what it is, and which part of it.
-        sequence: tokens of a whole sample.
+        seq_len: tokens of a whole sample.
         train: its seed, from which dropout follows with `step` and the samples' numbers; its compute_dtype, of matrix
             products and of activations from the embedding to the logits, also where ranks send them; and its
-            recompute. None: seed 0, the type of the parameters, and no block is computed again.
+            activation_checkpointing. None: seed 0, the type of the parameters, and no block is computed again.
     """
 
     rotary: Tensor
@@ -227,7 +227,9 @@ class Transformer(nn.Module):
             None if train is None or train.compute_dtype is None else getattr(torch, train.compute_dtype)
         )
         self.compute: torch.dtype | None = compute
-        self.activation_checkpointing: Recompute = False if train is None else train.activation_checkpointing
+        self.activation_checkpointing: ActivationCheckpointing = (
+            False if train is None else train.activation_checkpointing
+        )
         vocab, hidden_size = config.vocab_size, config.hidden_size
         self.embed = (
             VocabParallelEmbedding(split, vocab, hidden_size, dtype=compute) if stage.is_first else None

@@ -45,6 +45,7 @@ class _SynchronisedForward:
 
     def __init__(self, norm: Any, mesh: Mesh, dims: Dims) -> None:
         self._norm, self._mesh, self._dims = norm, mesh, dims
+        self.plain: Any = norm.forward.plain if is_synchronised(norm) else norm.forward
 
     def __call__(self, x: Tensor) -> Tensor:
         """(samples, channels, ...) -> the same shape. One all_gather forward and one reduce_scatter backward.
@@ -53,7 +54,7 @@ class _SynchronisedForward:
         """
         norm = self._norm
         if not norm.training and norm.running_mean is not None:
-            y: Tensor = type(norm).forward(norm, x)
+            y: Tensor = self.plain(x)
             return y
         kind = torch.promote_types(x.dtype, torch.float32)
         axes, channels = [0, *range(2, x.ndim)], (1, -1, *(1,) * (x.ndim - 2))

@@ -226,7 +226,7 @@ class LocalModel:
                 "a pipeline must be told how long a sample is",
                 given=f"parallel.pipeline = {parallel.pipeline!r} without [data]",
                 expected="data.seq_len: stages receive into memory that is there before",
-                hint="[data] sequence = 128",
+                hint="[data] seq_len = 128",
             )
         split = self.splits.tensor
         first = (train.micro_batch_size, self._data.seq_len // self.splits.context.size)

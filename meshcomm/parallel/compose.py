@@ -96,7 +96,7 @@ class Engine:
     def step(
         self, inputs: Tensor, targets: Tensor, lr: float | None = None, number: int | None = None
     ) -> None:
-        """One optimiser step on this rank's share of the global batch; `look` gives its results.
+        """One optimiser step on this rank's share of the global batch; `results` gives what comes of it.
 
         Where calls are queued, as with NCCL, this queues them and waits for nothing, except for one look where the
         optimiser cannot leave out a step by itself, as only torch's fused ones can.
@@ -150,7 +150,7 @@ class Engine:
             )
 
     def results(self) -> list[Done]:
-        """The results of the steps since the last look, in order. This waits for the device.
+        """The results of the steps since the last call, in order. This waits for the device.
 
         Called by: every rank.
         Raises:    TrainingError on every rank, with train.on_nonfinite = "stop", where the loss or the gradient norm
@@ -193,13 +193,14 @@ class Engine:
         return float((sums[0] / (sums[1] / context.size)).item())
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that a step changes: this rank's weights, and the state of optimizer and modules, by global names.
+        """Everything that a step changes: this rank's weights, and the state of optimizer, modules and scheduler, by global names.
 
         Whole tensors, as DTensors where they are split: `model.layers.3.attn.wq.weight`,
         `optimizer.layers.3.attn.wq.weight.exp_avg`. Names and whole tensors do not depend on the mesh; a weight that
         embedding and head share is `embed.weight`. Their memory is shared. Plain data is encoded in uint8 tensors under
-        `plain.`: see `meshcomm.parallel.state`. The learning rate is not among them where every step is given its own;
-        nor are random numbers, which follow from the seed and the step.
+        `plain.`: see `meshcomm.parallel.state`. A look changes nothing: state that the first step makes does not exist
+        before it. The learning rate is not among them where every step is given its own; nor are random numbers, which
+        follow from the seed and the step.
 
         Raises: TrainingError that names what cannot be saved.
         """

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, final
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from meshcomm.errors import TrainingError
 from meshcomm.layout import Dims
@@ -44,8 +45,8 @@ class GradientSync:
     Buffers follow DDP: after each step, those of coord 0 become those of all ranks.
 
     Called by: every rank along `dims`. Raises TrainingError where a parameter gets no gradient in a step, where
-    backward runs outside of one, where a `.grad` is replaced, and where `with` begins before the gradients of the last
-    step were used.
+    backward runs outside of one, where a `.grad` is replaced, where `with` begins before the gradients of the last step
+    were used, and where a step begins with a module that was cast, moved, frozen, unfrozen or extended since.
 
     Args:
         dims: along which gradients are averaged or summed; None or a size of 1 sends nothing.
@@ -100,6 +101,9 @@ class GradientSync:
         self._active = False
         # The gradients of a step that nobody has used yet; see `__enter__`.
         self._unused = False
+        used = ref(self)
+        hook = register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(used(), optimizer))
+        finalize(self, hook.remove)
 
     def _check_unchanged(self) -> None:
         """Raises TrainingError where the buckets are not those of the parameters as they are."""
@@ -249,6 +253,14 @@ def _hook(sync: ref[GradientSync], place: int) -> Callable[[Tensor], None]:
             owner._accumulated(owner._slots[place])
 
     return accumulated
+
+
+def _stepped(sync: GradientSync | None, optimizer: torch.optim.Optimizer) -> None:
+    """After a step of any optimizer, also of one that changes parameters where autograd does not see it."""
+    if sync is not None and sync._unused:
+        mine = {id(slot.parameter) for slot in sync._slots}
+        stepped = (id(each) for group in optimizer.param_groups for each in group["params"])
+        sync._unused = mine.isdisjoint(stepped)
 
 
 def broadcast_values(

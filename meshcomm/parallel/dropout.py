@@ -6,7 +6,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -166,6 +165,8 @@ class Draws:
         self._key: tuple[int | str, ...] = ()
         self._often = 0
         self._blocks: Counter[int] = Counter()
+        # False where a block is computed again: nobody else is there to compare with.
+        self.comparing = True
 
     @contextmanager
     def step(self, name: str, first: int) -> Iterator[None]:
@@ -182,11 +183,19 @@ class Draws:
     def seeded(self, number: int, block: Callable[..., Any]) -> Callable[..., Any]:
         """The number-th block of the model, for one forward pass: called again, it draws the same again."""
         self._blocks[number] += 1
-        return partial(self._run, (*self._key[:3], f"block {number}", self._blocks[number]), block)
+        key = (*self._key[:3], f"block {number}", self._blocks[number])
+        again = False
 
-    def _run(self, key: tuple[int | str, ...], block: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-        self.seed(key)
-        return block(*args, **named)
+        def run(*args: Any, **named: Any) -> Any:
+            nonlocal again
+            self.seed(key)
+            self.comparing, again = not again, True
+            try:
+                return block(*args, **named)
+            finally:
+                self.comparing = True
+
+        return run
 
     def seed(self, key: tuple[int | str, ...]) -> None:
         """Set the generators by `key` and this rank's coords."""
@@ -233,21 +242,25 @@ class _DropApart:
 
     def __init__(self, part: Any, split: TensorSplit, draws: Draws) -> None:
         self._part, self._split, self._draws = part, split, draws
+        # A module may be split for one trainer after the other.
+        self.plain: Any = part.forward.plain if isinstance(part.forward, _DropApart) else part.forward
         # By the shape of an activation: whether ranks have parts of it.
         self._parts: dict[torch.Size, bool] = {}
 
     @outside_graphs
     def __call__(self, *args: Any, **named: Any) -> Any:
         """As without a mesh. The first activation of each shape is compared: this waits for the device."""
-        (x,), plain = (*args, *named.values()), type(self._part).forward
-        if not self._part.training or not self._is_part(x.detach()):
-            return plain(self._part, x)
+        x = next((each for each in (*args, *named.values()) if isinstance(each, Tensor)), None)
+        if not self._part.training or x is None or not self._is_part(x.detach()):
+            return self.plain(*args, **named)
         with self._draws.on_this_rank(self._split.dim):
-            return plain(self._part, x)
+            return self.plain(*args, **named)
 
     def _is_part(self, x: Tensor) -> bool:
         """Whether ranks have different activations; not known of zeros, of which none can be dropped."""
         if x.shape not in self._parts:
+            if not self._draws.comparing:
+                return False
             ends = self._split.mesh.all_reduce(self._split.dim, torch.stack([x, -x]).double(), op="max")
             most, fewest, largest = ends[0], -ends[1], ends.max()
             if not largest:

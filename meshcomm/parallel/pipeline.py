@@ -278,7 +278,7 @@ def _check(schedule: PipelineSchedule, microbatches: int, ranks: int, each: int,
         size = f"{ranks} {'ranks' if several else 'stages'}"
         what = f"{microbatches} microbatches cannot fill a {schedule} pipeline of {size}"
         expected = f"at least {ranks} microbatches"
-        hint = 'a smaller microbatch, a larger global batch, or schedule = "gpipe"'
+        hint = 'a smaller microbatch, a larger global batch, or parallel.options.schedule = "gpipe"'
     else:
         what = f"{schedule} cannot divide {microbatches} microbatches into equal rounds"
         rounds = ranks if schedule == "interleaved_1f1b" else microbatches // ranks

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-Recompute: TypeAlias = bool | Literal["selective"] | int
+ActivationCheckpointing: TypeAlias = bool | Literal["selective"] | int
 """False: everything is kept. True: of every block its inputs. N: of every N-th. "selective": the results of `_KEPT` too."""
 
 # Why a call on a group is in it: its peers would have to make it again at the same place, and wait.
@@ -35,21 +35,18 @@ the sum is kept."""
 
 
 def run(
-    activation_checkpointing: Recompute, number: int, block: Callable[..., Any], /, *args: Any, **named: Any
+    setting: ActivationCheckpointing, number: int, block: Callable[..., Any], /, *args: Any, **named: Any
 ) -> Any:
     """The result of `block`, the number-th of the model; tensors for backward are kept, or computed again.
 
     Nothing random is kept: a block must draw the same numbers when it is called again with the same arguments.
     """
-    if activation_checkpointing == "selective":
-        more: dict[str, Any] = {"context_fn": _contexts}
-    else:
-        # True is 1: every block.
-        more, activation_checkpointing = (
-            {},
-            activation_checkpointing and (number + 1) % activation_checkpointing == 0,
-        )
-    if not activation_checkpointing or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
+        return block(*args, **named)
+    more: dict[str, Any] = {}
+    if setting == "selective":
+        more["context_fn"] = _contexts
+    elif not setting or (number + 1) % setting:  # True is 1: every block
         return block(*args, **named)
     return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **more, **named)
 

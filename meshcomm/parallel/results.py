@@ -86,10 +86,10 @@ class Results:
     """Collects the results of steps and decides, without a look, which of them must not be applied.
 
     Args:
-        settings: [parallel] and [train], whose `nonfinite` decides whether steps after one that is not applied are.
+        settings: [parallel] and [train], whose `on_nonfinite` decides whether steps after one that is not applied are.
         norm: of the gradients of `parameters`, which are in the order of the forward pass.
         stage: that of the last of them.
-        vocabulary: ids are below it.
+        vocab_size: ids are below it.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Results:
         return self._spoilt
 
     def collect(self) -> list[Done]:
-        """The steps since the last look, in order: the one wait for the device.
+        """The steps since the last call, in order: the one wait for the device.
 
         Called by: every rank of the mesh.
         Raises:    TrainingError on every rank, with stop, where one of them is not finite. It was not applied

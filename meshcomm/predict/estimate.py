@@ -1,4 +1,4 @@
-"""What does the rank with most layers hold and send in a step of training? Short formulas, by which `place` ranks meshes.
+"""What does the rank with most layers hold and send in a step of training? Short formulas, by which `tune` ranks meshes.
 
 `meshcomm dryrun`, and `meshcomm tune --exact`, count both exactly. Left out here: messages of a few bytes for each token
 (losses, norms, routers), biases, windows of attention, the order in which memory is freed, and buffers of a pass.
@@ -86,7 +86,12 @@ class Workload:
         activation_checkpointing, layers = self.train.activation_checkpointing, self.layers_of_rank(sizes)
         if isinstance(activation_checkpointing, bool) or activation_checkpointing == "selective":
             return layers if activation_checkpointing is True else 0
-        return layers // activation_checkpointing
+        # Which layers of a stage those are follows from their place in the model.
+        return (
+            layers // activation_checkpointing
+            if sizes.pipeline == 1
+            else -(-layers // activation_checkpointing)
+        )
 
     def shards(self, sizes: Sizes) -> int:
         """Ranks that weights are sharded over: those of shard and, with them, of context."""

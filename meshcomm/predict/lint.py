@@ -255,7 +255,7 @@ def _communicators(
             f"about {cost.nccl_mb / 1000:.1f} GB (0.5 GB for two ranks, 0.7 GB for more, as measured by a user on "
             f"A100; a rank has {memory_gb:g} GB{assumed})",
             f"at most {_MEMORY_SHARE * memory_gb:g} GB",
-            "fewer merged dims and lanes, or NCCL_MAX_CTAS=8 for fewer channels",
+            "fewer merged dims and comm_ids, or NCCL_MAX_CTAS=8 for fewer channels",
         )
     if descriptor_limit is not None and cost.descriptors > descriptor_limit:
         yield Finding(

@@ -41,7 +41,7 @@ _SAME: Final = 1e-9
 # The parts whose ranks experts are spread over.
 _BLOCK: Final[tuple[Part, ...]] = ("data", "shard", "context")
 # The name of the dim along which experts are copies, where the file has none.
-_REPLICA: Final = "edp"
+_COPIES_NAME: Final = "edp"
 # The dims that a group lies along, as (size, stride).
 _Dims: TypeAlias = tuple[tuple[int, int], ...]
 # The base's parts, outermost first.
@@ -62,7 +62,7 @@ class Share(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """One mesh. dims: part -> size of the base, outermost first; expert: size of the dim of experts, the innermost of its view.
+    """One mesh. dims: part -> size of the base, outermost first; expert: size of the dim of experts, inside its copies.
 
     step_s = compute_s + bubble_s + the seconds of all shares. microbatches: of a rank in a step.
     memory_bytes: weights, gradients, optimizer, activations of the largest rank. also: how many other
@@ -337,6 +337,8 @@ def _splits(work: Workload, sizes: Sizes) -> bool:
         return False
     if work.parallel.options.sequence_parallel and work.seq_len // context % tensor:
         return False
+    if context > 1 and not work.ulysses and any(w is not None and w < work.seq_len for w in model.windows):
+        return False
     if work.ulysses and context > 1:
         # Heads are split evenly, and kv heads too or each equally often.
         mine = model.num_kv_heads // tensor
@@ -348,7 +350,7 @@ def _splits(work: Workload, sizes: Sizes) -> bool:
 
 
 def write_placement(settings: Config, ranking: Ranking, path: Path) -> Config:
-    """Write the first placement as a TOML file, and return what `load` makes of it.
+    """Write the first placement as a TOML file, and return what `load_config` makes of it.
 
     Raises ConfigError where the file's name does not end in .toml, or it cannot be written.
     """
@@ -366,7 +368,12 @@ def placed_data(settings: Config, placement: Placement) -> dict[str, Any]:
     """`settings` as a mapping, with the dims, and the expert's view, of `placement`: the same training on them."""
     parallel = settings.parallel
     if parallel is None:
-        raise ConfigError("a configuration without training cannot be placed", given=settings.source)
+        raise ConfigError(
+            "a configuration without training cannot be placed",
+            given=settings.source,
+            expected="[parallel], [model], [data] and [train]",
+            hint="configs/quickstart.toml has them all",
+        )
     data: dict[str, Any] = plain(settings.model_dump(exclude_unset=True))
     data["mesh"]["dims"] = {parallel.parts[part]: size for part, size in placement.dims.items()}
     if parallel.expert is not None and settings.expert_view is not None:
@@ -380,7 +387,7 @@ def _expert_view(settings: Config, placement: Placement) -> dict[str, int]:
     assert parallel is not None and parallel.expert is not None
     old = settings.mesh.views[settings.expert_view or ""]
     kept = {parallel.pipeline, parallel.tensor, parallel.expert}
-    copies = next((name for name in old if name not in kept and name not in settings.mesh.dims), _REPLICA)
+    copies = next((name for name in old if name not in kept and name not in settings.mesh.dims), _COPIES_NAME)
     total = prod(placement.dims.get(part, 1) for part in _BLOCK)
     pair = {copies: total // placement.expert, parallel.expert: placement.expert}
     found: dict[str, int] = {}

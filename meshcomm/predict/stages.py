@@ -121,7 +121,7 @@ class PartCosts(NamedTuple):
 def part_costs(model: ModelConfig, seq_len: int) -> PartCosts:
     """What the matrices of each part cost; norms, rotations and the loss are not counted.
 
-    sequence: tokens of a sample: each query meets all of their keys, also those that the causal
+    seq_len: tokens of a sample: each query meets all of their keys, also those that the causal
     mask then hides; within a window, which is computed some queries at a time, twice as many as it has.
     The embedding looks rows up and multiplies nothing.
     """

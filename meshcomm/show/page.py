@@ -22,11 +22,11 @@ _PICTURE: Final = 150
 _SQUEEZE = 1.4
 # rich's picture of a console, without the window around it, and light or dark as the reader's.
 _SVG: Final = """\
-<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height:.0f}" viewBox="0 0 {width} {height:.0f}">
+<svg xmlns="http://www.w3.org/2000/svg" class="{unique_id}" role="img" width="{width}" height="{height:.0f}" viewBox="0 0 {width} {height:.0f}">
 <style>
-svg {{ --ink: #1f2328; --paper: #ffffff; }}
-@media (prefers-color-scheme: dark) {{ svg {{ --ink: #e6edf3; --paper: #0d1117; }} }}
-text {{ font: {char_height}px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre; }}
+.{unique_id} {{ --ink: #1f2328; --paper: #ffffff; }}
+@media (prefers-color-scheme: dark) {{ .{unique_id} {{ --ink: #e6edf3; --paper: #0d1117; }} }}
+.{unique_id} text {{ font: {char_height}px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre; }}
 {styles}
 </style>
 <rect width="100%" height="100%" fill="var(--paper)"/>
@@ -198,7 +198,8 @@ def svg_of(what: RenderableType) -> str:
     options: dict[str, Any] = {"color_system": "truecolor", "no_color": False, "force_jupyter": False}
     console = Console(width=widest, file=StringIO(), record=True, **options)
     console.print(what)
-    picture = console.export_svg(code_format=_SVG, unique_id="c", theme=SVG_EXPORT_THEME)
+    # Every rule and id begins with rich's hash of the content: pictures in one page leave each other alone.
+    picture = console.export_svg(code_format=_SVG, theme=SVG_EXPORT_THEME)
     picture = picture.replace(f"fill: {SVG_EXPORT_THEME.foreground_color.hex}", "fill: var(--ink)")
     # Nothing is wider than the picture.
     picture = re.sub(r' clip-path="[^"]*"', "", picture)

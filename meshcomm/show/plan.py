@@ -8,7 +8,7 @@ import numpy as np
 
 from meshcomm.config import TopologyConfig
 from meshcomm.config.rules_mesh import DEFAULTS
-from meshcomm.layout import Family, Layout, Plan, RankPlan
+from meshcomm.layout import Family, Layout, Plan
 from meshcomm.layout.sizes import coords_text, fold
 from meshcomm.predict.links import slowest_level, span
 from meshcomm.predict.machine import Machine, machine
@@ -30,8 +30,7 @@ def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | N
     Time and memory grow with the number of ranks as one array of integers, never as groups.
     Raises LayoutError where the mesh does not have `rank`.
     """
-    if plan.device in DEFAULTS:
-        plan = plan.on(plan.device, DEFAULTS[plan.device])
+    plan = _on_its_device(plan)
     created = [family for family in plan.families if family.creates]
     where = None if topology is None else machine(topology)
     facts: Facts = {
@@ -43,7 +42,7 @@ def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | N
         "dims": [_dim_facts(plan.layout, family, topology, where) for family in plan.families],
     }
     if rank is not None:
-        facts["rank"] = _rank_facts(plan, plan.for_rank(rank), topology)
+        facts["rank"] = rank_facts(plan, rank, topology)
     return facts
 
 
@@ -88,8 +87,16 @@ def _link(topology: TopologyConfig, name: str) -> Facts:
     return {"name": name, **{key: None if link is None else getattr(link, key) for key in speeds}}
 
 
-def _rank_facts(plan: Plan, seen: RankPlan, topology: TopologyConfig | None) -> Facts:
-    layout, rank = plan.layout, seen.rank
+def _on_its_device(plan: Plan) -> Plan:
+    return plan.on(plan.device, DEFAULTS[plan.device]) if plan.device in DEFAULTS else plan
+
+
+def rank_facts(plan: Plan, rank: int, topology: TopologyConfig | None = None) -> Facts:
+    """What `plan_facts` says of one rank: its coords, and of each name its group, as seen from it.
+
+    Raises LayoutError where the mesh does not have `rank`.
+    """
+    layout, seen = plan.layout, _on_its_device(plan).for_rank(rank)
     groups = {group.name: list(group.ranks) for group in seen.groups}
     per_node = None if topology is None else topology.ranks_per_node
     listed: list[Facts] = []

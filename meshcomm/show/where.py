@@ -12,7 +12,7 @@ from meshcomm.errors import LayoutError
 from meshcomm.layout import Layout, Plan
 from meshcomm.layout.sizes import check_coord, coords_text, fold
 from meshcomm.show.page import Cells, Column, Line, Part
-from meshcomm.show.plan import plan_facts, rank_page
+from meshcomm.show.plan import rank_facts, rank_page
 
 Facts = dict[str, Any]
 
@@ -61,7 +61,7 @@ def where_facts(plan: Plan, place: int | dict[str, int], topology: TopologyConfi
 
     place: a rank, or coords.
 
-    If one rank is there, rank is that of `plan_facts`, and machine its node, rack, local_rank and the ranks on its node
+    If one rank is there, rank is that of `rank_facts`, and machine its node, rack, local_rank and the ranks on its node
     (None if unknown); else these are None, and listed has coords and node of the first.
     Raises LayoutError, UnknownDim.
     """
@@ -70,7 +70,7 @@ def where_facts(plan: Plan, place: int | dict[str, int], topology: TopologyConfi
     facts = {"world_size": layout.world_size, "fingerprint": plan.fingerprint, "asked": place, "ranks": ranks}
     if len(ranks) == 1:
         return facts | {
-            "rank": plan_facts(plan, ranks[0], topology)["rank"],
+            "rank": rank_facts(plan, ranks[0], topology),
             "machine": _machine(layout, ranks[0], topology),
         }
     per_node = None if topology is None else topology.ranks_per_node

@@ -86,19 +86,31 @@ def pack(test: str, values: Values) -> bytes:
         if isinstance(value, pytest.MonkeyPatch)
     }
     values = replace(values, arguments={**values.arguments, **patches})
-    of_self = {f"self.{name}": value for name, value in values.of_self.items()}
-    for name, value in {**values.arguments, **of_self}.items():
+    try:
+        return pickle.dumps(values)
+    except Exception as error:
+        of_self = {f"self.{name}": value for name, value in values.of_self.items()}
+        raise _uncrossed(test, {**values.arguments, **of_self}, error) from None
+
+
+def _uncrossed(test: str, named: Mapping[str, object], error: Exception) -> MeshTestError:
+    """Names the value that cannot be pickled, or all where each can by itself."""
+    culprit = ", ".join(named)
+    hint = "values that can be pickled together"
+    for name, value in named.items():
         try:
             pickle.dumps(value)
-        except Exception as error:
-            raise MeshTestError(
-                f"{name} cannot be given to the ranks of {test}",
-                given=f"{name}, a {type(value).__module__}.{type(value).__qualname__}: {error}",
-                expected="fixtures and parameters that can be pickled: they are made once, in the main "
-                "process, and every rank gets a copy",
-                hint=_hint(name, value),
-            ) from None
-    return pickle.dumps(values)
+        except Exception as own:
+            culprit, hint = name, _hint(name, value)
+            error = type(own)(f"a {type(value).__module__}.{type(value).__qualname__}: {own}")
+            break
+    return MeshTestError(
+        f"{culprit} cannot be given to the ranks of {test}",
+        given=f"{culprit}, {error}",
+        expected="fixtures and parameters that can be pickled: they are made once, in the main process, and every "
+        "rank gets a copy",
+        hint=hint,
+    )
 
 
 def _hint(name: str, value: object) -> str:
@@ -203,10 +215,19 @@ def on_rank(data: bytes) -> Held:
     with warnings.catch_warnings(record=True) as log:
         # A broken connection or a call that did not end: most likely another rank has failed first.
         outcome = outcome_of(lambda: _run(task, opened), task.full, CommunicationError)
-    noted = dict.fromkeys((str(one.message), one.category, one.filename, one.lineno) for one in log)
+    noted = dict.fromkeys((str(one.message), _known(one.category), one.filename, one.lineno) for one in log)
     # A failed rank's mesh stays open: closing it would break what the others are in, and they would
     # report that instead of what they had to say.
     return Held(replace(outcome, warnings=tuple(noted)), opened, reusable=not dist.is_initialized())
+
+
+def _known(category: type[Warning]) -> type[Warning]:
+    """A category of warnings that the test's process knows: one that a test has made is a UserWarning there."""
+    try:
+        pickle.dumps(category)
+    except Exception:
+        return UserWarning
+    return category
 
 
 def _run(task: Task, opened: list[Mesh | ExitStack]) -> None:

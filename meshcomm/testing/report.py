@@ -27,12 +27,8 @@ from meshcomm.testing.pool import Ended
 _MESHCOMM: Final = f"{Path(meshcomm.__file__).parent}/"
 _SPECS: Final = map(importlib.util.find_spec, ("torch", "pytest", "_pytest", "pluggy"))
 _ORIGINS: Final = [spec.origin for spec in _SPECS if spec is not None and spec.origin is not None]
-_LIBRARIES: Final = (
-    _MESHCOMM,
-    "<frozen ",
-    f"{Path(traceback.__file__).parent}/",
-    *(f"{Path(each).parent}/" for each in _ORIGINS),
-)
+_STANDARD: Final = f"{Path(traceback.__file__).parent}/"
+_LIBRARIES: Final = (_MESHCOMM, "<frozen ", *(f"{Path(each).parent}/" for each in _ORIGINS))
 # As faulthandler writes them.
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
@@ -130,8 +126,13 @@ def _users(frames: Iterable[FrameSummary], full: bool) -> StackSummary:
     if not full:
         testing = [at for at, f in enumerate(shown) if f.filename.startswith(f"{_MESHCOMM}testing/")]
         shown = shown[testing[-1] + 1 :] if testing else shown
-        shown = [frame for frame in shown if not frame.filename.startswith(_LIBRARIES)] or shown
+        shown = [frame for frame in shown if not _is_library(frame.filename)] or shown
     return StackSummary.from_list(shown)
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file is one of meshcomm, torch, pytest or Python, whose folder may also hold what the user installed."""
+    return file.startswith(_LIBRARIES) or (file.startswith(_STANDARD) and "site-packages" not in file)
 
 
 # -- in the main process ----------------------------------------------------------------------------
@@ -201,7 +202,8 @@ def _part(rank: int, ends: Ends, layout: Layout) -> tuple[int, str, str]:
     """The place of a rank's text among those of all, its state in words, and the text."""
     end, outcome = ends.ranks[rank], ends.failed.get(rank)
     if outcome is not None:
-        return 2 if outcome.after else 0, "", outcome.text
+        late = f"\n\nwhen the time was up:\n{end.stack}" if end.stack else ""
+        return 2 if outcome.after else 0, "", outcome.text + late
     if end.state == "returned":
         return 4, "no failure", ""
     if end.state == "late":

@@ -59,7 +59,7 @@ def agree(mesh: Mesh, config: Config) -> Facts:
 def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
     """Load the data, and compare them with those of every other rank. There is a [data].
 
-    vocabulary: of the model; 0: not known.
+    vocab_size: of the model; 0: not known.
     Called by: every rank of the mesh.
     Raises:    as `agree`, where they cannot be loaded, or naming data.sha256, that of the text, where it differs.
     """
@@ -78,7 +78,7 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
 
 
 def corpus_of(known: Sections, vocab_size: int = 0, cache: Path | None = None) -> Corpus:
-    """The data, as this rank reads it. vocabulary, cache: as of `agreed_corpus` and `load`."""
+    """The data, as this rank reads it. vocab_size, cache: as of `agreed_corpus` and `load`."""
     _, model, data, train = known
     assert data is not None
     if not vocab_size and model is not None and model.given("vocab_size"):

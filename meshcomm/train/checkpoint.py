@@ -109,15 +109,14 @@ def state_of(mesh: Mesh, engine: Engine, losses: list[float] | None = None) -> d
     return state if losses is None else {**state, LOSSES: torch.tensor(losses, dtype=torch.float64)}
 
 
-def write(mesh: Mesh, state: Mapping[str, Tensor], folder: Path, lock: Lock | None = None) -> None:
+def write(mesh: Mesh, state: Mapping[str, Tensor], folder: Path, lock: Lock) -> None:
     """Write `state`, name -> DTensor or a tensor that is equal on all ranks that have it, into a new folder.
 
-    lock:      what `resume` needs; None: `read` fills tensors from it all the same.
+    lock:      what `resume` needs; `read` does without.
     Called by: every rank of the mesh. Returns when everything is on the disk, metadata and lock last.
     Raises:    TrainingError on every rank where one of them could not write.
     """
-    complete = (lambda: None) if lock is None else partial(lock.write, folder)
-    Save(mesh, state, divide(mesh, state), folder, complete=complete).now()
+    Save(mesh, state, divide(mesh, state), folder, complete=partial(lock.write, folder)).now()
 
 
 @final

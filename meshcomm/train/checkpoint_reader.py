@@ -72,16 +72,17 @@ _KNOWN: Final = {
 
 # Of these, the ones that have fields.
 _MADE: Final = (
-    *(
-        SavePlan,
-        WriteItem,
-        TensorWriteData,
-        WriteResult,
-        type(storage_info("", 0, 0)),
-        Metadata,
-        MetadataIndex,
-    ),
-    *(StorageMeta, ChunkStorageMetadata, TensorProperties, TensorStorageMetadata),
+    SavePlan,
+    WriteItem,
+    TensorWriteData,
+    WriteResult,
+    type(storage_info("", 0, 0)),
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
 )
 
 
@@ -269,9 +270,8 @@ class _Plain(pickle._Unpickler):
             return
         known = {each.name for each in fields(made)} if type(made) in _MADE else ()
         if not isinstance(state, dict) or not known or not known >= state.keys():
-            raise pickle.UnpicklingError(
-                f"a state of a {type(made).__name__} has no place in a checkpoint of tensors"
-            )
+            kind = getattr(made, "__name__", type(made).__name__)
+            raise pickle.UnpicklingError(f"a state of a {kind} has no place in a checkpoint of tensors")
         vars(made).update(state)
 
     dispatch: ClassVar = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}  # type: ignore[dict-item]

@@ -59,7 +59,7 @@ _BESIDE: Final = (
 )
 
 
-class Moved(NamedTuple):
+class Exported(NamedTuple):
     """What went from where to where."""
 
     source: Path
@@ -97,7 +97,7 @@ def find_checkpoint(path: Path) -> Path:
     return found[-1]
 
 
-def export_weights(source: Path, target: Path) -> Moved:
+def export_weights(source: Path, target: Path) -> Exported:
     """Write the weights of a checkpoint into the safetensors file `target`, as the module's state_dict has them.
 
     source: a complete checkpoint, or a run, whose last one it is then; saved on any mesh. Parts of a weight are joined.
@@ -127,12 +127,12 @@ def export_weights(source: Path, target: Path) -> Moved:
     pieces.sort(key=lambda piece: (-piece.kind.dtype.itemsize, piece.name))
     with _could_not(f"export {folder} to {target}"):
         write_file(target, pieces, saved)
-    return Moved(folder, target, lock.step, len(pieces), target.stat().st_size)
+    return Exported(folder, target, lock.step, len(pieces), target.stat().st_size)
 
 
 def export_pretrained(
     source: Path, target: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
-) -> Moved:
+) -> Exported:
     """Write a checkpoint of a model of `[model] pretrained` as a folder that transformers' from_pretrained opens.
 
     source:      a complete checkpoint, or a run, whose last one it is then; saved on any mesh.
@@ -172,7 +172,7 @@ def export_pretrained(
             draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return Moved(folder, target, lock.step, len(pieces), sum(piece.nbytes for piece in pieces))
+    return Exported(folder, target, lock.step, len(pieces), sum(piece.nbytes for piece in pieces))
 
 
 def save_pretrained(
@@ -189,13 +189,20 @@ def save_pretrained(
     """
     engine, mesh, target = trainer.engine, trainer.mesh, Path(folder)
     named, what = engine.sections.model, f"write {target}"
-    if named is None or named.pretrained is None:
+    if named is None or named.pretrained is None or not isinstance(engine.model, SpecModel):
         raise _not_pretrained("the model of this trainer")
-    on_all_ranks(mesh, what, lambda: _check_new(target) if is_first(mesh) else None)
     parts = target.with_name(f".{target.name}.checkpoint")
+
+    def begin() -> None:
+        if is_first(mesh):
+            _check_new(target)
+            # What a call that was killed has left.
+            shutil.rmtree(parts, ignore_errors=True)
+
+    on_all_ranks(mesh, what, begin)
     weights = {f"model.{name}": each.detach() for name, each in engine.own_parameters()}
     try:
-        checkpoint.write(mesh, weights, parts, trainer.lock())
+        checkpoint.write(mesh, weights, parts, trainer._lock())
         make = partial(export_pretrained, parts, target, dtype=dtype, shard_bytes=shard_bytes)
         on_all_ranks(mesh, what, lambda: make() if is_first(mesh) else None)
     finally:

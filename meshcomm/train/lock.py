@@ -21,7 +21,7 @@ from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.train.checkpoint_folder import LOCK, METADATA, instead_of, write
 
-_FORMAT = 2
+_FORMAT = 3
 
 # Another value of one of these is another training, not the same one continued.
 _FIXED = ("model.", "pretrained.", "train.seed", "train.dtype")
@@ -70,7 +70,7 @@ class Lock:
     """Read so far of this data; None: step times global_batch_size."""
 
     best: tuple[Any, ...] = ()
-    """Of the validation loss, as `early_stop.Best`; empty: nothing was evaluated, or nobody knows."""
+    """Of the validation loss, as `callbacks.Best`; empty: nothing was evaluated, or nobody knows."""
 
     metadata: str = ""
     """SHA-256 of the metadata beside the lock file, which says where each tensor lies; "": there is none."""
@@ -124,8 +124,8 @@ class Lock:
         """The lock that `text` gave. Raises ValueError where it is none."""
         try:
             facts = json.loads(text)
-            if facts.pop("format") != _FORMAT:
-                raise ValueError("another format")
+            if (found := facts.pop("format")) != _FORMAT:
+                raise ValueError(f"format {found!r}, which another version of meshcomm wrote and reads")
             if facts.pop("sha256") != _sha256(json.dumps({"format": _FORMAT, **facts}).encode()):
                 raise ValueError("its text is not the one that was written: its SHA-256 is another")
             return cls(**{**facts, "best": tuple(facts.get("best", ()))})
@@ -138,7 +138,6 @@ def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
     settings = {
         name: section.model_dump(mode="json", exclude=_LEFT_OUT.get(name))
         for name in _SECTIONS
-        if "." not in name
         if (section := getattr(config, name)) is not None
     }
     settings["mesh"]["dims"] = dict(mesh.layout.dims)

@@ -12,6 +12,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -36,18 +37,14 @@ class TrainingReporter(Callback):
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
-        columns = (
-            *(SpinnerColumn(), TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None)),
-            *(TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn(compact=True)),
-            TextColumn("left"),
-        )
-        self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
         self._steps = 0
         self._said: Step | None = None
 
     def on_start(self, start: Start) -> None:
         """Print what is about to run, and open the bar."""
-        self._steps, done = start.steps, 0
+        self._steps, self._said, done = start.steps, None, 0
         size = f"{start.text_bytes:,} " if start.text_bytes else ""
         files = f" from {count(start.text_files, 'file')}" if start.text_files else ""
         self._say(
@@ -61,10 +58,17 @@ class TrainingReporter(Callback):
         if start.resumed is not None:
             done = start.resumed.step
             self._say("\n".join(resumed_lines(start.resumed)))
-        if self._bar.disable and done < start.steps:
+        if self._console.is_terminal:
+            columns = (
+                *(SpinnerColumn(), TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None)),
+                *(TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn(compact=True)),
+                TextColumn("left"),
+            )
+            self._bar = Progress(*columns, console=self._console)
+            self._task = self._bar.add_task("loss -", total=start.steps, completed=done)
+            self._bar.start()
+        elif done < start.steps:
             self._say(f"running step {done + 1} of {start.steps}; the first takes longest")
-        self._bar.add_task("loss -", total=start.steps, completed=done)
-        self._bar.start()
 
     def on_step(self, step: Step) -> None:
         """Move the bar, or print a line now and then, and one for a step that was left out."""
@@ -72,8 +76,9 @@ class TrainingReporter(Callback):
             self._say(f"step {step.step} is left out: " + step.fault.partition("\n")[0])
         mfu = "" if step.mfu is None else f"  MFU {100 * step.mfu:.3g}%"
         now = f"loss {step.loss:.4f}  {step.tokens_per_s:,.0f} tokens/s{mfu}"
-        self._bar.update(self._bar.task_ids[0], completed=step.step, description=now)
-        if self._bar.disable and self._is_due(step):
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step.step, description=now)
+        elif self._is_due(step):
             self._said = step
             left = step.seconds / step.step * (self._steps - step.step)
             self._say(f"step {step.step}/{self._steps}  {now}  {duration(left)} left")
@@ -96,8 +101,9 @@ class TrainingReporter(Callback):
 
     def on_end(self, summary: Summary, error: BaseException | None) -> None:
         """Close the bar, and print the summary or how far the run came."""
-        if not self._bar.disable:
+        if self._bar is not None:
             self._bar.stop()
+            self._bar = None
         if error is not None:
             loss = f", loss {summary.losses[-1]:.4f}" if summary.losses else ""
             self._say(

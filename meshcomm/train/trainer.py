@@ -102,7 +102,7 @@ class Trainer:
         said = None if self._recorder is None else self._recorder.config
         config = _of_the_job(config) if said is None else said
         self._facts = agree(mesh, config)
-        self.mesh, self._config = mesh, config
+        self._mesh, self._config = mesh, config
         self._model = _model(mesh, config, model, loss)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._made: Engine | None = None
@@ -111,6 +111,11 @@ class Trainer:
         self.callbacks = tuple(callbacks)
         for callback in self.callbacks:
             callback.trainer = self
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it trains on."""
+        return self._mesh
 
     @property
     def engine(self) -> Engine:
@@ -184,7 +189,7 @@ class Trainer:
         return GivenBatches(data, self.engine, step)
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
-        """One step of a loop of your own; `look` tells what it gave.
+        """One step of a loop of your own; `results` tells what it gave.
 
         Shape:     (global_batch_size / ranks along data and shard, ...): this rank's share of the global batch. On any
                    device; what is of a floating type is taken in train.dtype.
@@ -213,7 +218,7 @@ class Trainer:
             self._recorder.stepped(engine)
 
     def results(self) -> list[Done]:
-        """What the steps since the last look gave, in order. This waits for the device.
+        """What the steps since the last call gave, in order. This waits for the device.
 
         Called by: every rank.
         Raises:    TrainingError on every rank, with train.on_nonfinite = "stop", where the loss or the gradient norm
@@ -243,9 +248,9 @@ class Trainer:
 
         Called by: every rank. Raises TrainingError on every rank where one could not write, or has what cannot be saved.
         """
-        checkpoint.write(self.mesh, checkpoint.state_of(self.mesh, self.engine), Path(folder), self.lock())
+        checkpoint.write(self.mesh, checkpoint.state_of(self.mesh, self.engine), Path(folder), self._lock())
 
-    def lock(self) -> Lock:
+    def _lock(self) -> Lock:
         """What a checkpoint after the last step says about the training."""
         return replace(lock_of(self.mesh, self._config, b""), step=self.engine.done)
 
@@ -264,7 +269,7 @@ class Trainer:
                 "no data are given, and the configuration names none",
                 given=f"{facts.config.source} without [data]",
                 expected="one of both",
-                hint="trainer.run(data) with (inputs, targets) of each step, or [data] sequence = 128",
+                hint="trainer.run(data) with (inputs, targets) of each step, or [data] seq_len = 128",
             )
         if self._recorder is not None:
             return corpus_of(facts.sections, self._model.vocab_size)
@@ -333,22 +338,29 @@ def _configured(config: Config, known: Sections) -> Model:
 
 
 def _scheduler(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
-    wrong = ""
-    cause: Exception | None = None
+    example = "lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))"
     try:
         found = make(optimizer)
-        if not isinstance(found, LRScheduler) or isinstance(found, ReduceLROnPlateau):
-            wrong = f"scheduler(optimizer) returned a {type(found).__name__}"
-        elif found.optimizer is not optimizer:
-            wrong = f"a {type(found).__name__} of another {type(found.optimizer).__name__}"
     except (TypeError, ValueError) as error:
-        wrong, cause = f"{type(error).__name__}: {error}", error
-    if wrong:
         raise ConfigError(
-            "the scheduler cannot be used",
-            given=wrong,
-            expected="a function of the optimizer that returns a torch.optim.lr_scheduler.LRScheduler of it, whose "
-            "rates follow from the number of steps",
-            hint="lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))",
-        ) from cause
+            "the scheduler cannot be made",
+            given=f"{type(error).__name__}: {error}",
+            expected="a function of the optimizer",
+            hint=example,
+        ) from error
+    kind = type(found).__name__
+    if not isinstance(found, LRScheduler) or isinstance(found, ReduceLROnPlateau):
+        raise UnsupportedOp(
+            f"the scheduler is a {kind}",
+            given=f"scheduler(optimizer) returned a {kind}",
+            expected="a torch.optim.lr_scheduler.LRScheduler whose rates follow from the number of steps",
+            hint=example,
+        )
+    if found.optimizer is not optimizer:
+        raise ConfigError(
+            f"the {kind} schedules another optimizer",
+            given=f"a {kind} of another {type(found.optimizer).__name__}",
+            expected="a scheduler of the optimizer that the function is called with",
+            hint=example,
+        )
     return found

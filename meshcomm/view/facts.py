@@ -64,7 +64,7 @@ def _trains(settings: Config, layout: Layout) -> Facts | None:
 
 
 def predicted_traffic(settings: Config, layout: Layout, topology: TopologyConfig) -> Facts | None:
-    """The calls of one step on the rank with most layers, as `place` estimates them, by the dims that they go along.
+    """The calls of one step on the rank with most layers, as `tune` estimates them, by the dims that they go along.
 
     settings: with every size filled in; None if they have no training or no sizes of the model. size_bytes: of one call,
     as nccl-tests counts; sent_bytes: what the rank sends in a step; received_bytes: of calls that receive alone, else

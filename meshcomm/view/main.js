@@ -69,7 +69,7 @@ function start(facts, kept) {
     light();
     // Numbers that are there need no choice, and those that were chosen must not go by it.
     byId("choose-cells").hidden = picture.numbered && !picture.legible;
-    const options = family.backend ? [family.backend === "auto" ? "" : `backend ${family.backend}`, `timeout ${family.timeout_s} s`, family.lane ? `lane ${family.lane}` : ""] : ["no group of its own is declared"];
+    const options = family.backend ? [family.backend === "auto" ? "" : `backend ${family.backend}`, `timeout ${family.timeout_s} s`, family.comm_id ? `comm_id ${family.comm_id}` : ""] : ["no group of its own is declared"];
     const across = family.nodes && family.size > 1 ? `each on ${count(family.nodes.most, "node")}${family.nodes.fewest < family.nodes.most ? " or fewer" : ""}` : "";
     byId("caption").textContent = [
       family.size === 1 ? `${family.name}: one rank, no group` : `${family.name}: ${count(mesh.world / family.size, "group")} of ${count(family.size, "rank")}`,

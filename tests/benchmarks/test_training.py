@@ -56,7 +56,7 @@ def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str
     ("dims", "parallel", "torchs", "predicted"),
     [
         ("dp = 2, tp = 2", 'data = "dp", tensor = "tp"', "parallelize_module + fully_shard", {"dp", "tp"}),
-        ("tp = 2", 'tensor = "tp", sequence_parallel = true', "parallelize_module", {"tp"}),
+        ("tp = 2", 'tensor = "tp", options = { sequence_parallel = true }', "parallelize_module", {"tp"}),
         ("dp = 2, fs = 2", 'data = "dp", shard = "fs"', "fully_shard", set()),
         (
             "pp = 2, tp = 2",
@@ -67,7 +67,7 @@ def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str
         ("dp = 2, cp = 2", 'data = "dp", context = "cp"', "keys and values gathered + DDP", {"dp_cp"}),
         (
             "cp = 2, tp = 2",
-            'context = "cp", tensor = "tp", attention = "ulysses"',
+            'context = "cp", tensor = "tp", options = { attention = "ulysses" }',
             "keys and values gathered + parallelize_module + fully_shard",
             {"cp", "tp"},
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ def test_the_first_rank_of_a_host_reports_a_wrong_config_for_all(
             "2 --world-size 3 --help -- -x",
         ),
         (["--world-size", "2", "x.py", "other.py"], "2 other.py"),
+        (["--world", "2", "x.py", "--world", "3"], "2 --world 3"),
         (["mesh.toml", "--world-size", "2", "--set", "mesh.timeout_s=9", "x.py", "a", "--set"], "2 a --set"),
     ],
 )
@@ -97,6 +99,20 @@ def test_what_follows_a_script_is_the_scripts(
     (tmp_path / "mesh.toml").write_text('[mesh]\ndims = { dp = -1 }\ndevice = "cpu"\n')
     shown = meshcomm("simulate", *words)
     assert shown.stdout.splitlines()[0] == said, shown.output
+
+
+def test_world_is_a_second_name_of_world_size_in_every_command_that_takes_it() -> None:
+    group: Any = get_command(app)
+    taken = [
+        each.opts for command in group.commands.values() for each in command.params if each.name == "world"
+    ]
+    assert len(taken) > 10 and all(opts == ["--world-size", "--world"] for opts in taken)
+    # What it refuses was read.
+    assert "Invalid value for '--world-size' / '--world'" in meshcomm("bench", "--world", "1").stderr
+    config, nodes = Path(__file__).parents[2] / "configs/quickstart.toml", "topology.ranks_per_node=4"
+    words = ("tune", str(config), "--json", "--set", nodes)
+    both = [meshcomm(*words, name, "4").stdout for name in ("--world-size", "--world")]
+    assert both[0] == both[1] and json.loads(both[0])["world_size"] == 4
 
 
 # -- one plan id ------------------------------------------------------------------------------------

@@ -25,11 +25,11 @@ WORDS: dict[str, list[list[str]]] = {
     "plan": [["FILE"], [QUICK, "--diff", "FILE"]],
     "lint": [["FILE"]],
     "view": [["FILE", "--export", "out.html"]],
-    "schema": [],
+    "schema": [],  # it takes none
     "report": [["FILE"], ["FILE", "--timeline"]],
     "doctor": [["FILE"]],
     "parity": [["FILE"], [QUICK, "FILE"]],
-    "bench": [["FILE"], ["FILE", "--train"]],
+    "bench": [["FILE"]],
     "costs": [["FILE"]],
     "tune": [["FILE", "--world-size", "8"], [QUICK, "--world-size", "8", "--write", "FILE"]],
     "dryrun": [["FILE"], ["--world-size", "2", "FILE"], [QUICK, "FILE"]],
@@ -64,7 +64,7 @@ def test_every_command_is_tried() -> None:
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "empty", "noise", "list"])
-@pytest.mark.parametrize("command", WORDS)
+@pytest.mark.parametrize("command", [name for name, words in WORDS.items() if words])
 def test_a_wrong_file_is_an_error_that_names_it(folder: Path, command: str, kind: str) -> None:
     for ending in (".toml", ".json", ".py", ".safetensors", ""):
         for words in WORDS[command]:

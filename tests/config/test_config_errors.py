@@ -138,11 +138,11 @@ TABLE = [
     Bad("more thread blocks at least than at most", MESH, ["mesh.options.pp={ min_ctas = 8, max_ctas = 4 }"],
         ["mesh.options.pp={ min_ctas = 4, max_ctas = 4 }"], {"mesh.options.pp.min_ctas": "at least 8 thread blocks, and at most 4"},
         ["mesh.options.pp.min_ctas = 4", "mesh.options.pp.max_ctas = 8"]),
-    Bad("heads and tp", TRAIN, ["mesh.dims.tp=4", "model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=132"],
+    Bad("num_heads, num_kv_heads and tp", TRAIN, ["mesh.dims.tp=4", "model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=132"],
         ["mesh.dims.tp=2", "model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=132"],
         {"model.num_heads": "6 % 4 = 2", "model.num_kv_heads": "6 % 4 = 2"},
         ["mesh.dims.tp = 2", "mesh.dims.tp = 1", "mesh.dims.tp = 2", "mesh.dims.tp = 1"]),
-    Bad("width and heads", TRAIN, ["model.hidden_size=100"], ["model.hidden_size=112"], {"model.hidden_size": "100 % 8 = 4"},
+    Bad("hidden_size and num_heads", TRAIN, ["model.hidden_size=100"], ["model.hidden_size=112"], {"model.hidden_size": "100 % 8 = 4"},
         ["model.hidden_size = 96", "model.hidden_size = 112"]),
     Bad("arithmetic of three settings", TRAIN,
         ["mesh.dims.tp=3", "mesh.merge.grad=['dp', 'cp']", "train.micro_batch_size=5"], ["mesh.dims.tp=1"],
@@ -159,6 +159,10 @@ TABLE = [
         {"netwrok": ""}, ['did you mean "network"?']),
     Bad("unknown key like none", TRAIN, ["parallel.x='dp'"], ["parallel.options.bucket_mb=1"], {"parallel.x": ""},
         ["remove parallel.x"]),
+    Bad("schedule without a pipeline", TRAIN,
+        ["parallel={ data = 'dp', tensor = 'tp', options = { schedule = 'gpipe' } }", "mesh.dims.pp=1"],
+        ["parallel={ data = 'dp', tensor = 'tp' }", "mesh.dims.pp=1"], {"parallel.options.schedule": ""},
+        ["name a dim in parallel.pipeline", "remove parallel.options.schedule"]),
     Bad("no dims", MESH, ["mesh.dims="], ["mesh.dims.pp=1"], {"mesh.dims": ""}, ["mesh.dims = { dp = 8 }"]),
     Bad("size with a fraction", MESH, ["mesh.dims.tp=2.5"], ["mesh.dims.tp=3"], {"mesh.dims.tp": "2.5"},
         ["mesh.dims.tp = 1"]),
@@ -243,7 +247,7 @@ TABLE = [
         ['network.nccl_debug = "INFO"', "remove network.nccl_debug_subsys"]),
     Bad("unknown part of the log", MESH, ["network={ nccl_debug = 'INFO', nccl_debug_subsys = ['^INTI'] }"],
         ["network={ nccl_debug = 'INFO', nccl_debug_subsys = ['^INIT', 'NET'] }"],
-        {"network.nccl_debug_subsys[0]": ""}, ["remove network.nccl_debug_subsys[0]"]),
+        {"network.nccl_debug_subsys[0]": ""}, ['network.nccl_debug_subsys[0] = "^INIT"']),
     Bad("NCCL's log without NCCL", MESH, ["mesh.backend='gloo'", "network.nccl_debug='INFO'"],
         ["mesh.backend='nccl'", "network.nccl_debug='INFO'"], {"network.nccl_debug": ""},
         ["remove network.nccl_debug", 'mesh.device = "cuda" and mesh.backend = "nccl"']),
@@ -370,7 +374,7 @@ FILES: dict[str, tuple[str, bytes, str, list[str]]] = {
     "key twice": ("mesh.toml", b"[mesh]\ntimeout_s = 1\n\ttimeout_s = 2\n", "line 3, column 15", ["given:     timeout_s = 2", "try:      write the key once"]),
     "nothing after the equals sign": ("mesh.toml", b"[mesh]\ndims =", "line 2, column 7", ["not TOML: Invalid value"]),
     "JSON with a comma too many": ("mesh.json", b'{\n  "mesh": {"dims": {"dp": 2,}}\n}', f"line 2, column {_COMMA}", ["not JSON", "try:      remove the comma"]),
-    "JSON with a key twice": ("mesh.json", b'{"mesh": {"dims": {"dp": 2, "dp": 4}}}', "the file", ["the key dp is there twice"]),
+    "JSON with a key twice": ("mesh.json", b'{"mesh": {"dims": {"dp": 2, "dp": 4}}}', "dp", ["twice", "dp = 2, dp = 4", "remove one"]),
     "YAML with a key twice": ("mesh.yaml", b"mesh:\n  dims: {dp: 2}\n  dims: {dp: 4}\n", "line 3, column 3", ["the key dims is there twice"]),
     "YAML that ends early": ("mesh.yml", b"mesh: {dims: {dp: 2}\nprocess: 3\n", "line 2, column 1", ["not YAML", "given:    process: 3\n"]),
     "YAML with a number for a key": ("mesh.yaml", b"mesh:\n  dims: {dp: 2}\n  options: {1: {timeout_s: 2}}\n", "mesh.options.1", ["given:    the key 1\n", 'in quotes: "1"']),
@@ -457,8 +461,8 @@ def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "yaml", None)
     Path("mesh.yaml").write_text("mesh: {dims: {dp: 2}}")
     assert report_of("mesh.yaml") == (
-        "YAML files need PyYAML, which is not installed\n"
-        "  given:    a YAML file\n"
+        "mesh.yaml: YAML files need PyYAML, which is not installed\n"
+        "  given:    mesh.yaml\n"
         "  expected: PyYAML beside meshcomm; TOML and JSON need nothing\n"
         "  try:      pip install 'meshcomm[yaml]'"
     )

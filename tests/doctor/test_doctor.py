@@ -94,6 +94,8 @@ def test_a_person_is_shown_findings_and_with_all_the_facts_and_the_exit_code_say
     assert (
         f"\n  python {sys.version.split()[0]}" in everything and "name file descriptors, limit " in everything
     )
+    assert "name lo, up yes, addresses 127.0.0.1" in everything
+    assert "None" not in everything and "True" not in everything
     for columns in (80, 40):
         narrow = run("configs/mesh.toml", "--all", columns=columns)[1]
         assert max(map(len, narrow.splitlines())) <= columns and "…" not in narrow
@@ -106,9 +108,16 @@ def test_a_person_is_shown_findings_and_with_all_the_facts_and_the_exit_code_say
     ) in "\n".join(line.rstrip() for line in text.splitlines())
 
 
+def test_overrides_without_a_config_are_refused() -> None:
+    code, text = run("--set", "a=1")
+    assert code == 2 and text.startswith("--set has no effect without a CONFIG\n  given:    --set a=1\n")
+
+
 def test_a_mesh_of_open_size_is_not_compared() -> None:
     facts = examine(load_config({"mesh": {**MESH, "dims": {"dp": -1}}}))
-    assert "the mesh leaves dp = -1 open" in found(facts, "config: 1 problem")
+    shown = found(facts, "limits and devices")
+    assert shown.startswith("warn: ") and shown.endswith("try:      meshcomm doctor CONFIG --world-size N")
+    assert all(all(each.values()) for each in facts["findings"] if "its size is open" in each["what"])
     assert all(each["needed"] is None for each in facts["limits"])
     facts = examine(load_config({"mesh": {**MESH, "dims": {"dp": -1}}}), 4)
     assert all(each["needed"] is not None for each in facts["limits"])
@@ -170,7 +179,7 @@ def test_the_cost_of_a_group_is_what_gloo_takes(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_too_small_a_limit_is_an_error() -> None:
-    small = Limit("file descriptors", 1024, 20, 4000)
+    small = Limit(1024, 20, 4000)
     assert lines(host.limit_findings(small)) == [
         "error | the plan needs more file descriptors than a process may have"
         " | 20 in use, 4000 more for the plan, the limit is 1024"

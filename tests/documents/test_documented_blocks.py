@@ -10,7 +10,7 @@ import pytest
 from meshcomm.testing import Pool
 from tests.documents.blocks import ROOT, blocks, llama, pages
 from tests.documents.commands import NOT_RUN as COMMANDS_NOT_RUN
-from tests.documents.commands import all_commands, wrong_in_text
+from tests.documents.commands import all_commands, command_lines, read, wrong_in_text
 from tests.documents.running import Page, Wrong
 from tests.documents.shown import differs
 from tests.documents.tables import NOT_RUN, OWN_TESTS
@@ -127,3 +127,20 @@ def test_lines_that_stand_for_others() -> None:
     assert differs("at x.py:3", "at /tmp/y.py:12") is None
     assert differs("b\na", "a\nb", "any order") is None
     assert differs("b\nb\nc", "a\nb", "any order") is not None
+
+
+def test_words_of_a_command_line() -> None:
+    assert command_lines("a \\\n  b\n# c\nd", prompt=False) == [("a b", ""), ("d", "")]
+    assert command_lines("$ a\nx\ny\n$ b", prompt=True) == [("a", "x\ny"), ("b", "")]
+    found = read(
+        "OMP_NUM_THREADS=1 torchrun --nnodes 2 --nproc-per-node 4 ... -m meshcomm run a.toml b.py --c"
+    )
+    assert found is not None
+    assert (found.name, found.ranks, found.hosts, found.arguments[-1]) == ("run", 4, 2, "--c")
+    shell = read("meshcomm plan configs/quickstart.toml --json > plan.json")
+    assert shell is not None
+    assert shell.arguments == ("configs/quickstart.toml", "--json")
+    assert read("python3 -m venv .venv && .venv/bin/pytest") is None
+    assert wrong_in_text("`meshcomm plan CONFIG --rnak 3`") == [
+        "`meshcomm plan CONFIG --rnak 3`: meshcomm plan has no option --rnak"
+    ]

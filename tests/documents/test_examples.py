@@ -161,6 +161,14 @@ def test_the_table_has_every_example() -> None:
         assert where == ("processes, simulator" if simulated else "processes"), name
 
 
+def test_alike() -> None:
+    assert alike("norm 1.1e-16", "norm 0.0e+00") and alike("pad  ", "pad")
+    assert alike("{'pid': 17}", "{'pid': 2345}") and alike("loss 1.2345", "loss 1.2346")
+    assert not alike("rank 1: 16", "rank 1: 17") and not alike("norm 1.1e-16", "norm 1.0e-06")
+    assert not alike("loss 1.23", "loss 1.25") and not alike("a 1", "b 1") and not alike("1", "1 1")
+    assert missing(["a", "a", "b"], ["a", "b", "c"]) == ["a"]
+
+
 def allocated() -> tuple[int, int]:
     """Bytes that torch allocates in scatter, then in broadcast, buffers of the library included."""
     found = []

@@ -12,6 +12,7 @@ from meshcomm.config import load_config
 from meshcomm.testing import Pool
 from tests.dryrun.test_rank import BUILT_IN, compared
 from tests.models.families import folder_of
+from tests.train.runs import parallel_of
 
 pytestmark = [pytest.mark.parity, pytest.mark.timeout(600)]
 
@@ -69,7 +70,7 @@ def test_calls_bytes_and_memory_are_those_of_a_real_run(
     config = load_config(
         {
             "mesh": {"dims": sizes, "views": views, "device": "cpu", "timeout_s": 120.0, "validate_calls": 0},
-            "parallel": {**{_PARTS[dim]: dim for dim in sizes}, **rest},
+            "parallel": parallel_of(**{_PARTS[dim]: dim for dim in sizes}, **rest),
             "model": trained,
             "data": {"seq_len": 64},
             "train": {"steps": 1, "global_batch_size": 8 * copies, "micro_batch_size": 2, **train},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -33,17 +33,22 @@ def differs(
     quick: bool = False,
     dim: str = "dp",
     first: Callable[[Mesh], object] = _reduced,
-    **more: Any,
+    times: int = 1,
+    late: float = 0.0,
+    keys: Mapping[str, Any] = {},
 ) -> Row:
-    """Rank 2 of four makes another call than the others, and after the error all make the same again."""
+    """Rank 2 of four makes another call than the others, and after the error all make the same again.
+
+    times: how often `first` comes before. late: seconds by which the odd rank comes later. keys: of its mesh.
+    """
 
     def program(me: Rank) -> None:
-        with me.mesh(**more.get("keys", {})) as mesh:
-            for _ in range(more.get("times", 1)):
+        with me.mesh(**keys) as mesh:
+            for _ in range(times):
                 first(mesh)
             odd = me.number == _ODD
-            if odd and more.get("late"):
-                time.sleep(more["late"])
+            if odd:
+                time.sleep(late)
             me.strike()
             try:
                 call(mesh, odd)

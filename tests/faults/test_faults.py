@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults import runner
-from tests.faults.judge import complaints
+from tests.faults.judge import complaints, names
 from tests.faults.row import BUSY_S
 from tests.faults.rows import ROWS
 from tests.faults.runner import Result, Said, run
@@ -96,3 +96,9 @@ def test_no_second_of_the_page_is_beyond_what_is_promised() -> None:
     assert [
         name for name, (took, promise) in measured.items() if took != "-" and float(took) > float(promise)
     ] == []
+
+
+def test_which_ranks_a_text_names() -> None:
+    assert names(Said("E", "ranks 1 3-5 differ, and rank 7 (dp=0 tp=2)", 0.0)) == {1, 3, 4, 5, 7}
+    assert names(Said("E", "what coord 2 has cannot be sent", 0.0)) == {2}
+    assert names(Said("E", "rank 1", 0.0, (4,))) == {4}

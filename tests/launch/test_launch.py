@@ -131,6 +131,27 @@ time.sleep(1000)
     ]
 
 
+@pytest.mark.deep
+def test_a_rank_that_left_out_a_call_is_named_with_both_operations(pool: Pool, tmp_path: Path) -> None:
+    script = """
+import torch, meshcomm
+facts = {"dims": {"dp": 4}, "device": "cpu", "validate_calls": 0, "reports": ""}
+with meshcomm.init({"mesh": {**facts, "timeout_s": 60, "options": {"dp": {"timeout_s": 3}}}}) as mesh:
+    for step in range(10):
+        if step != 6 or mesh.rank != 2:
+            mesh.all_reduce("dp", torch.ones(1000))
+    mesh.barrier("dp")
+"""
+    (tmp_path / "script.py").write_text(script)
+    words = ("-m", "meshcomm", "run", "--world-size", "4", "script.py")
+    code, out, err = Job(pool, tmp_path, *words).finish()
+    last = [line for line in err.splitlines() if line.startswith("meshcomm: ")]
+    assert (code != 0, out) == (True, "")
+    assert last[0].startswith("meshcomm: rank 2 (dp=2) failed: ")
+    assert "rank 2 (dp=2) made barrier, at script.py:8, as call 10" in err
+    assert "ranks 0 1 3 made all_reduce, at script.py:7, as call 10" in err
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_size_that_ends_a_rank_by_sigabrt_is_told_with_the_callsites(
     pool: Pool, tmp_path: Path, ranks: int

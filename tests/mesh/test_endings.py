@@ -184,13 +184,18 @@ def test_other_launchers_show_it_on_the_ranks_stderr_once(pool: Pool, tmp_path: 
 
 @pytest.mark.faults
 @needs_group_hooks
-def test_an_error_that_the_program_caught_is_reported_in_one_line(pool: Pool, tmp_path: Path) -> None:
-    script = """
+@pytest.mark.parametrize("step", ["ddp", "default"])
+@pytest.mark.parametrize("end", ["", "mesh.close()"])
+def test_an_error_that_the_program_caught_is_reported_in_one_line(
+    pool: Pool, tmp_path: Path, step: str, end: str
+) -> None:
+    script = f"""
 try:
-    trains(ddp, lambda: time.sleep(12))
+    trains({step}, lambda: time.sleep(12))
 except Exception:
     print("caught")
     time.sleep(5)
+{end}
 """
     _, err = ended(pool, tmp_path, script)
     said = [line for line in err.splitlines() if "rank 1 (dp=1) has not come" in line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -138,6 +139,26 @@ def test_a_mesh_that_nobody_closed_goes_on_to_compare_on_every_rank() -> None:
     with meshcomm.init(**{**CONFIG, "dims": {"dp": 2}}):
         refused(None, rank == 1, 1, "default group", "1 of  0")
     dist.destroy_process_group()
+
+
+@on_ranks(2)
+def test_another_thread_may_call_on_a_group_of_its_own_at_its_own_pace() -> None:
+    """As checkpoints do that are written beside the training: steps must not blame it."""
+    with meshcomm.init(**{**CONFIG, "dims": {"dp": 2}}) as mesh:
+        group = dist.new_group()
+
+        def writes() -> None:
+            for _ in range(20):
+                time.sleep(0.01 * (1 + mesh.rank))
+                dist.all_reduce(torch.ones(1), group=group)
+
+        thread = threading.Thread(target=writes)
+        thread.start()
+        for _ in range(30):
+            mesh.all_reduce("dp", torch.ones(1))
+            mesh.step()
+            time.sleep(0.05)
+        thread.join()
 
 
 def test_descriptors_stay_flat_where_groups_come_and_go(pool: Pool) -> None:

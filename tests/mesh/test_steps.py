@@ -396,6 +396,23 @@ def test_a_difference_is_published_to_all_ranks() -> None:
     assert store.num_keys() == 2 * 4 + 1
 
 
+def test_of_equally_many_ranks_the_last_are_blamed_on_every_rank() -> None:
+    """Each rank has the others' answers first, and its own last."""
+    ranks = [Rank(dist.HashStore(), rank, 2) for rank in range(2)]
+    for number, rank in enumerate(ranks):
+        rank.step(ADD * (1 + number))
+    for own, other in ((0, 1), (1, 0)):
+        statuses = {
+            rank: {
+                "coords": {"dp": rank},
+                "groups": [{"label": "dp[tp=0]", "steps": ranks[rank].recorder.steps.data()}],
+            }
+            for rank in (other, own)
+        }
+        error = ranks[own].monitor.cause(statuses)
+        assert error is not None and error.mismatched_ranks == (1,)
+
+
 def test_the_last_rank_to_leave_deletes_the_keys() -> None:
     store = dist.HashStore()
     ranks = [Rank(store, rank, 3) for rank in range(3)]

@@ -76,6 +76,12 @@ sys.exit(max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2)))
 """
 
 
+def open_mpi(job: int, rank: int) -> Mapping[str, str]:
+    world = "OMPI_COMM_WORLD_"
+    sizes = {f"{world}SIZE": "2", f"{world}LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"1329{job}"}
+    return {**sizes, f"{world}RANK": str(rank), f"{world}LOCAL_RANK": str(rank)}
+
+
 def intel_mpi(job: int, rank: int) -> Mapping[str, str]:
     sizes = {
         "PMI_SIZE": "2",
@@ -115,7 +121,9 @@ def outputs(pool: Pool, folder: Path, variables: Any, more: Mapping[str, str]) -
     return [job.finish()[1].strip() for _, job in sorted(jobs.items())]
 
 
-@pytest.mark.parametrize("variables", [intel_mpi, slurm_steps, flux, torchrun], ids=lambda v: v.__name__)
+@pytest.mark.parametrize(
+    "variables", [open_mpi, intel_mpi, slurm_steps, flux, torchrun], ids=lambda v: v.__name__
+)
 def test_two_jobs_at_once(pool: Pool, tmp_path: Path, variables: Any) -> None:
     agent = serve_on_loopback("127.0.0.1", 0, timedelta(seconds=60))
     assert agent is not None
@@ -212,7 +220,10 @@ def test_a_port_that_another_job_or_program_has_is_passed_over() -> None:
             with pytest.raises(LaunchError) as caught:
                 find_job("127.0.0.1", ports[:2], "mine", rank, 2, _SHORT)
             assert f"{ports[0]}: the store of another job, whose rank 0 is process " in caught.value.given
-            assert f"{ports[1]}: at 127.0.0.1:{ports[1]} no store of torch answers" in caught.value.given
+            assert (
+                f"{ports[1]}: no store of torch answers: another program has the port, or "
+                in caught.value.given
+            )
 
 
 def test_which_names_are_of_other_jobs() -> None:
@@ -230,6 +241,15 @@ def test_which_names_are_of_other_jobs() -> None:
         assert Owner(job, here).may_be(other) is may_be, (job, other)
     assert not known_everywhere(f"the job of {here}")
     assert known_everywhere("the job of mpiexec at a:44915")
+
+
+def test_a_further_mesh_keeps_the_server_of_the_first() -> None:
+    port = free_port()
+    first = find_job("127.0.0.1", [port], "mine", 0, 2, _SHORT)
+    second = find_job("127.0.0.1", [port], "mine", 0, 2, _SHORT)
+    del first
+    second.set("key", "value")
+    assert find_job("127.0.0.1", [port], "mine", 1, 2, _SHORT).get("key") == b"value"
 
 
 def test_a_store_of_torch_is_no_job_of_meshcomm() -> None:

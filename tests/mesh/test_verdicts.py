@@ -342,6 +342,50 @@ def test_a_diagnosis_from_before_this_rank_came_is_not_its_own(mesh: Any) -> Non
     mesh.store.get("over", timeout_s=30)
 
 
+class _BusyStore:
+    """A store whose calls take `call_s`; rank 1's answer is there from the look number `answers` on, rank 2's never."""
+
+    def __init__(self, call_s: float, answers: int) -> None:
+        self.looks = 0
+        self._call_s = call_s
+        self._answers = answers
+
+    def add(self, key: str, number: int) -> int:
+        return number
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(self._call_s)
+        self.looks += "answer/1/1" in keys
+        return keys == ["answer/1/1"] and self.looks >= self._answers
+
+    def get(self, key: str) -> bytes:
+        return b'{"rank": 1}'
+
+
+@pytest.mark.faults
+def test_on_a_busy_machine_answers_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.3)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._LONGER", 40)
+    # Its eighth look is after 0.8 s at least, and would be after less than 0.3 s on an idle machine.
+    busy = RecordExchange(_BusyStore(0.1, 8), 0, 0.01)
+    assert busy.limited(lambda: busy.ask([1])) == {1: {"rank": 1}}
+    # Who never answers is given up all the same, and on an idle machine in time.
+    idle = RecordExchange(_BusyStore(0.0, 1), 0, 0.01)
+    began = time.monotonic()
+    assert idle.ask([1, 2]) == {1: {"rank": 1}}
+    assert time.monotonic() - began >= 0.3
+    # As is a store that does not answer, or that stops half way.
+    silent = RecordExchange(_BusyStore(3.0, 1), 0, 0.01)
+    with pytest.raises(TimeoutError, match=r"no answer within 0.3 s"):
+        silent.limited(lambda: silent.ask([1]))
+    monkeypatch.setattr("meshcomm.mesh.rank_record._LONGER", 1)
+    with pytest.raises(TimeoutError):
+        idle.limited(lambda: time.sleep(20))
+
+
 @on_ranks(4)
 def test_the_recorded_line_is_the_users() -> None:
     lines = Path(__file__).read_text().splitlines()

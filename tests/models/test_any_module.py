@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +17,14 @@ from meshcomm.config import Config, TrainConfig, load_config
 from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.mesh.rank_failure import failure_of
 from meshcomm.models import Here, ModelSpec
+from meshcomm.models.spec import KINDS
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.tensor import whole
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 
+from . import own
 from .families import SMALL, config_of, differences
 
 IMAGES = 8
@@ -246,3 +250,27 @@ def test_what_a_module_does_not_say_is_asked_for_by_name(
     for told in pool.run(_started, config_of(model, dims, **setting), ranks=2):
         assert f"cannot be trained with {what}" in told
         assert missing in told
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_what_a_spec_says_that_it_cannot_do_is_refused_with_its_reason(kind: str) -> None:
+    train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1)
+    model = SpecModel(replace(own.spec(), cannot={kind: "it adds up tokens"}), train, 32)
+    everything: Any = SimpleNamespace(
+        tensor=SimpleNamespace(size=2, sequence_parallel=True),
+        context=SimpleNamespace(size=2),
+        expert="ep",
+    )
+    with pytest.raises(UnsupportedOp) as caught:
+        model.check(everything, stages=2)
+    setting = "parallel.options.sequence_parallel" if kind == "sequence_parallel" else f"parallel.{kind}"
+    assert f"cannot be trained with {setting}\n" in str(caught.value)
+    assert caught.value.given == "it adds up tokens"
+
+
+def test_a_spec_that_refuses_what_there_is_not_is_refused() -> None:
+    train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1)
+    with pytest.raises(ConfigError) as caught:
+        SpecModel(replace(own.spec(), cannot={"sequence": "it adds up tokens"}), train, 32)
+    assert caught.value.given == "cannot: 'sequence'"
+    assert str(caught.value.expected) == "tensor, context, pipeline, expert, sequence_parallel"

@@ -24,6 +24,8 @@ from meshcomm.mesh.stats import Stats
 from meshcomm.models import model_of
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.dropout import Dropout, Drops
+from meshcomm.predict.estimate import workload
+from meshcomm.predict.place import trainable
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 
@@ -333,3 +335,28 @@ def test_sizes_of_every_family_follow_from_its_folder(tmp_path: Path) -> None:
         model = ModelConfig(pretrained=str(folder_of(family, tmp_path / family)), dropout=0.0)
         assert (model.num_layers, model.hidden_size, model.num_heads) == (4, 32, 8)
         assert bool(model.experts) == ("mix" in family or "moe" in family)
+
+
+@pytest.mark.parametrize("family", ["mistral", "mistral window", "qwen3 layers", "mixtral window"])
+def test_a_window_is_refused_around_a_ring_when_the_configuration_is_read(
+    tmp_path: Path, family: str
+) -> None:
+    model = {"pretrained": str(folder_of(family, tmp_path)), "random_weights": True}
+    config_of(model, "cp=2", attention="ulysses")
+    config_of(model, "cp=1 tp=2")
+    if family == "mistral":  # of 32 tokens, as many as a sample has
+        config_of(model, "cp=2")
+        return
+    with pytest.raises(ConfigError, match="a sliding window is not passed around a ring") as caught:
+        config_of(model, "cp=2")
+    assert "a window of" in str(caught.value)
+    assert 'parallel.options.attention = "ulysses"' in str(caught.value)
+    assert "mesh.dims.cp = 1" in str(caught.value)
+
+
+def test_no_mesh_with_a_window_around_a_ring_is_ranked(tmp_path: Path) -> None:
+    model = {"pretrained": str(folder_of("mistral window", tmp_path)), "random_weights": True}
+    ring = workload(config_of(model, "dp=1 cp=1"))
+    assert {sizes.context for sizes in trainable(ring, 4)} == {1}
+    split = workload(config_of(model, "dp=1 cp=1", attention="ulysses"))
+    assert {sizes.context for sizes in trainable(split, 4)} == {1, 2, 4}

@@ -279,7 +279,7 @@ def test_positions() -> None:
         "a sequence of 12 cannot be split in zigzag order over 4 ranks\n"
         "  given:    12 tokens, 8 chunks\n"
         "  expected: a multiple of 8; 12 % 8 = 4\n"
-        '  try:      16 tokens, or order="contiguous"'
+        '  try:      16 tokens, or order="contiguous", as ContextSplit(mesh, dim, "ulysses") has it'
     )
     with pytest.raises(ShapeError, match=r"expected: a multiple of 3; 10 % 3 = 1\n  try:      12 tokens$"):
         sequence_positions(10, 3, 0, "contiguous")
@@ -377,7 +377,7 @@ def refusals(mesh: Mesh) -> None:
         f'ring_attention along "cp" on {mesh.label}: an odd number of tokens cannot be two chunks of a zig-zag',
         "  given:    q (1, 6, 3, 2), k (1, 6, 3, 2), v (1, 6, 3, 2)",
         "  expected: an even number of tokens on each rank",
-        '  try:      a sequence of a multiple of 8, or order="contiguous"',
+        '  try:      a sequence of a multiple of 8, or order="contiguous", as ContextSplit(mesh, dim, "ulysses") has it',
     ]
     with pytest.raises(ShapeError, match=r"split_sequence along .* has no axis 2"):
         split_sequence(x(4, 4), 2, mesh, "cp", "contiguous")

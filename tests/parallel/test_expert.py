@@ -23,7 +23,7 @@ from meshcomm.errors import LayoutError, ShapeError, TrainingError, UnknownDim
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import TensorSplit
 from meshcomm.parallel.expert import Experts, expert_gradient_dims
-from meshcomm.parallel.expert.routing import capacity
+from meshcomm.parallel.expert.routing import balance, capacity, counts
 from meshcomm.parallel.tensor import local
 from meshcomm.testing import Pool
 from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs, no_host_sync
@@ -206,6 +206,16 @@ def program(mesh: Mesh, case: Case, given: Numbers, expected: Result) -> None:
     close(layer.router.weight.grad, expected.router, "router")
     for name, gradient in experts_of(mesh, expected).items():
         close(getattr(layer.experts, name).grad, gradient, name)
+    choice = layer.router(part(mesh, "dp", given.x, 0)[:, positions_of(mesh)])
+    uneven = balance(mesh, layer.context, choice).detach()
+    assert mesh.all_reduce("dp", uneven).item() / mesh.size("dp") == pytest.approx(
+        expected.balance, rel=1e-12
+    )
+    chosen = counts(choice.chosen, case.experts).sum(0)
+    for dim in ("dp", "cp"):
+        if dim in mesh.layout.names:
+            mesh.all_reduce(dim, chosen)
+    assert chosen.tolist() == expected.chosen
 
 
 def simulate(mesh: str, program: Any, *args: Any) -> None:

@@ -280,6 +280,14 @@ def test_a_module_that_has_changed_since_is_refused(change: Any, names: str) -> 
     GradientSync(cast(Mesh, Recorder()), "dp", module).start()
 
 
+class Past(torch.optim.SGD):
+    """Changes parameters where autograd does not see it, as many do."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
 def test_a_second_step_before_the_first_one_is_used_is_refused() -> None:
     model = nn.Linear(3, 1)
     sync = GradientSync(cast(Mesh, Recorder()), "dp", model)
@@ -301,6 +309,8 @@ def test_a_second_step_before_the_first_one_is_used_is_refused() -> None:
     optimizer.zero_grad()  # dropped on purpose
     step()
     optimizer.zero_grad(set_to_none=False)
+    step()
+    Past(model.parameters(), lr=0.1).step()
     step()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -16,7 +16,8 @@ from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, UnknownDim
 from meshcomm.mesh import Mesh
 from meshcomm.models import Here, ModelSpec
-from meshcomm.parallel.tensor import tensor_parallel
+from meshcomm.parallel.dropout import Draws, drop_apart
+from meshcomm.parallel.tensor import TensorSplit, tensor_parallel
 from meshcomm.testing import Pool
 from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs, no_host_sync
 from meshcomm.train import Trainer
@@ -236,6 +237,46 @@ def test_setting_generators_waits_for_nothing(pool: Pool) -> None:
     )
     config = load_config(config, [f"mesh.backend={NAME}", "mesh.validate_calls=2"])
     assert pool.run(queued, config, ranks=4) == [0] * 4
+
+
+# -- dropouts of a split module -------------------------------------------------------------------
+
+
+class Scaled(nn.Dropout):
+    """Takes more than a tensor."""
+
+    def forward(self, x: Tensor, factor: float = 1.0, *, more: float = 0.0) -> Tensor:
+        """(...) -> (...)."""
+        return super().forward(x) * factor + more
+
+
+def _calls(mesh: Mesh) -> int:
+    return sum(row.calls for row in mesh.stats().rows)
+
+
+def _split_dropouts(mesh: Mesh) -> tuple[int, int]:
+    draws, split = Draws(mesh, 0), TensorSplit(mesh, "tp", torch.float64)
+    module: Any = nn.ModuleList([nn.Dropout(0.5), Scaled(0.5), nn.Dropout(0.5)])
+    module[2].forward = lambda x: 3 * x
+    for _ in range(2):  # for one trainer after the other
+        drop_apart(module, split, draws)
+    whole = torch.ones(64)
+    assert set(module[1](whole, 3.0, more=1.0).tolist()) == {1.0, 7.0}
+    assert torch.equal(module[2](whole), 3 * whole)
+    # A block that is computed again in backward is alone: it compares nothing that its first run could not.
+    block, zeros = draws.seeded(0, module[0]), torch.zeros(5)
+    calls = [_calls(mesh)]
+    for _ in range(2):
+        block(zeros)
+        calls.append(_calls(mesh))
+    module[0](torch.ones(5))
+    assert _calls(mesh) == calls[2] + 1
+    return calls[1] - calls[0], calls[2] - calls[1]
+
+
+def test_dropouts_of_a_split_module_keep_their_forward_and_compare_in_forward_only() -> None:
+    layout = {"mesh": {"dims": {"tp": 2}, "device": "cpu"}}
+    assert meshcomm.simulate(_split_dropouts, load_config(layout)) == [(1, 0)] * 2
 
 
 # -- generators of a user's own -------------------------------------------------------------------

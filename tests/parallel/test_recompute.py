@@ -147,8 +147,8 @@ def test_less_is_kept_and_as_much_is_computed_as_was_asked_for(pool: Pool, model
     assert again > 0 and second.products - nothing.products == again / 2
     for other in (every, second, selective):
         assert all(torch.equal(a, b) for a, b in zip(other.gradients, nothing.gradients, strict=True))
-    if "width" in model:
-        # Near what place estimates of a layer, for each layer.
+    if "hidden_size" in model:
+        # Near what tune estimates of a layer, for each layer.
         entry, kept, _ = layer_activations(workload(config("selective")), Sizes())
         assert selective.kept - every.kept == pytest.approx(4 * (kept - entry), rel=0.1)
 

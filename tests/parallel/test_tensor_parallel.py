@@ -18,10 +18,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import meshcomm
+from meshcomm.config import load_config
 from meshcomm.errors import (
     ConfigError,
     MeshMismatchError,
@@ -32,6 +33,7 @@ from meshcomm.errors import (
 )
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.stats import Stats
+from meshcomm.parallel.expert import Experts
 from meshcomm.parallel.tensor import (
     ColumnParallel,
     RowParallel,
@@ -45,6 +47,7 @@ from meshcomm.parallel.tensor import (
     whole_shape,
 )
 from meshcomm.parallel.tensor.parameters import kept
+from meshcomm.testing import Pool
 from tests.parallel.same import close, part, randn
 
 VOCAB, WIDTH, TOKENS = 16, 16, 8
@@ -619,3 +622,29 @@ def losses(mesh: Mesh) -> None:
 
 def test_the_loss_is_that_of_one_process_and_leaves_out_what_does_not_count() -> None:
     meshcomm.simulate(losses, dims={"tp": 4})
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+def placed() -> None:
+    views = {"expert": {"edp": 1, "ep": 2, "tp": 2}}
+    config = load_config({"mesh": {"dims": {"dp": 2, "tp": 2}, "views": views, "device": "cpu"}})
+    with meshcomm.init(config) as mesh:
+        module: Any = module_of("gqa")
+        tensor_parallel(module, mesh, "tp", plan_of("gqa"), sequence_parallel=True)
+        assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+        layer = module.layers[0]
+        assert layer.attn.qkv.weight.placements == layer.attn.qkv.bias.placements == (Shard(0),)
+        assert layer.attn.out.weight.placements == (Shard(1),)
+        assert module.norm.weight.placements == (Replicate(),)
+        split = TensorSplit(mesh, "tp", torch.float64)
+        experts: Any = Experts(mesh, "ep", split, hidden_size=WIDTH, intermediate_size=8, experts=4)
+        assert experts.experts.w1.placements == experts.experts.w3.placements == (Shard(0), Shard(1))
+        assert experts.experts.w2.placements == (Shard(0), Shard(2))
+        assert experts.experts.w1.shape == (4, 8, WIDTH)
+        close(whole(module.norm.weight, module.norm.weight), module_of("gqa").norm.weight)
+
+
+def test_on_processes_parameters_are_dtensors_placed_as_they_are_split(pool: Pool) -> None:
+    pool.run(placed, ranks=4)

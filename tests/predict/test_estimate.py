@@ -97,7 +97,7 @@ def config_of(
 ) -> Config:
     sizes = {name: int(size) for name, _, size in (each.partition("=") for each in dims.split())}
     mesh: dict[str, Any] = {"dims": sizes, "device": "cpu"}
-    micro = train.get("microbatch", 2)
+    micro = train.get("micro_batch_size", 2)
     batch = micro * MICROBATCHES * sizes.get("dp", 1) * sizes.get("fs", 1)
     return load_config(
         {

@@ -162,7 +162,7 @@ def test_a_console_of_ascii_gets_ascii() -> None:
     assert text.isascii() and "+---" in text
 
 
-# -- SVG and Markdown -------------------------------------------------------------------------------
+# -- SVG ------------------------------------------------------------------------------------------
 
 
 def test_a_picture_is_the_text_in_colours_and_needs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +181,23 @@ def test_a_picture_is_the_text_in_colours_and_needs_nothing_else(monkeypatch: py
     tiles = [rect.get("fill") for rect in ElementTree.fromstring(picture).iter(f"{SVG}rect")]
     assert {PALETTE[0], PALETTE[1]} <= set(tiles) and "prefers-color-scheme: dark" in picture
     assert re.findall(r"(?:href|src|url)\b|@import|https?://(?!www\.w3\.org/2000/svg\")", picture) == []
+
+
+def test_two_pictures_in_one_page_keep_their_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = grid_facts(SMALL, "dp")
+    pictures = [RankGrid(facts).svg()]
+    monkeypatch.setattr("meshcomm.show.grid.PALETTE", PALETTE[::-1])
+    pictures.append(RankGrid(facts).svg())
+    names = list[set[str]]()
+    for picture in pictures:
+        root = ElementTree.fromstring(picture)
+        own = root.get("class") or ""
+        names.append({each.get(key) or own for each in root.iter() for key in ("class", "id")})
+        assert all(name.startswith(own) for name in names[-1])
+        rules = re.findall(r"([^{}]+)\{", (root.findtext(f"{SVG}style") or ""))
+        assert len(rules) > 4
+        assert [rule for rule in rules if not rule.strip().startswith((f".{own}", "@media"))] == []
+    assert not names[0] & names[1]
 
 
 def test_a_large_mesh_is_one_picture() -> None:

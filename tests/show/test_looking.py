@@ -1,4 +1,4 @@
-"""What is shown of a mesh: plans, places, trees, differences; at every width, in every form, from the same facts."""
+"""What is shown of a mesh: plans, places, differences; at every width, in every form, from the same facts."""
 
 from __future__ import annotations
 
@@ -127,6 +127,7 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
         ),
         ([MESH, "--export", "none/topo.svg"], ["none/topo.svg: cannot be written", "mkdir -p none"]),
         ([MESH, "--export", "topo.svg", "--json"], ["leave --json"]),
+        ([MESH, "--diff", MESH, "--by", "dp", "--grid"], ["leave --grid and --by out"]),
         ([MESH, "--export", "topo.svg", "--schedule"], ["and --schedule out"]),
     ],
 )

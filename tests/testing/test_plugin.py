@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +174,8 @@ def test_a_suite(pytester: pytest.Pytester, via: str) -> None:
     one = section("test_one_fails")
     assert "- rank 1 (dp=0 tp=1) of 4 -" in one
     assert "assert [2.0, 2.0, 2.0] == [2, 2, 7]" in one
+    # On processes the exception's text alone crosses.
+    assert gloo or "At index 2 diff: 2.0 != 7" in one
     assert "[r0 dp0 tp0] printed\n[r1 dp0 tp1] printed\n[r2 dp1 tp0] printed\n" in one
     assert "[r3 dp1 tp1] shouted" in one
     assert one.count("in test_one_fails\n    assert x.tolist() == [2, 2, 7]\n") == 1
@@ -384,3 +387,9 @@ def test_the_reason_is_in_the_first_line() -> None:
         "[r1 tp1] KeyError: 'lost'\n\n--- rank 1 (tp=1) of 2 ---\n    x = y['lost']\nKeyError: 'lost'\n\n"
         "--- rank 0 (tp=0) of 2: no failure ---"
     )
+
+
+def test_pytest_is_used_by_its_public_names() -> None:
+    folder = Path(meshcomm.testing.processes.__file__).parent
+    private = re.compile(r"\b(import|from) _pytest|\b_pytest\.\w+\(|item\._")
+    assert not [path.name for path in folder.glob("*.py") if private.search(path.read_text())]

@@ -19,7 +19,7 @@ from meshcomm.config import Config, load_config
 from meshcomm.config.pretrained import TYPES
 from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.mesh.source import CONFIG_VARIABLE, new_job
-from meshcomm.models import Here, ModelSpec, families
+from meshcomm.models import Here, ModelSpec, families, spec_model, wrapped
 from meshcomm.models.families import FAMILIES as KNOWN
 from meshcomm.models.hf import _attention
 from meshcomm.testing import Pool
@@ -93,6 +93,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"embedding_multiplier": 12.0, "logits_scaling": 8.0},
         "does not compute what transformers computes",
     ),
+    "olmo2": ("Olmo2Config", {}, "equal to transformers on one process ("),
     "gemma2": (
         "Gemma2Config",
         {"head_dim": 8, "layer_types": ["full_attention"] * 4},
@@ -246,6 +247,22 @@ def test_complex_buffers_stay_complex(pool: Pool, made: bool) -> None:
     types, off = found
     assert types == {"freqs_cis": torch.complex64, "shift": torch.float64, "count": torch.int64}
     assert off < 1e-5
+
+
+def real_tables(config: Config) -> str:
+    def cast(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module.to(device=device, dtype=dtype)
+            module.freqs_cis = module.freqs_cis.to(torch.complex128)  # type: ignore[assignment]
+
+    with patch.object(spec_model, "cast", cast), patch.object(wrapped, "cast", cast):
+        return original(config)
+
+
+def test_parity_sees_a_table_without_its_imaginary_part(pool: Pool) -> None:
+    (found,) = pool.run(real_tables, _built("Turned"), ranks=1)
+    assert "does not compute what Turned.forward computes" in found
 
 
 # -- scripts --------------------------------------------------------------------------------------

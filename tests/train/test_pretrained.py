@@ -233,6 +233,29 @@ def test_a_rank_that_cannot_write_is_an_error_on_every_rank(pool: Pool, folder: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["from", "there"]
 
 
+def test_what_a_killed_save_left_is_no_hindrance(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    left = tmp_path / ".to.checkpoint"
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(b"half")
+    config = config_of(folder, tmp_path / "run", {"dp": 2})
+    pool.run(through, config, tmp_path / "to", None, 10_000_000, ranks=2)
+    assert torch.equal(logits(tmp_path / "to"), logits(folder)) and not left.exists()
+
+
+def own(config: Config, target: Path) -> str:
+    """What is said of a module beside [model] pretrained."""
+    with meshcomm.init(config) as mesh, pytest.raises(ConfigError) as caught:
+        save_pretrained(Trainer(mesh, config, torch.nn.Linear(2, 2)), target)
+    return caught.value.what
+
+
+def test_a_module_of_ones_own_is_refused(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    config = config_of(folder, tmp_path / "run", {})
+    (said,) = pool.run(own, config, tmp_path / "to", ranks=1)
+    assert said == "the model of this trainer cannot be written as transformers has it"
+    assert not (tmp_path / "to").exists()
+
+
 def failing(config: Config, target: Path) -> tuple[str, str, str]:
     def full(*_: Any) -> None:
         raise OSError("no space")

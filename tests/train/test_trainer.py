@@ -296,8 +296,8 @@ MAKES: dict[str, Any] = {
 REFUSED = [
     ("others", "fsdp=2", "the SGD would not train this model"),
     ("none", "dp=2", "the optimizer cannot be made"),
-    ("another", "dp=2", "the scheduler cannot be used"),
-    ("made", "dp=2", "the scheduler cannot be used"),
+    ("another", "dp=2", "the LambdaLR schedules another optimizer"),
+    ("made", "dp=2", "the scheduler cannot be made"),
     ("lists", "dp=2", "the data of step 1 are not inputs and targets"),
     ("no grad", "one=1", "a step needs gradients, on rank 0 (one=0)"),
     ("end", "one=1", "the data have ended before the training"),
@@ -305,7 +305,7 @@ REFUSED = [
     ("no data", "dp=2", "no data are given, and the configuration names none"),
     ("share", "dp=2", "a step does not get this rank's share of the global batch"),
     ("not split", "dp=2 tp=2", "no parameter of the module is split along tp, which plays parallel.tensor"),
-    ("plateau", "dp=2", "the scheduler cannot be used"),
+    ("plateau", "dp=2", "the scheduler is a ReduceLROnPlateau"),
 ]
 
 
@@ -332,7 +332,11 @@ def loaded(config: Config, folder: Path, damage: str) -> str:
         made.step(*mine(made)(1))
         made.save(folder)
         lock = folder / "lock.json"
-        if mesh.rank == 0 and damage == "changed":
+        if mesh.rank == 0 and damage == "missing":
+            lock.unlink()
+        elif mesh.rank == 0 and damage == "older":
+            lock.write_text(lock.read_text().replace('"format": 3', '"format": 2'))
+        elif mesh.rank == 0 and damage == "changed":
             lock.write_text(lock.read_text().replace('"step": 1', '"step": 7'))
         mesh.barrier()
         other = Trainer(mesh, config, Net(1), loss=loss)
@@ -347,6 +351,8 @@ def loaded(config: Config, folder: Path, damage: str) -> str:
     ("damage", "words", "given"),
     [
         ("larger", "the checkpoint does not fit: model.", "4 of 8 tensors in "),
+        ("older", "a checkpoint's lock.json cannot be read", "format 2, which another version"),
+        ("missing", "a checkpoint's lock.json cannot be read", "No such file"),
         ("changed", "a checkpoint's lock.json cannot be read", "its SHA-256 is another"),
         ("elsewhere", "a checkpoint's lock.json cannot be read", "nowhere is none"),
     ],

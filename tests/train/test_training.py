@@ -325,6 +325,18 @@ def test_on_a_terminal_there_is_one_bar_and_then_the_summary() -> None:
         assert fact in out
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_reporter_tells_a_second_run_as_the_first(terminal: bool) -> None:
+    def again(reporter: TrainingReporter) -> None:
+        whole_run(reporter)
+        reporter._say("again")
+        whole_run(reporter)
+
+    first, second = shown(terminal, again).split("again\n")
+    assert second.splitlines()[-1] == first.splitlines()[-1] and "loss 2.5000  40 tokens/s" in second
+    assert terminal or first == second
+
+
 def test_an_interrupted_run_is_closed_with_one_line() -> None:
     def tell(reporter: TrainingReporter) -> None:
         reporter.on_start(START)

@@ -8,7 +8,7 @@ from tests.two_hosts.traffic import ORDERS, SIZES, TRAININGS, traffic
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_each_order_is_one_that_place_ranks(name: str) -> None:
+def test_each_order_is_one_that_tune_ranks(name: str) -> None:
     found = traffic(name)
     assert len(ORDERS) == 6 and len(found.candidates) == 3
     predicted = {order: found.predicted_s(order) for order in ORDERS}

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -156,6 +157,15 @@ def test_experts_gradients_go_along_the_dims_of_their_view() -> None:
     both = load_config(CONFIGS / "cp2_dp2_tp2.toml")
     (row,) = [row for row in facts_of(both)["traffic"]["rows"] if len(row["along"]) == 2]
     assert row["along"] == ["dp", "cp"] and row["size"] == 4 and row["digits"] == [[2, 2], [2, 4]]
+
+
+def test_every_fact_that_the_page_reads_is_sent() -> None:
+    facts = facts_of(load_config(MESH))
+    text = "".join(path.read_text() for path in (ROOT / "meshcomm" / "view").glob("*.js"))
+    read = {name: set(re.findall(rf"\b{name}\??\.(\w+)", text)) for name in ("facts", "family")}
+    assert read["facts"] - {"json"} <= set(facts)  # facts.json is the file
+    # The page itself gives a family its hue, and keeps `rest`.
+    assert read["family"] - {"hue", "rest"} <= set.intersection(*(set(dim) for dim in facts["dims"]))
 
 
 # -- the run's folder -------------------------------------------------------------------------------
@@ -322,6 +332,56 @@ def test_a_target_is_a_configuration_or_a_run(tmp_path: Path) -> None:
 
 
 # -- the page and its server --------------------------------------------------------------------------
+
+
+def rgb_of_oklch(lightness: float, chroma: float, hue: float) -> list[float]:
+    """Linear red, green and blue, as CSS Color 4 has it."""
+    a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
+    cone = (
+        lightness + 0.3963377774 * a + 0.2158037573 * b,
+        lightness - 0.1055613458 * a - 0.0638541728 * b,
+        lightness - 0.0894841775 * a - 1.2914855480 * b,
+    )
+    rows = (
+        (4.0767416621, -3.3077115913, 0.2309699292),
+        (-1.2684380046, 2.6097574011, -0.3413193965),
+        (-0.0041960863, -0.7034186147, 1.7076147010),
+    )
+    return [min(max(sum(w * x**3 for w, x in zip(row, cone, strict=True)), 0), 1) for row in rows]
+
+
+def rgb_of_hex(colour: str) -> list[float]:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+
+
+def light(rgb: list[float]) -> float:
+    return sum(w * part for w, part in zip((0.2126, 0.7152, 0.0722), rgb, strict=True))
+
+
+def contrast(one: list[float], other: list[float]) -> float:
+    low, high = sorted((light(one), light(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_what_is_written_can_be_read(dark: bool) -> None:
+    css = (ROOT / "meshcomm/view/page.css").read_text(encoding="utf-8")
+    for rule in (
+        "section { background: var(--card)",
+        ".quiet { color: var(--quiet)",
+        "#picture text { fill: var(--ink)",
+    ):
+        assert rule in css
+    assert ".cell rect { fill: oklch(var(--fill-l) var(--fill-c) var(--hue))" in css
+    style = dict(re.findall(r"--([\w-]+): ([^;]+);", re.findall(r":root \{(.*?)\}", css, re.DOTALL)[dark]))
+    paper = light(rgb_of_hex(style["paper"]))
+    assert paper < 0.05 if dark else paper > 0.8
+    ink, card = rgb_of_hex(style["ink"]), rgb_of_hex(style["card"])
+    # WCAG 2.1: 4.5 for text.
+    assert min(contrast(ink, card), contrast(rgb_of_hex(style["quiet"]), card)) > 4.5
+    fills = [rgb_of_oklch(float(style["fill-l"]), float(style["fill-c"]), hue) for hue in range(360)]
+    assert min(contrast(ink, fill) for fill in fills) > 4.5
 
 
 @pytest.mark.parametrize("embedded", [False, True])

@@ -94,7 +94,7 @@ class Attention:
         elif self.order == "zigzag" and self.n > 1 and (q.shape[2] % 2 or k.shape[2] % 2):
             wrong = "an odd number of tokens cannot be two chunks of a zig-zag"
             expected = "an even number of tokens on each rank"
-            hint = f'a sequence of a multiple of {2 * self.n}, or order="contiguous"'
+            hint = f'a sequence of a multiple of {2 * self.n}, or order="contiguous", as ContextSplit(mesh, dim, "ulysses") has it'
         if wrong:
             raise ShapeError(f"{self.where}: {wrong}", given=given, expected=expected, hint=hint)
         check_window(self.where, self.causal, self.window)

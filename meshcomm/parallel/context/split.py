@@ -48,7 +48,11 @@ def sequence_positions(seq_len: int, n: int, coord: int, order: Order) -> Tensor
             given=f"{seq_len} tokens, {chunks} chunks",
             expected=f"a multiple of {chunks}; {seq_len} % {chunks} = {seq_len % chunks}",
             hint=f"{-(-seq_len // chunks) * chunks} tokens"
-            + (', or order="contiguous"' if order == "zigzag" and seq_len % n == 0 else ""),
+            + (
+                ', or order="contiguous", as ContextSplit(mesh, dim, "ulysses") has it'
+                if order == "zigzag" and seq_len % n == 0
+                else ""
+            ),
         )
     length = seq_len // chunks
     mine = [coord] if chunks == n else [coord, chunks - 1 - coord]

@@ -38,8 +38,9 @@ class ExpertWeights(nn.Module):
     A module of its own, because its parameters' gradients are summed, and they are sharded, along other dims.
 
     tensor: splits the inner axis of each expert. dim: along which experts are spread, or None.
-    width, ff, experts: of the whole layer.
-    Parameters: w1, w3 (experts, ff, width), w2 (experts, width, ff), their memory not yet written.
+    hidden_size, intermediate_size, experts: of the whole layer.
+    Parameters: w1, w3 (experts, intermediate_size, hidden_size), w2 (experts, hidden_size, intermediate_size), their
+        memory not yet written.
     """
 
     w1: nn.Parameter
@@ -120,7 +121,7 @@ class Experts(nn.Module):
         dim: along which experts are spread: a dim of a view that has the tensor's dim too, or of the base. None, or a
             size of 1: every rank has all experts, and nothing is exchanged.
         tensor: along which each expert is split.
-        width, ff: elements of a token, and inside an expert.
+        hidden_size, intermediate_size: elements of a token, and inside an expert.
         experts: how many; a multiple of the size of `dim`.
         experts_per_token: how many of them each token chooses, at most `experts`.
         normalised: the weights of a token's experts are divided by their sum.
@@ -131,10 +132,9 @@ class Experts(nn.Module):
         balance_weight: the factor of a microbatch's balance loss (`routing.balance`): a backward through y adds its
             gradient. The loss must not be scaled afterwards. An attribute; may be set later.
 
-    Parameters: `router.weight` (experts, width) is dense: equal on all ranks, its gradient summed where those of other
-        dense weights are, and complete on every rank along tensor. `w1`, `w3` (experts, ff, width) and `w2` (experts,
-        width, ff) are those of `ExpertWeights`; their gradients are summed along `expert_gradient_dims` only. Their
-        memory is not yet written.
+    Parameters: `router.weight` (experts, hidden_size) is dense: equal on all ranks, its gradient summed where those of
+        other dense weights are, and complete on every rank along tensor. The others are those of `ExpertWeights`; their
+        gradients are summed along `expert_gradient_dims` only. Their memory is not yet written.
 
     Raises ShapeError where sizes do not fit; UnknownDim where dims belong to different views.
     """
@@ -202,13 +202,13 @@ class Experts(nn.Module):
         if self.tensor.size > 1 and self._compared < 2:
             self._compared += 1
             _check_routing(mesh, self.tensor.dim, choice.chosen, self.count)
-        uneven = balance(mesh, context, choice)
+        uneven = balance(mesh, context, choice) if self.balance_weight else None
         keep = None
         if self.capacity_factor is not None:
             keep = within_capacity(mesh, context, choice.chosen, positions, self.count, self.capacity_factor)
         y = self._through(samples, choice.weights, choice.chosen, keep)
         y = self.tensor.leave(y.unflatten(0, samples.shape[:2]))
-        if self.balance_weight:
+        if uneven is not None:
             y = attach(y, uneven, self.balance_weight)
         return y.view(x.shape)
 

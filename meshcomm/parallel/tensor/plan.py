@@ -202,7 +202,7 @@ def _problems(
     bare = [
         name or "the module itself"
         for name, part in names.items()
-        if any(p is not None for p in part._parameters.values()) and not _owner(name, rules)
+        if any(p is not None for p in part._parameters.values()) and not _has_style(name, rules)
     ]
     if split.sequence_parallel and bare:
         yield (
@@ -278,12 +278,12 @@ def _tied(names: Mapping[str, nn.Module], rules: Mapping[str, Rule]) -> Iterator
                 )
 
 
-def _owner(name: str, rules: Mapping[str, Rule]) -> str:
-    """The style of the nearest part at or around `name` that has one."""
+def _has_style(name: str, rules: Mapping[str, Rule]) -> bool:
+    """Whether a part at or around `name` says how its parameters are split."""
     while True:
         rule = rules.get(name)
         if rule is not None and rule.style not in ("", "enter"):
-            return rule.style
+            return True
         if not name:
-            return ""
+            return False
         name = name.rpartition(".")[0]

@@ -19,21 +19,34 @@ from meshcomm.train.data.batches import permuted
 from meshcomm.train.data.corpus import IGNORED, Corpus, Samples, held_back, outside
 
 _EXPECTED = (
-    "tokens (up to sequence + 1 whole numbers), a pair of inputs and targets, or a dict with input_ids and, "
+    "tokens (up to seq_len + 1 whole numbers), a pair of inputs and targets, or a dict with input_ids and, "
     "as transformers has it, labels"
 )
+# What a function was given once: a parameter with a default would keep that without a word.
+_GONE = {"sequence": "sequence was renamed: seq_len"} | {
+    name: f"{name} is gone: return a dataset by index, which each rank reads its own samples of"
+    for name in ("data_rank", "data_world", "data_world_size")
+}
 
 
 def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
     """Call the function of `config.build`, which is given seed and seq_len where its parameters have these names.
 
-    Raises TrainingError where it cannot be called or returns something else than a dataset by index.
+    Raises TrainingError where it cannot be called, has a parameter that nothing is given for any more, or returns
+    something else than a dataset by index.
     """
     name = config.build
     assert name is not None
     try:
         function = function_of(name)
         taken, facts = inspect.signature(function).parameters, {"seed": seed, "seq_len": config.seq_len}
+        if gone := next((key for key in _GONE if key in taken and key not in config.args), None):
+            raise TrainingError(
+                f"data.build is not given {gone} any more",
+                given=f"{name}({', '.join(taken)})",
+                expected="parameters named seed or seq_len, or those of args",
+                hint=_GONE[gone],
+            )
         found = function(**{key: facts[key] for key in facts if key in taken} | dict(config.args))
     except MeshcommError:
         raise
@@ -44,11 +57,13 @@ def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
             expected="a function that can be imported where the ranks run, and takes args by name",
             hint="its module in the folder that meshcomm is started in, or in PYTHONPATH",
         ) from error
-    if not (hasattr(found, "__getitem__") and hasattr(found, "__len__") and len(found)):
+    by_index = hasattr(found, "__getitem__") and hasattr(found, "__len__")
+    if not (by_index and len(found)):
         loader = isinstance(found, torch.utils.data.DataLoader)
+        more = ", which gives batches" if loader else ", without samples" if by_index else ""
         raise TrainingError(
             "data.build returns no data that can be read so",
-            given=f"{name} returned {type(found).__name__}",
+            given=f"{name} returned {type(found).__name__}{more}",
             expected="a dataset of all ranks' samples, with __getitem__ and a __len__ above 0",
             hint="return its dataset" if loader else "a script, and Trainer.run with an iterable of batches",
         )

@@ -43,7 +43,7 @@ class Part(Protocol):
 class Stream:
     """Tokens one after the other, in memory or mapped from a file. A sample may go on over the end of a document.
 
-    tokens: (n,) of an unsigned or signed type. name: for errors. vocabulary: ids are below it; None: not known, or looked
+    tokens: (n,) of an unsigned or signed type. name: for errors. vocab_size: ids are below it; None: not known, or looked
     at before. first: where the tokens begin in what `name` names.
     """
 

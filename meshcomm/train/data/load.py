@@ -37,7 +37,7 @@ def load(
     """What `config` names, ready to be read at any place.
 
     model:      the folder of `pretrained` has the tokenizer that is the default.
-    vocabulary: of the model; None: not known, and not checked.
+    vocab_size: of the model; None: not known, and not checked.
     cache:      a folder where the tokens of tokenised text are kept, and looked for. None: in memory.
     seed:       what the function of `build` may be given.
     Raises TrainingError where nothing is found, less than one sample is, or tokens are not the model's.
@@ -51,7 +51,7 @@ def load(
         read, given, key = partial(_token_files, config, vocab_size), config.tokens, "data.tokens"
     else:
         tokens = Tokens(config, cache, model, vocab_size)
-        read, given, key = partial(_texts, config, tokens, vocab_size), config.files, "data.files"
+        read, given, key = partial(_texts, config, tokens), config.files, "data.files"
     corpus = read(given, key)
     if not config.validation_files:
         return corpus.cut(config.validation)
@@ -74,13 +74,11 @@ def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
     return sorted(Path(path) for path in found)
 
 
-def _texts(
-    config: DataConfig, tokens: Tokens, vocab_size: int | None, patterns: tuple[str, ...], key: str
-) -> Corpus:
+def _texts(config: DataConfig, tokens: Tokens, patterns: tuple[str, ...], key: str) -> Corpus:
     files = _files(patterns, key)
     documents = list(texts_of(files, config.max_bytes))
     if tokens.tokenizer is None:
-        return _bytes(config, vocab_size, documents, files)
+        return _bytes(config, tokens.vocab_size, documents, files)
     found = tokens.of(documents)
     part = Stream(found, config.seq_len, key)
     checked([part], f"{len(found)} tokens of {key}", config.seq_len)
@@ -91,11 +89,11 @@ def _bytes(
     config: DataConfig, vocab_size: int | None, documents: list[Document], files: list[Path]
 ) -> Corpus:
     """Text of which a byte is a token."""
-    limit = 256 if vocab_size is None else vocab_size
-    for each in documents:
-        if (highest := max(each.text, default=0)) >= limit:
-            where = f"position {each.text.index(highest)} of {each.name}"
-            raise outside(highest, limit, where, _NO_TOKENIZER)
+    if vocab_size is not None:
+        for each in documents:
+            if (highest := max(each.text, default=0)) >= vocab_size:
+                where = f"position {each.text.index(highest)} of {each.name}"
+                raise outside(highest, vocab_size, where, _NO_TOKENIZER)
     text = b"".join(each.text for each in documents)
     if len(text) <= config.seq_len:
         raise TrainingError(
@@ -198,7 +196,7 @@ def texts_of(files: Iterable[Path], most: int | None) -> Iterator[Document]:
 class Tokens:
     """Text through a tokenizer; `tokenizer` is None where a byte is a token. Raises TrainingError.
 
-    model: its folder's tokenizer is the default. vocabulary: tokens are below it; None: not known.
+    model: its folder's tokenizer is the default. vocab_size: tokens are below it; None: not known.
     cache: the tokens are kept there, mapped from there, and made once for the same text and tokenizer. None: in memory.
     """
 
@@ -209,7 +207,7 @@ class Tokens:
         model: ModelConfig | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        self._cache, self._config, self._vocab_size = cache, config, vocab_size
+        self._cache, self._config, self.vocab_size = cache, config, vocab_size
         self.tokenizer: Any = None
         self.eos: int | None = None
         self._facts = b""
@@ -217,12 +215,11 @@ class Tokens:
         if self._path is not None:
             self._open(self._path)
 
-    def of(self, documents: Iterable[Document]) -> NDArray[Any]:
+    def of(self, documents: list[Document]) -> NDArray[Any]:
         """The tokens of all documents, one after the other, the token of `eos` after each."""
-        held = list(documents)
-        tokens = self._made(held) if self._cache is None else self._kept(held, self._cache)
-        if self._vocab_size is not None and len(tokens) and int(tokens.max()) >= self._vocab_size:
-            raise self._outside(held, self._vocab_size)
+        tokens = self._made(documents) if self._cache is None else self._kept(documents, self._cache)
+        if self.vocab_size is not None and len(tokens) and int(tokens.max()) >= self.vocab_size:
+            raise self._outside(documents, self.vocab_size)
         return tokens
 
     def _kept(self, held: list[Document], cache: Path) -> NDArray[Any]:
