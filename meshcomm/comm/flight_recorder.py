@@ -78,6 +78,7 @@ class FlightRecorder:
         self.ordered = False
         self.work: Any = None
         self.message: PendingMessage | None = None
+        self.captured = False
         self.over = 0
         self.ring: list[Entry | None] = [None] * KEPT
         self.left = [0.0] * KEPT
@@ -209,7 +210,9 @@ class FlightRecorder:
     def queued(self, work: Any, message: PendingMessage | None = None) -> None:
         """The backend has the call under way, and will run it after those before it."""
         # The Work of a captured call is never over: its graph is.
-        self.work, self.message = None if capturing() else work, message
+        captured = capturing()
+        self.captured |= captured
+        self.work, self.message = None if captured else work, message
 
     def refuse(self) -> None:
         """Nothing was sent of the last call: each rank of the group says so, whatever it was about to call."""

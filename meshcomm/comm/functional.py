@@ -8,6 +8,7 @@ wrong gives gradients that are off by the size of the dim and raises nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeAlias, final
 
@@ -34,9 +35,9 @@ class Functional:
     and the other transforms of torch.func; see docs/guide/gradients.md.
     """
 
-    def __init__(self, directory: CommunicatorCache) -> None:
+    def __init__(self, directory: CommunicatorCache, planner: Callable[[], Any]) -> None:
         self._at = directory
-        self._groups = operators.Groups(directory)
+        self._groups = operators.Groups(directory, planner)
 
     def all_reduce(self, dims: Dims, x: Tensor, op: str = "sum", *, grad: ReduceGrad) -> Tensor:
         """The sum (or avg, min, max, product without gradient) of x over `dims`, in new memory.

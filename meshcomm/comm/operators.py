@@ -47,10 +47,13 @@ Place: TypeAlias = tuple[str, int, bool]
 
 @final
 class Groups:
-    """The groups of one mesh, as operators find them. A graph outlives its calls: it holds a key, no group."""
+    """The groups of one mesh, as operators find them. A graph outlives its calls: it holds a key, no group.
 
-    def __init__(self, directory: CommunicatorCache) -> None:
-        self.at = directory
+    planner: makes what plans the mesh's patterns.
+    """
+
+    def __init__(self, directory: CommunicatorCache, planner: Callable[[], Any]) -> None:
+        self.at, self.planner = directory, planner
         # The same number for the same mesh on every rank, so that ranks make, and keep on disk, the same graph.
         self.key = f"mesh{next(_NUMBERS)}"
         _LIVE[self.key] = self
@@ -64,16 +67,22 @@ _NUMBERS: Final = count(1)
 _LIVE: Final[WeakValueDictionary[str, Groups]] = WeakValueDictionary()
 
 
-def _communicator(group: str) -> Communicator:
-    key, _, name = group.partition("/")
+def groups_of(key: str, what: str) -> Groups:
+    """The groups of the mesh with this key. Raises MeshClosed for `what`."""
     groups = _LIVE.get(key)
     if groups is None:
         raise MeshClosed(
-            f'a call along "{name}" belongs to a mesh that is gone',
+            f"{what} belongs to a mesh that is gone",
             given=f"{key} of this process, in a compiled function or in a backward pass",
             expected="the mesh that the function was compiled with, still open",
             hint="keep the mesh as long as what was computed with it, or compile again with the new one",
         )
+    return groups
+
+
+def _communicator(group: str) -> Communicator:
+    key, _, name = group.partition("/")
+    groups = groups_of(key, f'a call along "{name}"')
     return groups.at.along(tuple(name.split(", ")) if ", " in name else name)
 
 

@@ -7,8 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
+from gc import collect
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, final, overload
@@ -27,6 +28,7 @@ from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.mismatch import CallCheck
 from meshcomm.comm.objects import Objects
 from meshcomm.errors import (
+    CommunicationError,
     ConfigError,
     LayoutError,
     MeshClosed,
@@ -60,6 +62,9 @@ if TYPE_CHECKING:
 
 # How long the groups of NCCL may take to abort their calls, where a program leaves a mesh by an error.
 _ABORTS_S: Final = 10.0
+
+# How long they may take to close, where CUDA graphs have captured their calls.
+_GRAPHS_S: Final = 10.0
 
 
 @final
@@ -96,7 +101,7 @@ class Mesh(AlongDims):
         self._transports = runtime.transports
         self._watch = runtime.watch
         self._at = CommunicatorCache(self._explain)
-        self.functional = Functional(self._at)
+        self.functional = Functional(self._at, self._planner)
         self.objects = Objects(self._at, self.device, self.is_fake)
         self.metrics = Metrics()
         self._torch = TorchMesh(self.layout, self.rank, self.device, self._transports, runtime.prefix)
@@ -273,10 +278,13 @@ class Mesh(AlongDims):
 
             return rearrange_in_graph(self, x, pattern, partial, grad, sizes)
         if self._rearranger is None:
-            from meshcomm.pattern.apply import Rearranger
-
-            self._rearranger = Rearranger(self.layout, self._at, self.functional, self.label)
+            self._rearranger = self._planner()
         return self._rearranger.run(x, pattern, partial, grad, sizes)
+
+    def _planner(self) -> Rearranger:
+        from meshcomm.pattern.apply import Rearranger
+
+        return Rearranger(self.layout, self._at, self.functional, self.label)
 
     # -- barriers ---------------------------------------------------------------------------------
 
@@ -581,6 +589,7 @@ class Mesh(AlongDims):
         self.closed = True
         differs = self._watch.before_leaving() if compare and self._watch is not None else None
         self._at.clear()
+        captured = any(recorder.captured for recorder in self.metrics.recorders.values())
         self.metrics.recorders.clear()
         if self._watch is not None:
             self._watch.close()
@@ -594,11 +603,13 @@ class Mesh(AlongDims):
                 within(_ABORTS_S, partial(_abort, set(ordered)))
         self._torch.close()
         self.store.close()
+        held = _closed_with_graphs(self._runtime.resources, self.label) if captured else None
         self._runtime.resources.close()
         # What is kept alive by a closed mesh, in a cycle say, keeps no connection to the store.
         del self._store, self._runtime
-        if differs is not None:
-            raise differs
+        error = differs or (held if compare else None)
+        if error is not None:
+            raise error
 
     def __enter__(self) -> Mesh:
         return self
@@ -746,6 +757,25 @@ def _abort(transports: Iterable[Transport]) -> None:
 
 # Those that were opened and are still there, by when.
 _OPENED: WeakValueDictionary[int, Mesh] = WeakValueDictionary()
+
+
+def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError | None:
+    """Close what a mesh has whose calls were captured; the error where a graph of these is alive.
+
+    NCCL destroys no communicator, and aborts none, before the last graph that has captured its calls is gone
+    (seen with NCCL 2.28 and torch 2.11, whose `destroy_process_group` never returns then).
+    """
+    collect()
+    try:
+        within(_GRAPHS_S, resources.pop_all().close)
+    except TimeoutError:
+        return CommunicationError(
+            f"the mesh closes before a CUDA graph that has captured its calls, on {label}",
+            given=f"NCCL has not let the groups go within {_GRAPHS_S:g} s",
+            expected="no graph with calls of the mesh when it closes: NCCL waits for the last one without a limit",
+            hint="graph.reset(), or del graph, before the mesh closes",
+        )
+    return None
 
 
 def _latest() -> list[Mesh]:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 from weakref import WeakKeyDictionary, ref
@@ -38,7 +38,7 @@ from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_wa
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.store import within
 from meshcomm.transport import Transport
-from meshcomm.transport.torch_private import capturing, overdue_barrier
+from meshcomm.transport.torch_private import capturing, overdue_barrier, unfinished_collectives
 
 # A backend that has not given up a call so long after the group's timeout never will.
 GRACE_S: Final = 5.0
@@ -176,8 +176,12 @@ class Watchdog(Watching):
 
     def drain(self) -> None:
         for recorder in self._recorders:
-            while recorder.ordered and recorder.pending:
-                time.sleep(0.002)
+            pause_s = 0.001
+            while (
+                recorder.ordered and recorder.started and _queued(recorder, None, unfinished_collectives, 0.0)
+            ):
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.1)
 
     def close(self) -> None:
         if self._stop.is_set() or os.getpid() != self._process:
@@ -252,7 +256,8 @@ class Watchdog(Watching):
     def _look(self) -> bool:
         """Look for calls that their backend holds; whether to look again."""
         now = time.monotonic()
-        error = self._held_barrier(now) or self._held_call(now) or self._held_queue(now)
+        # The host may be blocked in a later call behind the one that is queued.
+        error = self._held_barrier(now) or self._held_queue(now) or self._held_call(now)
         if error is not None:
             self._options.end(error)
         return error is None
@@ -416,7 +421,10 @@ class _Past(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """A call that was queued on its backend. number: of the collective, or of the last one before the message."""
+    """A call that was queued on its backend. number: of the collective, or of the last one before the message.
+
+    work: None of a blocking call on NCCL.
+    """
 
     work: Any
     message: PendingMessage | None
@@ -460,27 +468,39 @@ class CallTimer:
         A backend is asked eight times in a timeout, as that may disturb the capture of a CUDA graph, for the same call
         until it is over.
         """
-        found = []
+        found, asked = [], cache(unfinished_collectives)
         for recorder in list(recorders):
             seen = self._groups.setdefault(recorder, _Timed(None, now))
             if not recorder.ordered or now < seen.next:
                 continue
             timeout_s = recorder.timeout_s()
             seen.next = now + min(timeout_s / 8, _ASKS_S)
-            queued = seen.queued
-            work, message, number = recorder.work, recorder.message, recorder.started
+            before = seen.queued
             try:
-                if queued is not None and not queued.work.is_completed():
-                    if now - queued.since > timeout_s:
-                        found.append((recorder, queued))
-                    continue
-                waits = work is not None and not work.is_completed()
+                seen.queued = _queued(recorder, before, asked, now)
             except RuntimeError:
                 continue  # while a graph is captured; it is asked again
-            if queued is not None:
-                recorder.over = max(recorder.over, queued.number)
-            seen.queued = Queued(work, message, number, now) if waits else None
+            if before is not None and before is not seen.queued:
+                recorder.over = max(recorder.over, before.number)
+            elif before is not None and now - before.since > timeout_s:
+                found.append((recorder, before))
         return found
+
+
+def _queued(
+    recorder: FlightRecorder, before: Queued | None, asked: Callable[[], Mapping[str, int]], now: float
+) -> Queued | None:
+    """The call that the backend has queued and not ended: `before` again while it is that one."""
+    if before is not None and before.work is not None and not before.work.is_completed():
+        return before
+    work, message, number = recorder.work, recorder.message, recorder.started
+    if work is not None:
+        return None if work.is_completed() else Queued(work, message, number, now)
+    count = asked().get(recorder.group_name, 0) if number else 0
+    if not count:
+        return None
+    number = max(1, number - count + 1)
+    return before if before is not None and before.number == number else Queued(None, None, number, now)
 
 
 def _under_way(recorder: FlightRecorder) -> Any:

@@ -15,7 +15,7 @@ from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from meshcomm.comm import CommunicatorCache, Functional
 from meshcomm.comm.checks import check_tensor, followed
 from meshcomm.comm.functional import GatherGrad
-from meshcomm.comm.operators import UNDETERMINED
+from meshcomm.comm.operators import UNDETERMINED, groups_of
 from meshcomm.errors import AutogradError, MeshcommError, PatternError, ShapeError
 from meshcomm.layout import Layout
 from meshcomm.pattern.plan import plan
@@ -175,7 +175,8 @@ def rearrange_in_graph(
     # Only text makes a number of a size that is to be one for good.
     shape = tuple(int(f"{size}") for size in x.shape)
     listed = tuple(sizes.items())
-    calls = _calls_in_graph(mesh, mesh.layout, pattern, shape, partial, listed, grad, _needs_grad(x))
+    key, dims = mesh.functional._groups.key, len(mesh.layout.merge)
+    calls = _calls_in_graph(key, dims, pattern, shape, partial, listed, grad, _needs_grad(x))
     if isinstance(calls, MeshcommError):
         raise calls
     return _through(mesh.functional, calls, x)
@@ -183,8 +184,8 @@ def rearrange_in_graph(
 
 @once_in_graphs
 def _calls_in_graph(
-    mesh: Any,
-    layout: Layout,
+    key: str,
+    merged: int,
     pattern: str,
     shape: tuple[int, ...],
     partial: str | None,
@@ -192,8 +193,11 @@ def _calls_in_graph(
     grad: GatherRules | None,
     needs_grad: bool,
 ) -> _Calls | MeshcommError:
-    """The calls, or why there are none: an error of ours has to be raised by what is traced."""
-    planner = Rearranger(layout, mesh._at, mesh.functional, mesh.label)
+    """The calls, or why there are none: an error of ours has to be raised by what is traced.
+
+    All arguments are constants of a graph, which torch 2.11 asks for; `merged`, as another merged dim plans anew.
+    """
+    planner: Rearranger = groups_of(key, f'rearrange "{pattern}"').planner()
     try:
         return planner.calls(planner.recipe(pattern, shape, partial, sizes), shape, grad, needs_grad)
     except MeshcommError as error:

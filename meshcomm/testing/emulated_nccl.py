@@ -14,6 +14,7 @@ touches it before the call was waited for, a race on a GPU, raises UnorderedAcce
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -25,6 +26,7 @@ from queue import SimpleQueue
 from types import FrameType, SimpleNamespace
 from typing import Any, Final, NamedTuple, final
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,7 @@ from meshcomm.transport.torch_private import (
     HOOK_NUMBERS,
     DispatchMode,
     Work,
+    bindings,
     compiled_files,
     explicit_kernel,
     has_backend,
@@ -271,7 +274,9 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             _emulation().is_over(item)
 
     def shutdown(self) -> None:
-        """Wait for all that is queued, without a limit, as ncclCommFinalize does; then close."""
+        """Wait for all that is queued, without a limit, as ncclCommFinalize does, and for graphs; then close."""
+        while _active and any(graph.holds(self) for graph in list(_emulation().graphs)):
+            time.sleep(0.05)
         if not self.aborted.is_set():
             for item in _emulation().pending_of(self):
                 _block(item)
@@ -288,7 +293,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
     # -- calls ------------------------------------------------------------------------------------------
 
-    def _collective(self, method: str, *given: Any) -> EmulatedWork:
+    def _collective(self, method: str, *given: Any) -> EmulatedWork | None:
         kind, inputs = _METHODS[method]
         arguments, options = (given[:-1], given[-1]) if _is_options(given[-1]) else (given, None)
         if (op := getattr(options, "reduceOp", None)) in _LACKING:
@@ -313,7 +318,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         in_place = not inputs and not (kind == "BROADCAST" and root == self._rank)
         return self._call(_Call(kind, run, ins, outs if inputs else (), in_place, root, blocking))
 
-    def barrier(self, opts: Any = None) -> EmulatedWork:
+    def barrier(self, opts: Any = None) -> EmulatedWork | None:
         blocking = opts is not None and not opts.asyncOp
         return self._call(_Call("BARRIER", self._run_barrier, blocking=blocking))
 
@@ -331,16 +336,16 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._expect("BARRIER", [], -1)
         self._connected.allreduce([torch.zeros(1)]).wait()
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> EmulatedWork:
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> EmulatedWork | None:
         return self._message("SEND", tensors, peer)
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> EmulatedWork:
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> EmulatedWork | None:
         return self._message("RECV", tensors, peer)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> EmulatedWork:
         raise RuntimeError("Backend nccl does not support recvAnysource")
 
-    def _message(self, kind: str, tensors: list[Tensor], peer: int) -> EmulatedWork:
+    def _message(self, kind: str, tensors: list[Tensor], peer: int) -> EmulatedWork | None:
         def start() -> SimpleNamespace:
             # NCCL knows no tags: messages of two ranks meet in order. The size goes first.
             size = torch.tensor([sum(x.numel() for x in tensors)])
@@ -381,8 +386,8 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._queue(whole)
         return EmulatedWork([whole])
 
-    def _call(self, call: _Call) -> EmulatedWork:
-        """Queue it, or keep it for `_end_coalescing`; between the hooks that torch calls."""
+    def _call(self, call: _Call) -> EmulatedWork | None:
+        """Queue it, or keep it for `_end_coalescing`; between the hooks that torch calls. A blocking call has no Work."""
         number = HOOK_NUMBERS.get(call.kind, -1)
         told = SimpleNamespace(
             name=number,
@@ -397,7 +402,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         if self.aborted.is_set():
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self._rank}.")
         item = _Item(self, call.kind, call.run, call.memory)
-        work = EmulatedWork([item], host_waits=call.kind == "BARRIER")
+        work = None if call.blocking else EmulatedWork([item], host_waits=call.kind == "BARRIER")
         if self._together is not None:
             _emulation().check(item)
             self._together.append(item)
@@ -407,7 +412,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             self._queue(item)
         if call.blocking:
             self.order(item)
-            if _emulation().at_once:
+            if _emulation().at_once or call.kind == "BARRIER":
                 _block(item)
         for hook in list(self._after.values()):
             hook(SimpleNamespace(name=number, async_op=not call.blocking, work=work, op_id=told.op_id))
@@ -467,10 +472,18 @@ for _method in _METHODS:
 
 @final
 class Graph:
-    """The calls of one capture; `replay` queues them again."""
+    """The calls of one capture; `replay` queues them again. No communicator of these closes before `reset`, or the end."""
 
     def __init__(self) -> None:
         self.items: list[_Item] = []
+
+    def holds(self, queue: EmulatedNCCL) -> bool:
+        """Whether it has captured a call of this communicator."""
+        return any(item.queue is queue for item in self.items)
+
+    def reset(self) -> None:
+        """Forget the calls."""
+        self.items = []
 
     def replay(self) -> None:
         for captured in self.items:
@@ -489,6 +502,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         self.queues: list[EmulatedNCCL] = []
         self.pending: list[_Item] = []
         self.graph: Graph | None = None
+        self.graphs: WeakSet[Graph] = WeakSet()
         self.strict = self.at_once = False
         self.syncs = 0
         self._dump_s = dump_s
@@ -562,14 +576,32 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
                 _block(item)
 
     def check(self, item: _Item) -> None:
-        """A call is about to be queued: it runs after the calls on other communicators that it is ordered behind."""
+        """A call is about to be queued: it runs after the calls on other communicators that it is ordered behind.
+
+        These are all that the program's stream runs or has waited for: a call comes after what its stream has so far.
+        """
         for other in list(self.pending):
-            if other.queue is not item.queue and any(other.meets(*own) for own in item.memory):
-                if not other.ordered:
-                    raise UnorderedAccess(
-                        f"{item.name} uses what {other.name} of another group has not been waited for"
-                    )
+            if other.queue is item.queue:
+                continue
+            if other.ordered:
                 item.after.append(other)
+            elif any(other.meets(*own) for own in item.memory):
+                raise UnorderedAccess(
+                    f"{item.name} uses what {other.name} of another group has not been waited for"
+                )
+
+    def trace(self, **given: bool) -> str:
+        """What torch's flight recorder says of NCCL's calls that are not over, with the keys that meshcomm reads."""
+        entries = [
+            {
+                "process_group": [item.queue.group_name, ""],
+                "is_p2p": item.name in ("SEND", "RECV"),
+                "profiling_name": f"nccl:{item.name.lower()}",
+                "state": "scheduled",
+            }
+            for item in list(self.pending)
+        ]
+        return json.dumps({"entries": entries})
 
     def sync(self, name: str) -> None:
         """The host asks for a value."""
@@ -652,6 +684,7 @@ def emulated_nccl(dump_s: float = 1.0) -> Iterator[None]:
         stack.callback(_active.remove, emulation)
         stack.callback(emulation.close)
         stack.enter_context(emulation)
+        stack.enter_context(patch.object(bindings, "_dump_nccl_trace_json", emulation.trace, create=True))
         for name in ("tolist", "numpy", "__array__"):
             stack.enter_context(patch.object(Tensor, name, _reads(name, getattr(Tensor, name))))
         yield
@@ -662,6 +695,7 @@ def capture() -> Iterator[Graph]:
     """Capture the calls of the block, as torch.cuda.graph does; they run by `Graph.replay` only."""
     emulation = _emulation()
     emulation.graph = Graph()
+    emulation.graphs.add(emulation.graph)
     try:
         with (
             patch.object(torch.cuda, "is_initialized", lambda: True),

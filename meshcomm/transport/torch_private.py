@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import json
 import math
 import os
 import sys
@@ -16,6 +17,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import FunctionType
@@ -166,6 +168,20 @@ profiling = torch.autograd._profiler_enabled
 def capturing() -> bool:
     """Whether this thread captures a CUDA graph: to ask a Work whether it is over would end the capture."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def unfinished_collectives() -> dict[str, int]:
+    """How many collectives of each group, by its name, NCCL has queued that are not over; from torch's flight recorder.
+
+    Since torch 2.8 a blocking call on NCCL returns no Work that could be asked (`asyncOp ? work : nullptr` in
+    ProcessGroupNCCL.cpp). Empty where TORCH_FR_BUFFER_SIZE=0 turns the recorder off.
+    """
+    dump = getattr(bindings, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return {}
+    entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", ())
+    calls = (each for each in entries if not each["is_p2p"] and "coalesced" not in each["profiling_name"])
+    return Counter(each["process_group"][0] for each in calls if each["state"] != "completed")
 
 
 def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

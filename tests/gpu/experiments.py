@@ -29,7 +29,10 @@ FAULT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Experiment:
-    """program: a function of tests/gpu/ranks.py, or "train". ranks: what it needs; limit_s: what it may take."""
+    """program: a function of tests/gpu/ranks.py, or "train". ranks: what it needs; limit_s: what it may take.
+
+    alone: it gives figures, so nothing else runs meanwhile.
+    """
 
     name: str
     question: str
@@ -37,6 +40,7 @@ class Experiment:
     ranks: int
     limit_s: float
     fault: str = ""
+    alone: bool = False
 
 
 EXPERIMENTS = (
@@ -48,16 +52,18 @@ EXPERIMENTS = (
     ),
     Experiment("one", "4: every method and dtype of a world of one, order of streams", "one", 1, 60),
     Experiment("syncs", "5: calls in steady state that make the host wait", "syncs", 4, 60),
+    Experiment("queue", "4: what the backend says of calls that are not over", "queue", 2, 60),
     Experiment("graphs", "6: CUDA graphs of calls", "graphs", 4, 60),
+    Experiment("graph_alive", "6: a mesh closes before a graph of its calls", "graph_alive", 2, 50),
     Experiment("gloo", "7: Gloo with tensors of the device", "gloo", 4, 60),
     Experiment("steps", "5: training steps that log nothing make the host wait for nothing", "steps", 4, 120),
     Experiment("compiled", "8: mesh.functional under torch.compile, fullgraph", "compiled", 2, 100),
     Experiment("steps_compiled", "8: training steps of compiled blocks", "steps_compiled", 2, 100),
-    Experiment("train", "9: meshcomm train, one process", "train", 1, 60),
-    Experiment("speed", "9: a 1B-parameter step beside plain PyTorch", "speed", 1, 90),
-    Experiment("checkpoint", "9: a checkpoint from pinned memory", "checkpoint", 1, 60),
-    Experiment("attention_1", "9: attention of one process", "attention", 1, 60),
-    Experiment("attention_4", "9: ring attention beside torch's own", "attention", 4, 60),
+    Experiment("train", "9: meshcomm train, one process", "train", 1, 60, alone=True),
+    Experiment("speed", "9: a 1B-parameter step beside plain PyTorch", "speed", 1, 90, alone=True),
+    Experiment("checkpoint", "9: a checkpoint from pinned memory", "checkpoint", 1, 60, alone=True),
+    Experiment("attention_1", "9: attention of one process", "attention", 1, 60, alone=True),
+    Experiment("attention_4", "9: ring attention beside torch's own", "attention", 4, 60, alone=True),
     Experiment("collectives_8", "1: every collective, created and permuted groups", "collectives", 8, 120),
 )
 # The emulated backend stands for the rest on CPU.
@@ -153,14 +159,14 @@ def run(experiment: Experiment, setting: Setting, folder: Path, left_s: float = 
 
 
 def shared(setting: Setting, folder: Path) -> tuple[Setting, list[Outcome]]:
-    """How ranks may share the GPUs of this host, tried by two ranks on torch alone."""
+    """How ranks may share the GPUs of this host, tried by four on torch alone."""
     if setting.device == "cpu":
         return setting, []
     if torch.cuda.device_count() >= 8:
         return setting, []
     tried = []
     for share in ("hostid", "multi"):
-        probe = Experiment(f"sharing_{share}", "may ranks of NCCL share one GPU?", "probe", 2, 60)
+        probe = Experiment(f"sharing_{share}", "may ranks of NCCL share one GPU?", "probe", 4, 60)
         found = replace(setting, share=share)
         tried.append(run(probe, found, folder))
         if tried[-1].ended == "right":
@@ -171,7 +177,8 @@ def shared(setting: Setting, folder: Path) -> tuple[Setting, list[Outcome]]:
 def _environment(experiment: Experiment, setting: Setting, folder: Path) -> dict[str, str]:
     given = {**asdict(setting), "folder": str(folder), "fault": experiment.fault}
     given["messages"] = experiment.program != "gloo" or setting.device == "cpu"
-    own = {"TESTS_GPU": json.dumps(given), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    paths = os.pathsep.join((str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    own = {"TESTS_GPU": json.dumps(given), "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
     if setting.device == "cuda":
         own |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": str(folder / "nccl.%p")}
     if setting.share in ("hostid", "multi"):

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 SETTING: dict[str, Any] = json.loads(os.environ.get("TESTS_GPU", "{}"))
@@ -46,6 +47,7 @@ from meshcomm.train.checkpoint_writer import parts_of, value_of
 from meshcomm.train.data import batches_of
 from meshcomm.train.data import load as text
 from meshcomm.transport.process_group import ProcessGroupTransport
+from meshcomm.transport.torch_private import bindings, unfinished_collectives
 from tests.benchmarks.plain import Plain
 from tests.mesh import queued_program
 from tests.testing import test_emulated_nccl as queued
@@ -54,6 +56,8 @@ RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 HERE = Path(__file__).parent
 BACKEND, DEVICE = SETTING.get("backend", "nccl"), SETTING.get("device", "cuda")
 ON_GPU = DEVICE == "cuda"
+# First calls on a group that are compared. A call takes milliseconds where ranks share a GPU.
+COMPARED = 8
 DIMS = {8: {"pp": 2, "dp": 2, "tp": 2}, 4: {"dp": 2, "tp": 2}, 2: {"dp": 2, "tp": 1}}.get(
     WORLD, {"dp": WORLD, "tp": 1}
 )
@@ -69,7 +73,8 @@ def case(name: str) -> Iterator[dict[str, Any]]:
         yield row
         row["right"] = True
     except Exception as error:
-        row["said"] = f"{type(error).__name__}: {error}"[:1500]
+        lines = [f"{Path(each.filename).name}:{each.lineno}" for each in extract_tb(error.__traceback__)]
+        row["said"] = f"{type(error).__name__}: {error}"[:1500] + f" ({' '.join(lines[-6:])})"
     finally:
         row["seconds"] = round(time.monotonic() - began, 3)
         with open(Path(SETTING["folder"]) / f"{RANK}.jsonl", "a") as file:
@@ -79,7 +84,7 @@ def case(name: str) -> Iterator[dict[str, Any]]:
 @contextmanager
 def opened(source: Any = None, **keys: Any) -> Iterator[Mesh]:
     """A mesh whose tensors are made on its device."""
-    usual = {"dims": DIMS, "backend": BACKEND, "device": DEVICE, "timeout_s": 30}
+    usual = {"dims": DIMS, "backend": BACKEND, "device": DEVICE, "timeout_s": 30, "validate_calls": COMPARED}
     with meshcomm.init(source, **({**usual, **keys} if source is None else {})) as mesh:
         torch.set_default_device(mesh.device)
         try:
@@ -127,7 +132,7 @@ def basics(mesh: Mesh) -> None:
             for offset in (1, -1, 2):
                 came = mesh.shift(dims, x, offset)
                 assert came is not None and came[0, 0] == ranks[(here - offset) % n]
-        if n > 1 and BACKEND in ("nccl", emulation.NAME):
+        if n > 1 and mesh.plan.defaults.backend in ("nccl", emulation.NAME):
             with pytest.raises(meshcomm.MeshcommError, match="band of int64 is not possible on"):
                 mesh.all_reduce(dims, x.long(), "band")
             with pytest.raises(meshcomm.MeshcommError, match="cannot receive from any source"):
@@ -139,12 +144,19 @@ def basics(mesh: Mesh) -> None:
 
 
 def probe() -> None:
-    """NCCL by torch alone: may these ranks share the device?"""
-    with case(f"{WORLD} ranks, share: {SETTING['share']}"):
+    """NCCL by torch alone: may these ranks share the device, and what does a call cost then?"""
+    with case(f"{WORLD} ranks, share: {SETTING['share']}") as row:
+        began = time.monotonic()
         dist.init_process_group(BACKEND)
         x = torch.ones(4, device=DEVICE)
         dist.all_reduce(x)
         assert x.tolist() == [WORLD] * 4
+        row["first_s"] = round(time.monotonic() - began, 2)
+        began = time.monotonic()
+        for _ in range(20):
+            dist.all_reduce(x)
+        finish()
+        row["ms of a call"] = round((time.monotonic() - began) * 50, 2)
         dist.destroy_process_group()
 
 
@@ -170,8 +182,8 @@ def collectives() -> None:
                     used = (free - free_bytes()) / max(1, communicators() - early) / WORLD
                     row["MiB for each and rank"] = round(used / 2**20, 1)
     if WORLD == 4:
-        with case("70 calls of each kind, ours and torch's, then a wait that gives up"), opened() as mesh:
-            queued.every_call(mesh)
+        with case("calls of each kind, ours and torch's, then a wait that gives up"), opened() as mesh:
+            queued.every_call(mesh, COMPARED + 4)
             queued.limited_wait(mesh)
 
 
@@ -255,8 +267,8 @@ def late(transport: ProcessGroupTransport, value: float, blocking: bool, elsewhe
     assert twice.eq(2 * value).all(), f"got {twice[0].item()}, expected {2 * value}"
 
 
-def warm_calls(mesh: Mesh, x: Tensor) -> dict[str, Callable[[], Any]]:
-    """Each call on tensors that are there, after its first ones, which are compared."""
+def warm_calls(mesh: Mesh, x: Tensor, only: str = "") -> dict[str, Callable[[], Any]]:
+    """Each call on tensors that are there, after its first ones, which are compared; `only` one of them."""
     out, y = torch.empty_like(x), torch.ones(8, 4, requires_grad=True)
     peer = mesh.size("dp") - 1 - mesh.coord("dp")
     calls: dict[str, Callable[[], Any]] = {
@@ -273,8 +285,8 @@ def warm_calls(mesh: Mesh, x: Tensor) -> dict[str, Callable[[], Any]]:
             mesh.functional.all_reduce("dp", y, grad="sum").sum().backward()
         ),
     }
-    for call in calls.values():
-        for _ in range(70):
+    for call in [calls[only]] if only else calls.values():
+        for _ in range(COMPARED + 4):
             call()
     finish()
     return calls
@@ -424,7 +436,7 @@ def speed() -> None:
                 parameters = sum(each.numel() for _, each in trainer.named_parameters())
                 row["parameters"] = parameters
                 batches = batches_of(trainer, text(trainer.sections.data))
-                given = [batches(number) for number in range(8)]
+                given = [batches(number) for number in range(1, 9)]
                 timed("ours", row, parameters, partial(one_step, trainer, given))
                 assert all(each.loss < 7 for each in trainer.results())
                 del trainer
@@ -484,7 +496,7 @@ def graphs() -> None:
     ):
         with case(f"{name}, capture {mode}"), opened() as mesh:
             x = torch.ones(8, 4)
-            call = warm_calls(mesh, x)[name]
+            call = warm_calls(mesh, x, name)[name]
             graph = torch.cuda.CUDAGraph() if ON_GPU else None
             with (
                 torch.cuda.graph(graph, capture_error_mode=mode) if ON_GPU else emulation.capture()
@@ -495,6 +507,49 @@ def graphs() -> None:
                 (graph or capturing).replay()
                 finish()
                 assert result.eq(value).all(), f"got {result.tolist()}, expected {value}"
+            del graph, capturing
+
+
+def graph_alive() -> None:
+    """A mesh closes while a graph that has captured its calls is alive, for which NCCL waits without a limit."""
+    told = "closes before a CUDA graph that has captured"
+    with case("refused"), pytest.raises(meshcomm.CommunicationError, match=told), opened() as mesh:
+        call = warm_calls(mesh, torch.ones(8, 4), "all_reduce")["all_reduce"]
+        graph = torch.cuda.CUDAGraph() if ON_GPU else None
+        with torch.cuda.graph(graph) if ON_GPU else emulation.capture() as captured:
+            call()
+        (graph or captured).replay()
+        finish()
+    (graph or captured).reset()
+
+
+def queue() -> None:
+    """What the backend says of the calls that a peer has not come to."""
+    with opened() as mesh:
+        x, late, name = torch.ones(4), mesh.coord("dp") == 1, mesh.group("dp").group_name
+        y, out = torch.ones(4), torch.zeros(4)
+        for each in ("exchange", "all_reduce"):
+            warm_calls(mesh, x.view(1, 4), each)
+        for calls in range(3):
+            with case(f"{calls} calls and an exchange that a peer has not come to") as row:
+                if late:
+                    mesh.store.wait([f"queued/{calls}/{mesh.ranks('dp')[0]}"])
+                for _ in range(calls):
+                    mesh.all_reduce("dp", x)
+                mesh.exchange("dp", sends=[(y, int(not late))], recvs=[(out, int(not late))])
+                if not late:
+                    time.sleep(0.2)
+                    found = unfinished_collectives()
+                    if calls < 2 and ON_GPU:
+                        row["trace"] = bindings._dump_nccl_trace_json(
+                            includeCollectives=True, onlyActive=True
+                        )[-2500:].decode()
+                    mesh.store.set(f"queued/{calls}/{mesh.rank}", b"")
+                    assert found.get(name, 0) == calls, found
+                finish()
+                time.sleep(1.5)
+                found = unfinished_collectives()
+                assert not found.get(name), found
 
 
 def gloo() -> None:

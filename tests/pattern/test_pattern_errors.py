@@ -261,7 +261,7 @@ def silent(mesh: Layout = MESH) -> Callable[..., torch.Tensor]:
         raise AssertionError(f"something would have been sent along {dims}")
 
     at = CommunicatorCache(explain)
-    run = Rearranger(mesh, at, Functional(at), "rank 5 (pp=0 dp=1 tp=1)").run
+    run = Rearranger(mesh, at, Functional(at, object), "rank 5 (pp=0 dp=1 tp=1)").run
 
     def rearrange(
         x: Any, pattern: Any, /, *, partial: Any = None, grad: Any = None, **sizes: Any

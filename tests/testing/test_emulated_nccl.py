@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,8 +13,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 import meshcomm
-from meshcomm.errors import CollectiveTimeout, UnsupportedOp
+from meshcomm.errors import CollectiveTimeout, CommunicationError, UnsupportedOp
 from meshcomm.mesh import Mesh
+from meshcomm.mesh import mesh as mesh_module
 from meshcomm.testing import Pool, RankFailure
 from meshcomm.testing.emulated_nccl import (
     NAME,
@@ -32,9 +34,9 @@ def on_a_mesh(check: Callable[[Mesh], None], timeout_s: float = 30.0) -> None:
         check(mesh)
 
 
-def every_call(mesh: Mesh) -> None:
+def every_call(mesh: Mesh, rounds: int = 70) -> None:
     """Right along both dims, first calls and prepared ones, ours and torch's own."""
-    for _ in range(70):
+    for _ in range(rounds):
         for dim in ("dp", "tp"):
             ranks = mesh.ranks(dim)
             x = torch.full((4, 2), float(mesh.rank))
@@ -184,6 +186,29 @@ def aborted() -> None:
 
 def test_abort(pool: Pool) -> None:
     pool.run(aborted, ranks=2)
+
+
+def closed_before_a_graph() -> None:
+    """A communicator outlives the graphs of its calls; a mesh that closes says so, and hangs no longer than it must."""
+    with emulated_nccl():
+        mesh = meshcomm.init(dims={"dp": 2}, backend=NAME, device="cpu", validate_calls=0)
+        x = torch.ones(1)
+        mesh.all_reduce("dp", x)
+        with capture() as graph:
+            mesh.all_reduce("dp", x)
+        mesh_module._GRAPHS_S = 1.0
+        with pytest.raises(CommunicationError, match="closes before a CUDA graph that has captured") as held:
+            mesh.close()
+        assert "graph.reset()" in held.value.hint
+        graph.reset()
+        # What closes goes on by itself now.
+        for thread in threading.enumerate():
+            if thread.name == "meshcomm-store":
+                thread.join(20)
+
+
+def test_a_mesh_that_closes_before_a_graph_of_its_calls(pool: Pool) -> None:
+    pool.run(closed_before_a_graph, ranks=2)
 
 
 def overdue() -> None:

@@ -19,7 +19,9 @@ from meshcomm.transport.torch_private import outside_graphs
 AttentionKind: TypeAlias = Literal["ring", "ulysses"]
 
 
-def sequence_positions(seq_len: int, n: int, coord: int, order: Order) -> Tensor:
+def sequence_positions(
+    seq_len: int, n: int, coord: int, order: Order, device: torch.device | None = None
+) -> Tensor:
     """The positions in the whole sequence of the tokens that coord `coord` of `n` holds, in its order.
 
     "contiguous": slice `coord` of n. "zigzag": of 2n chunks, chunk c and chunk 2n - 1 - c for coord c. So each rank has
@@ -29,7 +31,7 @@ def sequence_positions(seq_len: int, n: int, coord: int, order: Order) -> Tensor
     >>> sequence_positions(12, 3, 1, "contiguous").tolist(), sequence_positions(12, 3, 1, "zigzag").tolist()
     ([4, 5, 6, 7], [2, 3, 8, 9])
 
-    Returns: int64 (sequence / n,), ascending.
+    Returns: int64 (sequence / n,), ascending, made on `device`, so that the host does not wait for a copy.
     Raises:  ShapeError where n, or for a zig-zag 2n, does not divide the sequence (n = 1 divides any); LayoutError for a
              coord that n ranks do not have.
     """
@@ -56,7 +58,7 @@ def sequence_positions(seq_len: int, n: int, coord: int, order: Order) -> Tensor
         )
     length = seq_len // chunks
     mine = [coord] if chunks == n else [coord, chunks - 1 - coord]
-    return torch.cat([torch.arange(c * length, (c + 1) * length) for c in mine])
+    return torch.cat([torch.arange(c * length, (c + 1) * length, device=device) for c in mine])
 
 
 def split_sequence(x: Tensor, axis: int, mesh: Mesh, dim: str, order: Order) -> Tensor:
@@ -71,8 +73,8 @@ def split_sequence(x: Tensor, axis: int, mesh: Mesh, dim: str, order: Order) -> 
     """
     axis = normal_axis(x, axis, lambda: f'split_sequence along "{dim}" on {mesh.label}')
     n = mesh.size(dim)
-    positions = sequence_positions(x.shape[axis], n, mesh.coord(dim), order)
-    return x if n == 1 else x.index_select(axis, positions.to(x.device))
+    positions = sequence_positions(x.shape[axis], n, mesh.coord(dim), order, x.device)
+    return x if n == 1 else x.index_select(axis, positions)
 
 
 def gather_sequence(
@@ -176,7 +178,7 @@ class ContextSplit:
 
         Raises: ShapeError where the sequence cannot be split.
         """
-        return sequence_positions(seq_len, self.size, self.coord, self.order).to(self.mesh.device)
+        return sequence_positions(seq_len, self.size, self.coord, self.order, self.mesh.device)
 
     def split(self, x: Tensor, axis: int) -> Tensor:
         """This rank's tokens of an x that all hold whole. See `split_sequence`."""
