@@ -74,13 +74,6 @@ def test_a_graph_without_tangents_is_not_used_with_them(mesh: Mesh) -> None:
     assert "tangents" in text or "tangent" in text
 
 
-# Before 2.12, torch.compile evaluates a function once for a graph only where all its arguments are constants.
-compiles_rearrange = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason=f"torch {torch.__version__} does not compile mesh.rearrange"
-)
-
-
-@compiles_rearrange
 @pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
 def test_rearrange_and_shift_compile_without_a_break(mesh: Mesh) -> None:
     patterns: list[tuple[str, dict[str, Any], bool]] = [
@@ -112,7 +105,6 @@ def test_rearrange_and_shift_compile_without_a_break(mesh: Mesh) -> None:
         torch.testing.assert_close(found[0], found[1])
 
 
-@compiles_rearrange
 @pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
 def test_a_wrong_pattern_is_named_in_a_compiled_function(mesh: Mesh) -> None:
     for text in ("a b -> a (pt b)", "a b -> a (tp b)"):

@@ -6,6 +6,7 @@ Run by tests/gpu/experiments.py, which says in the variable TESTS_GPU how: a Set
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -440,9 +441,7 @@ def speed() -> None:
                 timed("ours", row, parameters, partial(one_step, trainer, given))
                 assert all(each.loss < 7 for each in trainer.results())
                 del trainer
-            if ON_GPU:
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
+            fresh()
             with torch.device(DEVICE):
                 plain = Plain(config.model, sequence, range(layers))
             optimizer = torch.optim.AdamW(plain.parameters(), 1e-4, fused=True)
@@ -462,6 +461,15 @@ def speed() -> None:
             timed("plain", row, sum(each.numel() for each in plain.parameters()), step)
             row["ratio"] = round(row["ours tokens/s"] / row["plain tokens/s"], 3)
             del plain, optimizer, step
+            fresh()
+
+
+def fresh() -> None:
+    """What was measured before has no share in the next peak."""
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def checkpoint() -> None:
