@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshcomm.testing import Pool
+from meshcomm.transport.torch_private import bindings, unfinished_collectives
 from tests.forked_jobs import Job
 from tests.mesh.queued_program import TIMEOUT_S
 
@@ -33,6 +34,28 @@ ROWS = [
     for fault in CAUSES
     for calls in (70, 0, 10, 64)
 ]
+
+
+# As torch 2.11 wrote it on an H200: an all_reduce and an exchange that a peer has not come to, after another exchange.
+# The messages of an exchange stay "scheduled" for good; the whole of them is the entry named "nccl:coalesced".
+RECORDED = """{"entries": [
+ {"collective_seq_id": 20, "is_p2p": true, "p2p_seq_id": 13, "pg_id": 1, "process_group": ["meshcomm1/dp/0", "dp[tp=0]"],
+  "profiling_name": "nccl:send 0->1", "record_id": 57, "retired": false, "state": "scheduled", "timeout_ms": 90000},
+ {"collective_seq_id": 21, "is_p2p": false, "p2p_seq_id": 13, "pg_id": 1, "process_group": ["meshcomm1/dp/0", "dp[tp=0]"],
+  "profiling_name": "nccl:all_reduce", "record_id": 59, "retired": false, "state": "scheduled", "timeout_ms": 90000},
+ {"collective_seq_id": 21, "is_p2p": true, "p2p_seq_id": 14, "pg_id": 1, "process_group": ["meshcomm1/dp/0", "dp[tp=0]"],
+  "profiling_name": "nccl:recv 0<-1", "record_id": 60, "retired": false, "state": "scheduled", "timeout_ms": 90000},
+ {"collective_seq_id": 21, "is_p2p": false, "p2p_seq_id": 14, "pg_id": 1, "process_group": ["meshcomm1/dp/0", "dp[tp=0]"],
+  "profiling_name": "nccl:coalesced", "record_id": 62, "retired": false, "state": "scheduled", "timeout_ms": 90000}],
+ "pg_status": {"1": {"last_completed_collective": "13", "last_enqueued_collective": "14", "last_started_collective": "-1"}},
+ "version": "2.10"}"""
+
+
+def test_what_nccl_has_not_ended_is_read_from_torch_s_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bindings, "_dump_nccl_trace_json", lambda **given: RECORDED.encode(), raising=False)
+    assert unfinished_collectives() == {"meshcomm1/dp/0": 1}
+    monkeypatch.delattr(bindings, "_dump_nccl_trace_json")
+    assert unfinished_collectives() == {}
 
 
 @pytest.mark.parametrize(("fault", "calls"), ROWS)

@@ -273,6 +273,8 @@ def test_positions() -> None:
     assert [sequence_positions(8, 2, c, "zigzag").tolist() for c in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert sequence_positions(5, 1, 0, "zigzag").tolist() == [0, 1, 2, 3, 4]
     assert sequence_positions(6, 3, 2, "contiguous").tolist() == [4, 5]
+    # There, and not copied there, for which the host would wait.
+    assert sequence_positions(8, 2, 0, "zigzag", torch.device("meta")).device.type == "meta"
     with pytest.raises(ShapeError) as raised:
         sequence_positions(12, 4, 0, "zigzag")
     assert str(raised.value) == (
