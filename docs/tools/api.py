@@ -23,7 +23,7 @@ PAGE: Final = Path(__file__).parents[1] / "reference" / "api.md"
 _WIDTH: Final = 100
 # How sections of a configuration check each other, and what pydantic makes.
 _INNER: Final = {
-    *("problems", "world_problems", "given", "written", "place", "rules", "no_effect", "count"),
+    *("problems", "world_problems", "given", "written", "place", "rules", "no_effect", "count", "at", "has"),
     "model_post_init",
 }
 # What hangs on a mesh, and where it is written down.
@@ -34,12 +34,8 @@ _OF_A_MESH: Final = {
 }
 # What a training loop of one's own is built from.
 _BLOCKS: Final = (
-    "meshcomm.parallel.GradientSync",
-    "meshcomm.parallel.tensor.tensor_parallel",
     "meshcomm.parallel.Pipelined",
-    "meshcomm.train.Trainer",
     "meshcomm.train.Callback",
-    "meshcomm.models.ModelSpec",
     "meshcomm.testing.Pool",
 )
 PACKAGES: Final = (

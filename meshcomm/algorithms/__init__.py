@@ -9,9 +9,20 @@ from meshcomm.algorithms.all_reduce import (
     two_level,
 )
 from meshcomm.algorithms.formulas import Cost
-from meshcomm.algorithms.schedule import Receive, Schedule, Send, Step, Traffic, interpret
+from meshcomm.algorithms.schedule import Receive, Schedule, ScheduleStep, Send, Traffic, interpret
 
 __all__ = [
-    "Cost", "Receive", "Schedule", "Send", "Step", "Traffic", "double_tree", "halving_doubling", "interpret",
-    "recursive_doubling", "ring", "tree", "two_level",
+    "Cost",
+    "Receive",
+    "Schedule",
+    "ScheduleStep",
+    "Send",
+    "Traffic",
+    "double_tree",
+    "halving_doubling",
+    "interpret",
+    "recursive_doubling",
+    "ring",
+    "tree",
+    "two_level",
 ]  # fmt: skip

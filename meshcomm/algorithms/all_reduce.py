@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from meshcomm.algorithms.schedule import IDLE, Receive, Schedule, Send, Step, check_counts, check_inner
+from meshcomm.algorithms.schedule import (
+    IDLE,
+    Receive,
+    Schedule,
+    ScheduleStep,
+    Send,
+    check_counts,
+    check_inner,
+)
 
 Span = tuple[int, int]
 
@@ -28,7 +36,7 @@ def ring(n: int) -> Schedule:
     """
     check_counts("ring", n)
 
-    def program(me: int) -> tuple[Step, ...]:
+    def program(me: int) -> tuple[ScheduleStep, ...]:
         return tuple(s for way in (True, False) for s in _around(n, me, int, lambda c: (c, c + 1), way))
 
     return Schedule("ring", n, n, 2 * (n - 1), program)
@@ -49,16 +57,16 @@ def two_level(n: int, inner: int) -> Schedule:
     check_inner(n, inner)
     outer = n // inner
 
-    def program(me: int) -> tuple[Step, ...]:
+    def program(me: int) -> tuple[ScheduleStep, ...]:
         group, place = divmod(me, inner)
 
         # Slice i of the group is chunks i * outer to (i + 1) * outer - 1, one for each group.
-        def inside(reduce: bool) -> list[Step]:
+        def inside(reduce: bool) -> list[ScheduleStep]:
             return _around(
                 inner, place, lambda p: group * inner + p, lambda i: (i * outer, (i + 1) * outer), reduce
             )
 
-        def across(reduce: bool) -> list[Step]:
+        def across(reduce: bool) -> list[ScheduleStep]:
             first = place * outer
             return _around(
                 outer, group, lambda g: g * inner + place, lambda g: (first + g, first + g + 1), reduce
@@ -80,7 +88,7 @@ def tree(n: int, chunks: int = 1) -> Schedule:
     check_counts("tree", n, chunks)
     height = n.bit_length() - 1
 
-    def program(me: int) -> tuple[Step, ...]:
+    def program(me: int) -> tuple[ScheduleStep, ...]:
         return _merged([_through(heap_place(n, me), height, chunks, 0)])
 
     return Schedule("tree", n, chunks, 2 * height + chunks - 1 if n > 1 else 0, program)
@@ -101,7 +109,7 @@ def double_tree(n: int, chunks: int = 1) -> Schedule:
     check_counts("double_tree", n, chunks)
     height = (n - 1).bit_length()
 
-    def program(me: int) -> tuple[Step, ...]:
+    def program(me: int) -> tuple[ScheduleStep, ...]:
         first = in_order_place(n, me)
         second = twin_place(n, me)
         return _merged([_through(first, height, chunks, 0), _through(second, height, chunks, chunks)])
@@ -122,9 +130,9 @@ def recursive_doubling(n: int) -> Schedule:
     """
     check_counts("recursive_doubling", n)
 
-    def core(at: int, coord: Callable[[int], int]) -> list[Step]:
+    def core(at: int, coord: Callable[[int], int]) -> list[ScheduleStep]:
         peers = [coord(at ^ (1 << level)) for level in range(n.bit_length() - 1)]
-        return [Step((Send(peer, 0, 1),), (Receive(peer, 0, 1, True),)) for peer in peers]
+        return [ScheduleStep((Send(peer, 0, 1),), (Receive(peer, 0, 1, True),)) for peer in peers]
 
     return _folded("recursive_doubling", n, 1, core)
 
@@ -142,7 +150,7 @@ def halving_doubling(n: int) -> Schedule:
     check_counts("halving_doubling", n)
     distances = [1 << level for level in range(n.bit_length() - 1)]
 
-    def core(at: int, coord: Callable[[int], int]) -> list[Step]:
+    def core(at: int, coord: Callable[[int], int]) -> list[ScheduleStep]:
         steps = []
         for distance, reduce in [*((d, True) for d in reversed(distances)), *((d, False) for d in distances)]:
             # Of 2 * distance chunks that the partners share, each has the half that it is in.
@@ -150,7 +158,7 @@ def halving_doubling(n: int) -> Schedule:
             out, into = (theirs, mine) if reduce else (mine, theirs)
             peer = coord(at ^ distance)
             send, receive = Send(peer, out, out + distance), Receive(peer, into, into + distance, reduce)
-            steps.append(Step((send,), (receive,)))
+            steps.append(ScheduleStep((send,), (receive,)))
         return steps
 
     return _folded("halving_doubling", n, 1 << (n.bit_length() - 1), core)
@@ -158,7 +166,7 @@ def halving_doubling(n: int) -> Schedule:
 
 def _around(
     size: int, place: int, coord: Callable[[int], int], span: Callable[[int], Span], reduce: bool
-) -> list[Step]:
+) -> list[ScheduleStep]:
     """A ring of `size` places; `coord` says which rank sits at one, `span` which chunks are a place's.
 
     reduce: place p ends with the sum of its span; otherwise it starts with its span, and all end with all.
@@ -166,12 +174,13 @@ def _around(
     after, before = coord((place + 1) % size), coord((place - 1) % size)
     leaving = [(place - step - reduce) % size for step in range(size - 1)]
     return [
-        Step((Send(after, *span(at)),), (Receive(before, *span((at - 1) % size), reduce),)) for at in leaving
+        ScheduleStep((Send(after, *span(at)),), (Receive(before, *span((at - 1) % size), reduce),))
+        for at in leaving
     ]
 
 
 def _folded(
-    name: str, n: int, chunks: int, core: Callable[[int, Callable[[int], int]], list[Step]]
+    name: str, n: int, chunks: int, core: Callable[[int, Callable[[int], int]], list[ScheduleStep]]
 ) -> Schedule:
     """A schedule over the largest power of two of n ranks: of the first 2 * extra, the odd speak for two.
 
@@ -182,7 +191,7 @@ def _folded(
     def coord(at: int) -> int:
         return 2 * at + 1 if at < extra else at + extra
 
-    def program(me: int) -> tuple[Step, ...]:
+    def program(me: int) -> tuple[ScheduleStep, ...]:
         steps = core(me // 2 if me < 2 * extra else me - extra, coord)
         if not extra:
             return tuple(steps)
@@ -190,9 +199,9 @@ def _folded(
             return (IDLE, *steps, IDLE)
         if me % 2:
             first, last = Receive(me - 1, 0, chunks, True), Send(me - 1, 0, chunks)
-            return (Step((), (first,)), *steps, Step((last,)))
+            return (ScheduleStep((), (first,)), *steps, ScheduleStep((last,)))
         there, back = Send(me + 1, 0, chunks), Receive(me + 1, 0, chunks, False)
-        return (Step((there,)), *[IDLE] * len(steps), Step((), (back,)))
+        return (ScheduleStep((there,)), *[IDLE] * len(steps), ScheduleStep((), (back,)))
 
     return Schedule(name, n, chunks, len(core(0, coord)) + 2 * (extra > 0), program)
 
@@ -240,7 +249,7 @@ def _top(low: int, high: int) -> int:
     return top
 
 
-def _through(place: Place, height: int, chunks: int, offset: int) -> list[Step]:
+def _through(place: Place, height: int, chunks: int, offset: int) -> list[ScheduleStep]:
     """One rank's steps: chunk `offset` + j leaves the deepest leaves in step j, the root `height` later."""
     parent, children, depth = place
     if height == 0:
@@ -255,13 +264,13 @@ def _through(place: Place, height: int, chunks: int, offset: int) -> list[Step]:
         if depth > 0:
             sends[height - depth + j].append(Send(parent, *chunk))
             receives[height + depth - 1 + j].append(Receive(parent, *chunk, False))
-    return [Step(tuple(s), tuple(r)) for s, r in zip(sends, receives, strict=True)]
+    return [ScheduleStep(tuple(s), tuple(r)) for s, r in zip(sends, receives, strict=True)]
 
 
-def _merged(programs: list[list[Step]]) -> tuple[Step, ...]:
+def _merged(programs: list[list[ScheduleStep]]) -> tuple[ScheduleStep, ...]:
     """Several programs in the same steps; between two ranks, the first program is listed first on both."""
     return tuple(
-        Step(
+        ScheduleStep(
             tuple(s for each in steps for s in each.sends), tuple(r for each in steps for r in each.receives)
         )
         for steps in zip(*programs, strict=True)

@@ -33,7 +33,7 @@ class Receive(NamedTuple):
     reduce: bool
 
 
-class Step(NamedTuple):
+class ScheduleStep(NamedTuple):
     """What one rank does in one step: all messages at once, then the receives take effect in this order.
 
     Between two ranks the first send of a step meets the first receive, and so on.
@@ -43,7 +43,7 @@ class Step(NamedTuple):
     receives: tuple[Receive, ...] = ()
 
 
-IDLE = Step()
+IDLE = ScheduleStep()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class Schedule:
     size: int
     chunks: int
     steps: int
-    program: Callable[[int], tuple[Step, ...]]
+    program: Callable[[int], tuple[ScheduleStep, ...]]
 
-    def of(self, coord: int) -> tuple[Step, ...]:
+    def of(self, coord: int) -> tuple[ScheduleStep, ...]:
         """What rank `coord` does: `steps` Steps, some of them idle."""
         if not 0 <= coord < self.size:
             raise LayoutError(
@@ -176,7 +176,7 @@ def interpret(schedule: Schedule, size_bytes: int, element_bytes: int = 1) -> Tr
 
 
 def _pairs(
-    schedule: Schedule, programs: list[tuple[Step, ...]], number: int
+    schedule: Schedule, programs: list[tuple[ScheduleStep, ...]], number: int
 ) -> Iterator[tuple[int, int, Send, Receive]]:
     """The messages of one step as (source, target, send, receive), receives in each rank's order."""
     leaving: dict[tuple[int, int], list[Send]] = {}

@@ -11,7 +11,7 @@ from meshcomm.cli.app import AsJson, ConfigFile, Facts, Overrides, World, app, d
 
 if TYPE_CHECKING:
     from meshcomm.config import Config
-    from meshcomm.show.page import Part
+    from meshcomm.show.page import PagePart
 
 By = Annotated[
     str | None,
@@ -97,7 +97,7 @@ def plan(
 
 def _drawn(
     settings: Config, world: int | None, rank: str | None, by: str | None, schedule: bool, grid: bool
-) -> tuple[Facts, list[Part], list[Any]]:
+) -> tuple[Facts, list[PagePart], list[Any]]:
     """The facts, the tables, and the drawings below them: the grid first."""
     from meshcomm.predict.lint import footprint
     from meshcomm.show.grid import RankGrid, grid_facts

@@ -25,7 +25,7 @@ def agree(request: Request) -> None:
         shape = without(x, request.axis).shape if request.differs else x.shape
         facts = {"shape": list(shape), "dtype": name_of(x.dtype), **facts}
     try:
-        compared = recorder.compare(request.comm.name, request.name, facts)
+        compared = recorder.announce_call(request.comm.name, request.name, facts)
     except MeshcommError:
         if request.problem is not None and request.row is SCATTER:
             raise request.problem from None

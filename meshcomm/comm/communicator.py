@@ -137,7 +137,7 @@ class Communicator(Caller):
         made = Communicator(self.name, self.transport, self.who, parts)
         if group:
             with recorder.call(self, counter, 0, None, root=root):
-                recorder.compare(self.name, call, facts or {})
+                recorder.announce_call(self.name, call, facts or {})
                 yield made, recorder.set_bytes
             return
         try:

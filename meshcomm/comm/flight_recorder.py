@@ -218,7 +218,7 @@ class FlightRecorder:
         """Nothing was sent of the last call: each rank of the group says so, whatever it was about to call."""
         self.refused.append(self.started)
 
-    def compare(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
+    def announce_call(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
         """Tell the other ranks of the call under way while calls are still compared, and say whether.
 
         It travels on the same group. Raises CallMismatchError where they make another.
@@ -230,7 +230,7 @@ class FlightRecorder:
             self.check = None
             return False
         try:
-            return self.check.compare(name, call, facts, past)
+            return self.check.announce_call(name, call, facts, past)
         except MeshcommError:
             self.refuse()
             raise
@@ -276,7 +276,7 @@ class FlightRecorder:
         try:
             if self.check is not None:
                 facts = _facts(row, kind, given.input_tensors, given.output_tensors, given.root)
-                self.compare(name, row.name, facts, past=True)
+                self.announce_call(name, row.name, facts, past=True)
         except RuntimeError as error:
             where = f'{row.name} made past the mesh along "{name}" on {who}'
             raise self.inquire(self, where, error) from error

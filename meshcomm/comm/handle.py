@@ -140,7 +140,7 @@ class Handle(Generic[T]):
     def _line(self) -> str:
         return line_of(*self._place)
 
-    def at_once(self) -> None:
+    def _at_once(self) -> None:
         """For the library: the wait follows at once, so that the call counts as a blocking one."""
         if self._pending is not None:
             self._pending.at_once()

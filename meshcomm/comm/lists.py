@@ -61,7 +61,7 @@ def collective(
     if async_op:
         return Handle(handles, comm, call, finish)
     for handle in handles:
-        handle.at_once()
+        handle._at_once()
     return finish()
 
 

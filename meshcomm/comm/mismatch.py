@@ -47,7 +47,7 @@ class CallCheck:
         """Whether the next call will be compared."""
         return (self._left is None or self._left > 0) and len(self._ranks) > 1
 
-    def compare(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
+    def announce_call(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
         """Return when all ranks are about to make the same call on the dim `name`; whether an exchange was needed.
 
         past: the call is made past the mesh, and only some of its facts are known.

@@ -183,7 +183,7 @@ class Objects:
                 if call.offer.failed is None:
                     answers = [call.read(dst, comm.messages.recv(call.blank(_OFFER_BYTES), dst, tag))]
                 told.wait()
-            call.compare([(coord, call.offer), *answers], pair=True)
+            call.compare_offers([(coord, call.offer), *answers], pair=True)
             moves(call.offer.size)
             comm.messages.send(mine[0], dst, tag)
 
@@ -205,7 +205,7 @@ class Objects:
                 offer = call.read(src, comm.messages.recv(call.blank(_OFFER_BYTES), src, tag))[1]
                 if offer.failed is None:
                     comm.messages.send(call.packed(), src, tag)
-            call.compare([(src, offer), (coord, call.offer)], pair=True)
+            call.compare_offers([(src, offer), (coord, call.offer)], pair=True)
             moves(offer.size)
             data = comm.messages.recv(call.blank(offer.size), src, tag)
         return call.decoded(data)
@@ -222,7 +222,7 @@ class Objects:
             without_modes(),
         ):
             sizes = [each.numel() for each in call.encoded(lambda: [obj])]
-            call.compare([(call.comm.coord, call.offer)])
+            call.compare_offers([(call.comm.coord, call.offer)])
             moves(copies * sum(sizes))
         return obj
 
@@ -334,7 +334,7 @@ class _Call:
         table = comm.collective(ALL_GATHER, self.packed()).view(comm.size, -1)
         try:
             offers = [self.read(coord, data) for coord, data in enumerate(table)]
-            self.compare(offers)
+            self.compare_offers(offers)
         except ObjectError:
             self.comm.recorder.refuse()
             raise
@@ -343,7 +343,7 @@ class _Call:
         moves(sum(sizes) * (1 if offers[0][1].target is None else comm.size))
         return mine, sizes
 
-    def compare(self, offers: list[tuple[int, _Offer]], pair: bool = False) -> None:
+    def compare_offers(self, offers: list[tuple[int, _Offer]], pair: bool = False) -> None:
         """Raise ObjectError where the call cannot go on, the same on all ranks whose offers these are, by coord.
 
         pair: a send and a recv.

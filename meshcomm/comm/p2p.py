@@ -105,7 +105,7 @@ class Messages(Caller):
         first = blank_header(self._device) if out is None else out
         end = self._checked("recv", "recv_any", first, None, tag)
         handle = self._start(Batch("recv_any", [end], True, calls=0 if out is None else 1))
-        handle.at_once()
+        handle._at_once()
         handle.wait()
         if out is not None:
             return into(out, end.x), handle.source

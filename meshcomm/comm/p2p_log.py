@@ -155,7 +155,7 @@ class MessageLog:
 
     def settled(self, direction: Direction, peer: int) -> bool:
         """Whether messages with this peer are no longer compared, and nobody asks for each of them."""
-        return self.spans is None and (self._check is None or not self._check.compares(direction, peer))
+        return self.spans is None and (self._check is None or not self._check.is_compared(direction, peer))
 
     def begin(self, name: str, batch: Batch, counted: bool) -> PendingMessage:
         """Count one call's messages and remember its line; the call is under way until it has `started` or `ended`.
@@ -176,7 +176,7 @@ class MessageLog:
             else:
                 came += x.nbytes
             if peer is not None:
-                if check is not None and check.compares(direction, peer):
+                if check is not None and check.is_compared(direction, peer):
                     number = self.begun.get((direction, peer, tag), 0) + 1
                     unanswered += check.meet(direction, peer, tag, number, x, frame)
                     check.pairs[direction, peer] += 1
@@ -333,7 +333,7 @@ class MessageCheck:
         self._any = False
         self.pairs: Counter[tuple[Direction, int]] = Counter()
 
-    def compares(self, direction: Direction, peer: int) -> bool:
+    def is_compared(self, direction: Direction, peer: int) -> bool:
         """Whether the next message of this pair is compared."""
         return self.pairs[direction, peer] < self._limit
 

@@ -12,8 +12,8 @@ from meshcomm.config.problems import Problem
 from meshcomm.config.section import NoEffect, Section, Text
 from meshcomm.config.write import toml
 
-Part: TypeAlias = Literal["data", "shard", "tensor", "pipeline", "context", "expert"]
-PARTS: tuple[Part, ...] = ("data", "shard", "tensor", "pipeline", "context", "expert")
+ParallelRole: TypeAlias = Literal["data", "shard", "tensor", "pipeline", "context", "expert"]
+PARTS: tuple[ParallelRole, ...] = ("data", "shard", "tensor", "pipeline", "context", "expert")
 PipelineSchedule: TypeAlias = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
 # Those that run several stages on each rank.
 _MANY_STAGES: tuple[PipelineSchedule, ...] = ("interleaved_1f1b", "zero_bubble")
@@ -21,7 +21,7 @@ _A_DIM: Final = "name a dim in parallel.{}"
 
 
 def _one_part_each(parallel: ParallelConfig) -> Iterator[Problem]:
-    seen: dict[str, Part] = {}
+    seen: dict[str, ParallelRole] = {}
     for part, dim in parallel.parts.items():
         first = seen.setdefault(dim, part)
         if first != part:
@@ -138,7 +138,7 @@ class ParallelConfig(Section):
     """Settings of each kind of parallelism."""
 
     @property
-    def parts(self) -> dict[Part, str]:
+    def parts(self) -> dict[ParallelRole, str]:
         """The dim of every part that is played."""
         return {part: dim for part in PARTS if (dim := getattr(self, part)) is not None}
 
@@ -184,7 +184,7 @@ class ParallelConfig(Section):
         """Whether gathered weights are let go between a layer's passes. ranks: of the pipeline."""
         return ranks == 1 if self.options.reshard is None else self.options.reshard
 
-    def size(self, part: Part, sizes: Mapping[str, int]) -> int:
+    def size(self, part: ParallelRole, sizes: Mapping[str, int]) -> int:
         """Number of ranks along a part's dim, 1 where no dim plays it.
 
         sizes: as from MeshConfig.sizes; for expert, those of its view.
@@ -204,7 +204,7 @@ class ParallelConfig(Section):
         ranks = self.size("pipeline", sizes)
         return 1 if ranks == 1 else ranks * self.options.stages_per_rank
 
-    def _played(self, *parts: Part) -> tuple[str, ...]:
+    def _played(self, *parts: ParallelRole) -> tuple[str, ...]:
         return tuple(dim for part, dim in self.parts.items() if part in parts)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.config.model import ModelConfig
-from meshcomm.config.parallel import PARTS, ParallelConfig, Part, runs
+from meshcomm.config.parallel import PARTS, ParallelConfig, ParallelRole, runs
 from meshcomm.config.problems import Fit, Problem, multiples, nearest, quotient, remainder
 from meshcomm.config.rules_mesh import may_use_nccl
 from meshcomm.config.section import Absent, Rule, Table, run
@@ -94,16 +94,16 @@ class Resolved:
         """`[train]`."""
         return _present(self.config.train)
 
-    def dim(self, part: Part) -> str:
+    def dim(self, part: ParallelRole) -> str:
         """The dim that plays a part."""
         return _present(self.parallel.parts.get(part))
 
-    def key(self, part: Part) -> str:
+    def key(self, part: ParallelRole) -> str:
         """The setting that holds the size of a part that is played."""
         view = self.config.expert_view if part == "expert" else None
         return f"mesh.{'dims' if view is None else f'views.{view}'}.{self.dim(part)}"
 
-    def size(self, part: Part) -> int:
+    def size(self, part: ParallelRole) -> int:
         """Number of ranks along a part's dim; 1 where no dim plays it."""
         dim = self.parallel.parts.get(part)
         return 1 if dim is None else _present(self.sizes.get(dim))
@@ -265,7 +265,7 @@ def _parts(resolved: Resolved) -> Iterator[Problem]:
             yield Problem(f"mesh.dims.{dim}", what, f"size 1, or a part that {dim} plays", ways, given)
 
 
-def _unknown_dim(mesh: MeshConfig, part: Part, dim: str) -> Problem:
+def _unknown_dim(mesh: MeshConfig, part: ParallelRole, dim: str) -> Problem:
     near = nearest_name(dim, mesh.dims)
     of_view = any(dim in sizes for sizes in mesh.views.values())
     kind = "a merged dim" if dim in mesh.merge else "a view's dim" if of_view else ""
@@ -311,7 +311,7 @@ def _expert_view(resolved: Resolved) -> Iterator[Problem]:
         return
     sizes, path = mesh.views[view], f"mesh.views.{view}"
     given = f"views.{view} = {toml(sizes)}"
-    kept: tuple[Part, ...] = ("pipeline", "tensor")
+    kept: tuple[ParallelRole, ...] = ("pipeline", "tensor")
     for part in kept:
         dim = parallel.parts.get(part)
         if dim is not None and dim in mesh.dims and dim not in sizes:
@@ -337,7 +337,7 @@ def _global_batch(resolved: Resolved) -> Iterator[Problem]:
     batch, micro = train.global_batch_size, train.micro_batch_size
     batches = multiples(batch, ranks * micro)
     if batch % ranks:
-        parts: list[Part] = [part for part in resolved.parallel.parts if part in ("data", "shard")]
+        parts: list[ParallelRole] = [part for part in resolved.parallel.parts if part in ("data", "shard")]
         names = [resolved.dim(part) for part in parts]
         what = f"not divisible by {'*'.join(names)}: {remainder(batch, ranks)}"
         expected = f"equally many samples for each of the {ranks} ranks along {' and '.join(names)}"

@@ -11,7 +11,7 @@ from meshcomm.layout.sizes import ranks_text
 
 if TYPE_CHECKING:
     from meshcomm.comm.spans import Span
-    from meshcomm.dryrun.rank import Step
+    from meshcomm.dryrun.rank import RankStep
 
 # What a rank brings to these may be of another shape on each.
 _OWN_SHAPES: Final = ("all_to_all", "gather", "scatter", "objects")
@@ -20,7 +20,7 @@ _OWN_SHAPES: Final = ("all_to_all", "gather", "scatter", "objects")
 Members: TypeAlias = tuple[int, ...]
 
 
-class Finding(NamedTuple):
+class DryRunFinding(NamedTuple):
     """What would go wrong. what: in one line. lines: who does what, at which line of the program. ranks: those that
     differ, or wait; dim: of the group. groups: in how many of the groups that were looked at.
     """
@@ -52,7 +52,7 @@ def call_text(span: Span) -> str:
     )
 
 
-def compare(steps: Sequence[Step], where: Callable[[int], str]) -> list[Finding]:
+def find_differences(steps: Sequence[RankStep], where: Callable[[int], str]) -> list[DryRunFinding]:
     """Every first difference in the collectives of a group, and messages without their other end.
 
     where: of a rank, in words with its coords. Findings that are alike in several groups are one.
@@ -71,7 +71,7 @@ def compare(steps: Sequence[Step], where: Callable[[int], str]) -> list[Finding]
     return _merged([*(each for each in found if each is not None), *_messages(steps, where)])
 
 
-def sequence(step: Step) -> dict[str, list[tuple[object, ...]]]:
+def sequence(step: RankStep) -> dict[str, list[tuple[object, ...]]]:
     """What a rank calls along each dim, in order, as far as it has to be equal on the ranks of a group."""
     found: dict[str, list[tuple[object, ...]]] = defaultdict(list)
     for span in step.calls:
@@ -88,7 +88,7 @@ def _key(span: Span) -> tuple[object, ...]:
 
 def _first_difference(
     members: Members, made: Mapping[int, Sequence[Made]], where: Callable[[int], str]
-) -> Finding | None:
+) -> DryRunFinding | None:
     """members: all of the group. made: by the ranks of it that were run."""
     most = max(map(len, made.values()))
     for place in range(most):
@@ -101,10 +101,10 @@ def _first_difference(
         rest = [rank for rank in keys if rank not in odd]
         label, dim = next((each.span.group, each.span.lane) for each in here.values() if each is not None)
         one = odd[0]
-        what = f"{_those(odd, where)} along {dim}: {_told(made[one], made[rest[0]], place)}"
+        what = f"{_those(odd, where)} along {dim}: {_difference_text(made[one], made[rest[0]], place)}"
         lines = [f"{ranks_text(ranks)}: {_at(here[ranks[0]])}" for ranks in _by_call(here, odd)]
         lines.append(f"{ranks_text(rest)}: {_at(here[rest[0]])}, as call {place + 1} of {label}")
-        return Finding(what, tuple(lines), tuple(odd), dim)
+        return DryRunFinding(what, tuple(lines), tuple(odd), dim)
     return None
 
 
@@ -121,7 +121,7 @@ def _by_call(here: Mapping[int, Made | None], ranks: Sequence[int]) -> Iterable[
     return alike.values()
 
 
-def _told(mine: Sequence[Made], theirs: Sequence[Made], place: int) -> str:
+def _difference_text(mine: Sequence[Made], theirs: Sequence[Made], place: int) -> str:
     """How the calls of a rank differ from those of the others, from `place` on."""
     call, other = (calls[place] if place < len(calls) else None for calls in (mine, theirs))
     if call is None:
@@ -169,7 +169,7 @@ class _End(NamedTuple):
     what: tuple[object, ...] | None
 
 
-def _messages(steps: Sequence[Step], where: Callable[[int], str]) -> Iterator[Finding]:
+def _messages(steps: Sequence[RankStep], where: Callable[[int], str]) -> Iterator[DryRunFinding]:
     ran = {step.rank for step in steps}
     # (group, from, to, tag) -> the ends, in order.
     ends: dict[tuple[Members, int, int, int], tuple[list[_End], list[_End]]] = defaultdict(lambda: ([], []))
@@ -191,7 +191,7 @@ def _messages(steps: Sequence[Step], where: Callable[[int], str]) -> Iterator[Fi
         tagged = f", tag {tag}," if tag else ""
         for out, into in zip(sent, received, strict=False):
             if out.what is not None and into.what is not None and out.what != into.what:
-                yield Finding(
+                yield DryRunFinding(
                     f"{where(source)} sends {call_text(out.span)} to {where(target)}{tagged} along {out.span.lane}, "
                     f"which receives {call_text(into.span)}",
                     (f"sent at {out.span.site}", f"received at {into.span.site}"),
@@ -204,7 +204,7 @@ def _messages(steps: Sequence[Step], where: Callable[[int], str]) -> Iterator[Fi
                 sends = len(sent) > len(received)
                 alone = (sent if sends else received)[min(len(sent), len(received))].span
                 said = "is sent and never received" if sends else "is waited for and never sent"
-                yield Finding(
+                yield DryRunFinding(
                     f"message {min(len(sent), len(received)) + 1} from {where(source)} to {where(target)}{tagged} "
                     f"along {alone.lane} {said}: {call_text(alone)} at {alone.site}",
                     (f"{len(sent)} sent, {len(received)} received",),
@@ -213,9 +213,9 @@ def _messages(steps: Sequence[Step], where: Callable[[int], str]) -> Iterator[Fi
                 )
 
 
-def _merged(findings: Sequence[Finding]) -> list[Finding]:
+def _merged(findings: Sequence[DryRunFinding]) -> list[DryRunFinding]:
     """Those that say the same of several groups once, with their number."""
-    alike: dict[tuple[str, tuple[str, ...]], Finding] = {}
+    alike: dict[tuple[str, tuple[str, ...]], DryRunFinding] = {}
     for each in findings:
         # Without the ranks: what is done, and where.
         key = (

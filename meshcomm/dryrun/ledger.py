@@ -21,8 +21,15 @@ from meshcomm.parallel.torch_private import parts_of_dtensor
 from meshcomm.train.torch_private import backward_number
 from meshcomm.transport.torch_private import DispatchMode, storage_id
 
-Part: TypeAlias = Literal["weights", "gradients", "optimizer", "activations", "gathered", "rest"]
-PARTS: Final[tuple[Part, ...]] = ("weights", "gradients", "optimizer", "activations", "gathered", "rest")
+MemoryPart: TypeAlias = Literal["weights", "gradients", "optimizer", "activations", "gathered", "rest"]
+PARTS: Final[tuple[MemoryPart, ...]] = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "gathered",
+    "rest",
+)
 """What memory is for. weights: parameters and buffers, as far as this rank keeps them. gradients: also those that FSDP has
 not summed over ranks yet. activations: what forward passes make, also when they are run again in a backward pass.
 gathered: other ranks' parts of the weights. rest: buffers of calls, temporary memory of backward passes and of the optimizer."""
@@ -38,11 +45,11 @@ class _Held:
 
     __slots__ = ("forward", "nbytes", "part", "since", "watch")
 
-    def __init__(self, nbytes: int, part: Part | None, forward: bool, since: int, watch: Any) -> None:
+    def __init__(self, nbytes: int, part: MemoryPart | None, forward: bool, since: int, watch: Any) -> None:
         self.nbytes, self.part, self.forward, self.since, self.watch = nbytes, part, forward, since, watch
 
     @property
-    def known(self) -> Part:
+    def known(self) -> MemoryPart:
         return self.part or ("activations" if self.forward else "rest")
 
 
@@ -50,7 +57,7 @@ class Peak(NamedTuple):
     """The moment at which most was held. parts: bytes. during: the pass or other stretch. at: file:line. operator: its name."""
 
     nbytes: int
-    parts: dict[Part, int]
+    parts: dict[MemoryPart, int]
     during: str
     at: str
     operator: str
@@ -84,7 +91,7 @@ class Ledger:
         self._gone: list[_Held] = []
         self._where: tuple[str, Any, str] = (self._stretch()[0], None, "")
 
-    def call_it(self, part: Part, tensors: Iterable[Any]) -> None:
+    def call_it(self, part: MemoryPart, tensors: Iterable[Any]) -> None:
         """Say what the memory of `tensors` is for; of DTensors what this rank holds."""
         for tensor in tensors:
             # Without an operator: a view of what FSDP has let go of would bring its memory back.
@@ -93,7 +100,7 @@ class Ledger:
             if held is not None:
                 held.part = part
 
-    def now(self) -> dict[Part, int]:
+    def now(self) -> dict[MemoryPart, int]:
         """Bytes held now."""
         return self._sums(self._held.values())
 
@@ -179,8 +186,8 @@ class Ledger:
         if held is not None:
             self._let_go(held)
 
-    def _sums(self, those: Iterable[_Held]) -> dict[Part, int]:
-        found: Counter[Part] = Counter()
+    def _sums(self, those: Iterable[_Held]) -> dict[MemoryPart, int]:
+        found: Counter[MemoryPart] = Counter()
         for each in those:
             found[each.known] += each.nbytes
         return {part: found[part] for part in PARTS}

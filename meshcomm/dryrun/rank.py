@@ -26,7 +26,7 @@ from meshcomm.config import Config
 from meshcomm.config.mesh import DimOptions
 from meshcomm.config.section import Table
 from meshcomm.dryrun.hollow import Hollow
-from meshcomm.dryrun.ledger import Ledger, LedgerMode, Part, Peak
+from meshcomm.dryrun.ledger import Ledger, LedgerMode, MemoryPart, Peak
 from meshcomm.dryrun.torch_private import objects_decoded_by, plain_device_meshes
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh import Mesh
@@ -42,7 +42,7 @@ from meshcomm.parallel.torch_private import fsdp_tensors
 BETWEEN: Final = "between passes"
 
 
-class Row(NamedTuple):
+class TrafficRow(NamedTuple):
     """Calls of one kind along one dim in a step, by this rank; bytes as `mesh.stats()` counts them."""
 
     dim: str
@@ -55,7 +55,7 @@ class Event(NamedTuple):
     """One moment of the program: a call begins, or is waited for; a blocking one right after its start. Or the part that
     is reported begins, what came before it being over.
 
-    call: its place in `Step.calls`; of a beginning part the first of its calls. flops: that this rank has computed since the step began, by the formulas of
+    call: its place in `RankStep.calls`; of a beginning part the first of its calls. flops: that this rank has computed since the step began, by the formulas of
     torch.utils.flop_counter. during: the pass under way, or "between passes".
     """
 
@@ -65,7 +65,7 @@ class Event(NamedTuple):
     during: str
 
 
-class Step(NamedTuple):
+class RankStep(NamedTuple):
     """One step of one rank.
 
     parameters: elements of this rank's parts of the weights. before: bytes held when the step began. peak: the most
@@ -82,9 +82,9 @@ class Step(NamedTuple):
     rank: int
     coords: dict[str, int]
     parameters: int
-    before: dict[Part, int]
+    before: dict[MemoryPart, int]
     peak: Peak
-    rows: list[Row]
+    rows: list[TrafficRow]
     calls: list[Span]
     groups: dict[str, list[int]]
     events: list[Event]
@@ -124,9 +124,9 @@ class Passes(Spans):
         self.flops = lambda: ledger.flops
         return ledger
 
-    def step_of(self, mesh: Mesh, groups: dict[str, list[int]], ledger: Ledger) -> Step:
+    def step_of(self, mesh: Mesh, groups: dict[str, list[int]], ledger: Ledger) -> RankStep:
         """The calls and the memory so far."""
-        return Step(
+        return RankStep(
             rank=mesh.rank,
             coords=mesh.coords,
             parameters=0,
@@ -168,7 +168,9 @@ class Passes(Spans):
         return now.call, now.call.startswith("forward")
 
 
-def counted_step(mesh: Mesh, config: Config, mode: Callable[[Ledger, Passes], LedgerMode] = Hollow) -> Step:
+def counted_step(
+    mesh: Mesh, config: Config, mode: Callable[[Ledger, Passes], LedgerMode] = Hollow
+) -> RankStep:
     """Build the model of `config` on `mesh`, train it, and tell of a step that is not the first.
 
     mode: `Hollow`, in which tensors have neither memory nor values; or one in which they do.
@@ -207,7 +209,7 @@ def counted_step(mesh: Mesh, config: Config, mode: Callable[[Ledger, Passes], Le
             made = mesh.stats().since(earlier)
         finally:
             mesh.metrics.trace_into(None)
-        rows = summed(Row(row.dim, row.call, row.calls, row.nbytes) for row in made.rows)
+        rows = summed(TrafficRow(row.dim, row.call, row.calls, row.nbytes) for row in made.rows)
         step = passes.step_of(mesh, mesh.metrics.groups, ledger)
         return step._replace(parameters=sum(names.elements.values()), before=before, rows=rows)
 
@@ -265,7 +267,7 @@ class PartNames:
         self._ledger.call_it("gradients", waiting)
 
 
-def pretended_step(config: Config, rank: int, world: int) -> Step:
+def pretended_step(config: Config, rank: int, world: int) -> RankStep:
     """The same as rank `rank` of `world`, which alone exists: nothing is sent, and no tensor has values.
 
     The process must not have initialised torch.distributed; it is left as it was found, for the next rank.
@@ -279,12 +281,12 @@ def pretended_step(config: Config, rank: int, world: int) -> Step:
         return counted_step(mesh, config)
 
 
-def summed(counts: Iterable[Row]) -> list[Row]:
+def summed(counts: Iterable[TrafficRow]) -> list[TrafficRow]:
     """One row for each dim and call."""
-    rows: dict[tuple[str, str], Row] = {}
+    rows: dict[tuple[str, str], TrafficRow] = {}
     for dim, call, calls, nbytes in counts:
         _, _, before, earlier = rows.get((dim, call), (dim, call, 0, 0))
-        rows[dim, call] = Row(dim, call, before + calls, earlier + nbytes)
+        rows[dim, call] = TrafficRow(dim, call, before + calls, earlier + nbytes)
     return list(rows.values())
 
 

@@ -9,11 +9,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, final
 
 from meshcomm.comm.diagnosis import shortest_way
-from meshcomm.dryrun.compare import Finding, Members, call_text
+from meshcomm.dryrun.compare import DryRunFinding, Members, call_text
 
 if TYPE_CHECKING:
     from meshcomm.comm.spans import Span
-    from meshcomm.dryrun.rank import Step
+    from meshcomm.dryrun.rank import RankStep
 
 # The seconds that a call takes once all have come: of a group with these ranks, of a message the two ends.
 Seconds: TypeAlias = "Callable[[Span, Members], float]"
@@ -59,7 +59,7 @@ class Replay:
     ends: dict[int, float] = field(default_factory=dict)
     bars: list[Bar] = field(default_factory=list)
     dims: dict[int, dict[str, Dim]] = field(default_factory=dict)
-    stuck: list[Finding] = field(default_factory=list)
+    stuck: list[DryRunFinding] = field(default_factory=list)
     early: set[int] = field(default_factory=set)
 
     @property
@@ -105,7 +105,7 @@ class _Messages(NamedTuple):
 class _Rank:
     """One rank's program, and how far it is. calls: the calls that have begun, by their place in the step."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: RankStep) -> None:
         self.step = step
         self.number = step.rank
         self.at = 0
@@ -121,7 +121,7 @@ class _Rank:
 
 
 def replay(
-    steps: Sequence[Step],
+    steps: Sequence[RankStep],
     where: Callable[[int], str],
     *,
     seconds: Seconds = lambda span, members: 0.0,
@@ -143,7 +143,7 @@ class _Replayer:
     """See `replay`."""
 
     def __init__(
-        self, steps: Sequence[Step], where: Callable[[int], str], seconds: Seconds, flop_s: float
+        self, steps: Sequence[RankStep], where: Callable[[int], str], seconds: Seconds, flop_s: float
     ) -> None:
         self.where, self.seconds, self.flop_s = where, seconds, flop_s
         self.ranks = {step.rank: _Rank(step) for step in steps}
@@ -282,7 +282,7 @@ class _Replayer:
             if place >= len(self.messages[channel][sends])
         ]
 
-    def stuck(self, waiting: Sequence[_Rank]) -> list[Finding]:
+    def stuck(self, waiting: Sequence[_Rank]) -> list[DryRunFinding]:
         """The circle in which ranks wait for each other; where there is none, each that waits for one that has ended."""
         calls = {rank.number: rank.step.events[rank.at].call for rank in waiting}
         spans = {rank.number: rank.step.calls[calls[rank.number]] for rank in waiting}
@@ -291,7 +291,7 @@ class _Replayer:
         circle = next((way for rank in among if (way := shortest_way(among, rank, rank))), [])
         if not circle:
             return [
-                Finding(
+                DryRunFinding(
                     f"{self.where(rank)} waits for ever in {call_text(spans[rank])} at {spans[rank].site}",
                     tuple(f"{self.where(other)} has ended" for other in others if self.ranks[other].ended),
                     (rank,),
@@ -307,4 +307,4 @@ class _Replayer:
         names, first = ", ".join(map(str, circle[:-1])), spans[circle[0]]
         place = f"{self.where(circle[0])} in {call_text(first)} at {first.site}"
         what = f"ranks {names} wait for each other in a circle, {place}"
-        return [Finding(what, lines, tuple(circle[:-1]), first.lane)]
+        return [DryRunFinding(what, lines, tuple(circle[:-1]), first.lane)]

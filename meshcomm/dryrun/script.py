@@ -24,8 +24,8 @@ from meshcomm.dryrun.rank import (
     Event,
     PartNames,
     Passes,
-    Row,
-    Step,
+    RankStep,
+    TrafficRow,
     alone,
     pretended_world,
     summed,
@@ -38,7 +38,7 @@ from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import PRETENDED
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, Settings, new_job
 from meshcomm.parallel.compose import Engine
-from meshcomm.train.trainer import RECORDER, Recorder
+from meshcomm.train.trainer import RECORDER, StepRecorder
 
 
 class Script(NamedTuple):
@@ -62,7 +62,7 @@ class _Enough(BaseException):
 
 
 @final
-class _Recorder(Passes):
+class _ScriptRecorder(Passes):
     """The calls of a program, which is left after its last step, the part that is reported. steps: 0: it runs to its end,
     and all of it is reported.
     """
@@ -106,14 +106,14 @@ class _Recorder(Passes):
 
 
 @final
-class _Trained(Recorder):
+class _Trained(StepRecorder):
     """Trainers whose steps are told to the mesh."""
 
     def __init__(self, inside: _Inside) -> None:
         self._inside = inside
 
     def stepped(self, engine: Engine) -> None:
-        """See Recorder."""
+        """See StepRecorder."""
         if self._inside.mesh is not None:
             self._inside.mesh.step()
 
@@ -122,7 +122,7 @@ class _Trained(Recorder):
 class _Inside:
     """See `Pretended`. looked: left as soon as there is a mesh."""
 
-    def __init__(self, recorder: _Recorder, looked: bool = False) -> None:
+    def __init__(self, recorder: _ScriptRecorder, looked: bool = False) -> None:
         self.mesh: Mesh | None = None
         self.asked: Settings | None = None
         self._recorder = recorder
@@ -149,27 +149,29 @@ class _Inside:
         mesh.metrics.trace_into(self._recorder)
 
 
-def script_step(script: Script, rank: int, world: int) -> Step:
+def script_step(script: Script, rank: int, world: int) -> RankStep:
     """Run `script` as rank `rank` of `world`, to its end or that of its last step; what it prints is dropped.
 
     Raises what the script raises; LaunchError where it makes no mesh, or exits with a code.
     """
-    return _recorded(rank, world, lambda: _execute(script, rank, world), _Inside(_Recorder(script.steps)))
+    return _recorded(
+        rank, world, lambda: _execute(script, rank, world), _Inside(_ScriptRecorder(script.steps))
+    )
 
 
-def function_step(function: Callable[[Mesh], object], config: Config, rank: int, world: int) -> Step:
+def function_step(function: Callable[[Mesh], object], config: Config, rank: int, world: int) -> RankStep:
     """Call `function` with the mesh of `config` as rank `rank` of `world`. Raises what it raises."""
 
     def run() -> None:
         with init(config) as mesh:
             function(mesh)
 
-    return _recorded(rank, world, run, _Inside(_Recorder(0)))
+    return _recorded(rank, world, run, _Inside(_ScriptRecorder(0)))
 
 
 def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings]:
     """The layout that a script makes its mesh of, and from what, by running it as rank 0 until there is one."""
-    inside = _Inside(_Recorder(0), looked=True)
+    inside = _Inside(_ScriptRecorder(0), looked=True)
     try:
         with _inside(inside, 0, world, []):
             _execute(script, 0, world)
@@ -182,7 +184,7 @@ def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings]:
     return mesh.layout, inside.asked
 
 
-def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -> Step:
+def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -> RankStep:
     recorder = inside._recorder
     ledger = recorder.ledger(hollow=True)
     hollow = Hollow(ledger, recorder)
@@ -194,7 +196,7 @@ def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -
     step = recorder.step_of(mesh, recorder.groups, ledger)
     # The mesh may be closed by now, and counts no more.
     calls = recorder.calls[recorder.begins.call if recorder.begins else 0 :]
-    rows = summed(Row(span.lane, span.call, 1, span.nbytes) for span in calls)
+    rows = summed(TrafficRow(span.lane, span.call, 1, span.nbytes) for span in calls)
     count = sum(names.elements.values())
     return step._replace(parameters=count, rows=rows, part=recorder.part, begins=recorder.begins)
 

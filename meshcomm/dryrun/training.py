@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from meshcomm.config import Config, TopologyConfig
-from meshcomm.config.parallel import Part
+from meshcomm.config.parallel import ParallelRole
 from meshcomm.dryrun.rank import pretended_step
 from meshcomm.dryrun.replay import COMPUTE, Replay, Seconds, replay
 from meshcomm.dryrun.world import SAMPLE, Sample, World, dry_world
@@ -20,12 +20,12 @@ from meshcomm.predict.lint import footprint
 from meshcomm.predict.machine import Machine, discovered, machine
 from meshcomm.predict.place import ASSUMED_TFLOPS
 from meshcomm.predict.times import OPERATIONS, Operation, fastest
-from meshcomm.show.timeline import Bar, Row, timeline
+from meshcomm.show.timeline import Bar, TimelineRow, timeline
 
 if TYPE_CHECKING:
     from meshcomm.comm.spans import Span
     from meshcomm.dryrun.compare import Members
-    from meshcomm.dryrun.rank import Step
+    from meshcomm.dryrun.rank import RankStep
 
 Facts = dict[str, Any]
 
@@ -109,7 +109,7 @@ def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, s
     }
 
 
-def _part(steps: Sequence[Step]) -> str:
+def _part(steps: Sequence[RankStep]) -> str:
     """What calls and times are of."""
     parts = list(dict.fromkeys(step.part for step in steps))
     return parts[0] if len(parts) == 1 else "the program, of which some ranks end earlier,"
@@ -120,7 +120,7 @@ def _less(part: str, settings: Config | None) -> str:
     parallel = None if settings is None else settings.parallel
     train = None if settings is None else settings.train
     ways: list[str] = []
-    dims: list[Part]
+    dims: list[ParallelRole]
     if part in ("activations", "rest"):
         dims = ["context", "tensor"]
         if train is not None and train.activation_checkpointing is not True:
@@ -141,7 +141,7 @@ def _less(part: str, settings: Config | None) -> str:
     return " or ".join(ways)
 
 
-def _stage(stage: int, ran: Sequence[Step]) -> Facts:
+def _stage(stage: int, ran: Sequence[RankStep]) -> Facts:
     step = max(ran, key=lambda each: each.peak.nbytes)
     return {
         "stage": stage,
@@ -158,7 +158,7 @@ def _stage(stage: int, ran: Sequence[Step]) -> Facts:
     }
 
 
-def _calls(steps: Sequence[Step], met: Replay | None, links: Machine | None) -> list[Facts]:
+def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None) -> list[Facts]:
     """By dim, of the rank that moves most along it; seconds of the rank that stands still longest for it.
 
     link: the slowest that a group of a rank that was run crosses; None where nobody says which ranks share a node.
@@ -243,5 +243,5 @@ def _picture(found: World) -> list[str]:
             for each in met.bars
             if each.rank == rank and each.over > each.began
         ]
-        rows.append(Row(rank, f"{stage}:{rank}", bars))
+        rows.append(TimelineRow(rank, f"{stage}:{rank}", bars))
     return timeline(rows, 79)

@@ -14,16 +14,16 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from meshcomm.dryrun.compare import Finding, compare, sequence
+from meshcomm.dryrun.compare import DryRunFinding, find_differences, sequence
 from meshcomm.dryrun.replay import Replay, replay
 from meshcomm.errors import MeshcommError, RankFailed
 from meshcomm.layout import Layout
 
 if TYPE_CHECKING:
-    from meshcomm.dryrun.rank import Step
+    from meshcomm.dryrun.rank import RankStep
 
 # One rank's part of what is looked at, of (rank, world size); it can be sent to another process.
-Program: TypeAlias = "Callable[[int, int], Step]"
+Program: TypeAlias = "Callable[[int, int], RankStep]"
 
 # Worlds of up to so many ranks are run whole.
 WHOLE: Final = 16
@@ -42,14 +42,14 @@ class World(NamedTuple):
 
     layout: Layout
     pipeline: str | None
-    steps: dict[int, Step]
-    findings: list[Finding]
+    steps: dict[int, RankStep]
+    findings: list[DryRunFinding]
     unlike: list[str]
     replay: Replay | None
 
-    def stages(self) -> dict[int, list[Step]]:
+    def stages(self) -> dict[int, list[RankStep]]:
         """The steps of each stage."""
-        found: dict[int, list[Step]] = defaultdict(list)
+        found: dict[int, list[RankStep]] = defaultdict(list)
         for step in self.steps.values():
             found[self.stage(step.rank)].append(step)
         return dict(sorted(found.items()))
@@ -81,7 +81,7 @@ def dry_world(
     sample: Sample = SAMPLE,
     *,
     processes: int | None = None,
-    replayed: Callable[[Sequence[Step], Callable[[int], str]], Replay] = replay,
+    replayed: Callable[[Sequence[RankStep], Callable[[int], str]], Replay] = replay,
 ) -> World:
     """Run `program` as some ranks of the world of `layout`, and compare what they call.
 
@@ -111,7 +111,7 @@ def dry_world(
         beside = {rank: where(rank) for rank in peers if rank not in steps}
         steps |= _steps(pool, program, beside, layout.world_size)
     steps = dict(sorted(steps.items()))
-    findings = compare(list(steps.values()), where)
+    findings = find_differences(list(steps.values()), where)
     met = None
     if not findings:
         met = replayed(list(steps.values()), where)
@@ -200,14 +200,14 @@ def _steps(
     program: Program,
     names: Mapping[int, str],
     world: int,
-) -> dict[int, Step]:
+) -> dict[int, RankStep]:
     """The steps of the ranks with these names. Raises what is wrong with all of them, or RankFailed for the first."""
-    results: dict[int, Callable[[], Step | MeshcommError]]
+    results: dict[int, Callable[[], RankStep | MeshcommError]]
     if pool is None:
         results = {rank: partial(_ran, program, rank, world, name) for rank, name in names.items()}
     else:
         results = {rank: pool.submit(_ran, program, rank, world, name).result for rank, name in names.items()}
-    steps: dict[int, Step] = {}
+    steps: dict[int, RankStep] = {}
     for rank, result in results.items():
         made = result()
         if isinstance(made, MeshcommError):
@@ -216,7 +216,7 @@ def _steps(
     return steps
 
 
-def _ran(program: Program, rank: int, world: int, name: str) -> Step | MeshcommError:
+def _ran(program: Program, rank: int, world: int, name: str) -> RankStep | MeshcommError:
     try:
         return program(rank, world)
     except Exception as error:

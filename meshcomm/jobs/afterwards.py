@@ -14,7 +14,7 @@ from meshcomm.comm.diagnosis import activity, name_of_rank, root_cause
 from meshcomm.comm.spans import PASSES
 from meshcomm.errors import ConfigError, LaunchError
 from meshcomm.layout.names import did_you_mean
-from meshcomm.show.timeline import Bar, Row, timeline
+from meshcomm.show.timeline import Bar, TimelineRow, timeline
 
 _OURS: Final = "a file that this version of meshcomm wrote on that rank"
 _DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -109,7 +109,7 @@ def timeline_of(source: Path, width: int | None = None) -> str:
         return "\n".join([str(source), *timeline(_of_trace(source), columns)])
 
 
-def _of_trace(file: Path) -> list[Row]:
+def _of_trace(file: Path) -> list[TimelineRow]:
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     ranks = sorted({e["pid"] for e in events if e["name"] == "process_name"})
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -127,17 +127,17 @@ def _of_trace(file: Path) -> list[Row]:
     rows = []
     for pid in calls:
         if passes[pid]:
-            rows.append(Row(pid, f"{pid} {PASSES}", passes[pid]))
-        rows.append(Row(pid, f"{pid} calls" if passes[pid] else str(pid), calls[pid]))
+            rows.append(TimelineRow(pid, f"{pid} {PASSES}", passes[pid]))
+        rows.append(TimelineRow(pid, f"{pid} calls" if passes[pid] else str(pid), calls[pid]))
     return rows
 
 
-def _of_reports(folder: Path) -> list[Row]:
+def _of_reports(folder: Path) -> list[TimelineRow]:
     reports, rows = read_reports(folder), []
     for rank, status in sorted(reports.items()):
         with _reading_report(folder / f"rank{rank}.json"):
             if status.get("clock") and "history" in status:
-                rows.append(Row(rank, str(rank), _bars(status)))
+                rows.append(TimelineRow(rank, str(rank), _bars(status)))
                 timeline(rows[-1:])
     if not rows:
         raise LaunchError(

@@ -1,6 +1,6 @@
 """Models that a configuration can name, and ModelSpec, which describes any other."""
 
 from meshcomm.models.build import model_of
-from meshcomm.models.spec import Attend, Here, ModelSpec
+from meshcomm.models.spec import Attend, ModelSpec, StageContext
 
-__all__ = ["Attend", "Here", "ModelSpec", "model_of"]
+__all__ = ["Attend", "ModelSpec", "StageContext", "model_of"]

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from meshcomm.config import ModelConfig
 from meshcomm.errors import UnsupportedOp
 from meshcomm.models.hf import attended, initialise, make, not_made, unmodified
-from meshcomm.models.spec import Here, ModelSpec, blocks_of
+from meshcomm.models.spec import ModelSpec, StageContext, blocks_of
 from meshcomm.models.weights import Names
 from meshcomm.predict.stages import part_costs
 
@@ -91,7 +91,7 @@ def _with_linear(config: Any) -> nn.Module:
     return made
 
 
-def _gpt2_forward(module: Any, x: Tensor, here: Here) -> Tensor:
+def _gpt2_forward(module: Any, x: Tensor, here: StageContext) -> Tensor:
     inner = module.transformer
     if here.stage.is_first:
         x = (inner.wte(x) + inner.wpe(here.positions)).to(here.dtype)
@@ -163,7 +163,7 @@ def llama(config: Any, weights: Path | None, seed: int, seq_len: int) -> ModelSp
     )
 
 
-def _llama_forward(module: Any, x: Tensor, here: Here) -> Tensor:
+def _llama_forward(module: Any, x: Tensor, here: StageContext) -> Tensor:
     inner = module.model
     if here.stage.is_first:
         x = inner.embed_tokens(x).to(here.dtype)

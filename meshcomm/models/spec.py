@@ -34,7 +34,7 @@ class Attend(Protocol):
     ) -> Tensor: ...
 
 
-class Here(NamedTuple):
+class StageContext(NamedTuple):
     """Where a forward function runs.
 
     stage:     which part of the model.
@@ -51,7 +51,7 @@ class Here(NamedTuple):
     through: Callable[..., Any]
 
 
-Forward: TypeAlias = Callable[[Any, Tensor, Here], Tensor]
+Forward: TypeAlias = Callable[[Any, Tensor, StageContext], Tensor]
 
 KINDS: Final[Mapping[str, str]] = {
     **{part: f"parallel.{part}" for part in ("tensor", "context", "pipeline", "expert")},

@@ -16,8 +16,8 @@ from meshcomm.config import TrainConfig
 from meshcomm.errors import UnsupportedOp
 from meshcomm.models.spec import (
     KINDS,
-    Here,
     ModelSpec,
+    StageContext,
     blocks_of,
     check_kinds,
     check_names,
@@ -291,7 +291,7 @@ class _Facts:
         if drops is not None:
             x: Tensor = next(iter((*args, *named.values())))
             here = self.positions[self.splits.tensor.positions(x.shape[1])]
-            call = _told(block, Drops.at(self.seed, drops[0], drops[1], here))
+            call = _with_drops(block, Drops.at(self.seed, drops[0], drops[1], here))
         if draws is not None:
             call = draws.seeded(number, call)
         return run(self.activation_checkpointing, number, call, *args, **named)
@@ -301,7 +301,7 @@ class _Facts:
 _DROPS: Final[ContextVar[Drops | None]] = ContextVar("drops", default=None)
 
 
-def _told(block: nn.Module, drops: Drops) -> Callable[..., Any]:
+def _with_drops(block: nn.Module, drops: Drops) -> Callable[..., Any]:
     def call(*args: Any, **named: Any) -> Any:
         token = _DROPS.set(drops)
         try:
@@ -374,7 +374,7 @@ class _Stage:
                 return super().forward(x)  # type: ignore[misc]
             drops = None if samples is None else (self.step, samples)
             through = partial(facts.through, drops)
-            here = Here(facts.stage, facts.layers, facts.positions, facts.between, through)
+            here = StageContext(facts.stage, facts.layers, facts.positions, facts.between, through)
             y = facts.spec.forward(self, x, here)
         return y.to(facts.between)
 

@@ -5,6 +5,6 @@ dim does), `plan` (-> a Recipe of steps), `apply` (recipe, tensor, communicators
 """
 
 from meshcomm.pattern.plan import explain_pattern
-from meshcomm.pattern.recipe import Recipe, Step
+from meshcomm.pattern.recipe import Recipe, RecipeStep
 
-__all__ = ["Recipe", "Step", "explain_pattern"]
+__all__ = ["Recipe", "RecipeStep", "explain_pattern"]

@@ -19,7 +19,7 @@ from meshcomm.comm.operators import UNDETERMINED, groups_of
 from meshcomm.errors import AutogradError, MeshcommError, PatternError, ShapeError
 from meshcomm.layout import Layout
 from meshcomm.pattern.plan import plan
-from meshcomm.pattern.recipe import Recipe, Step
+from meshcomm.pattern.recipe import Recipe, RecipeStep
 from meshcomm.pattern.roles import Sizes
 from meshcomm.reductions import REDUCTIONS, with_gradient
 from meshcomm.transport.torch_private import once_in_graphs
@@ -215,7 +215,7 @@ def _through(functional: Functional, calls: _Calls, x: Tensor) -> Tensor:
     return x
 
 
-def _local(step: Step, x: Tensor) -> Tensor:
+def _local(step: RecipeStep, x: Tensor) -> Tensor:
     pattern, lengths = step.args
     return rearrange(x, pattern, **dict(lengths))
 

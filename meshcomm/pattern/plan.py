@@ -12,7 +12,7 @@ from meshcomm.errors import LayoutError, PatternError
 from meshcomm.layout import Layout
 from meshcomm.layout.sizes import coords_text
 from meshcomm.pattern.parse import Group, Pattern, Side, names_of, parse, text_of
-from meshcomm.pattern.recipe import Kind, Recipe, Role, Step
+from meshcomm.pattern.recipe import Kind, Recipe, RecipeStep, Role
 from meshcomm.pattern.roles import MeshDims, Shape, Sizes, check_apart, lengths, mesh_dims, roles
 from meshcomm.reductions import REDUCTIONS
 
@@ -147,7 +147,7 @@ class _Route:
         self, axes: Side, mesh: MeshDims, known: Mapping[str, int] | None, partial: str | None
     ) -> None:
         self.axes = axes
-        self.steps: list[Step] = []
+        self.steps: list[RecipeStep] = []
         self.copies = 0
         # Whether the tensor's memory holds its values one after the other, if it did at the start.
         self._packed = True
@@ -168,7 +168,7 @@ class _Route:
         else:
             shape = tuple(math.prod(known[name] for name in group) for group in axes)
             piece = math.prod(known[name] for name in names_of(self.axes)) // (1 if whole else size)
-        self.steps.append(Step(kind, axes, shape, dim, size, args, piece))
+        self.steps.append(RecipeStep(kind, axes, shape, dim, size, args, piece))
         self.axes = axes
 
     # -- local steps ----------------------------------------------------------------------------

@@ -29,7 +29,7 @@ _STEPS: Final[dict[Kind, str]] = {
 
 @final
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecipeStep:
     """One thing done to the local tensor.
 
     kind:  rearrange (by einops, on this rank), slice (this rank's of `size` equal parts), or a collective along `dim`.
@@ -86,7 +86,7 @@ class Recipe:
     partial: str | None
     before: Side
     shape: tuple[int, ...] | None
-    steps: tuple[Step, ...]
+    steps: tuple[RecipeStep, ...]
     copies: int
 
     @property

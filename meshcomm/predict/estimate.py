@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
 from meshcomm.config import Config, ModelConfig, TrainConfig
-from meshcomm.config.parallel import ParallelConfig, Part
+from meshcomm.config.parallel import ParallelConfig, ParallelRole
 from meshcomm.errors import ConfigError
 from meshcomm.predict.passes import microbatches_held
 from meshcomm.predict.stages import PartCosts, part_costs
@@ -21,7 +21,7 @@ from meshcomm.predict.times import Operation
 
 _BYTES: Final = {"float32": 4, "float64": 8, "bfloat16": 2}
 # The parts that lie along dims of the base, outermost first where nothing else decides.
-BASE: Final[tuple[Part, ...]] = ("pipeline", "data", "shard", "context", "tensor")
+BASE: Final[tuple[ParallelRole, ...]] = ("pipeline", "data", "shard", "context", "tensor")
 # Parts, or dims, whose ranks make a call together. The copies of experts, edp, are "replica", and with shard "expert shard",
 # as they hold shards of them.
 Along: TypeAlias = tuple[str, ...]
@@ -52,7 +52,7 @@ class Workload:
     weight; reduced_bytes: of a gradient that FSDP adds up.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ParallelRole, ...]
     parallel: ParallelConfig
     model: ModelConfig
     train: TrainConfig
@@ -264,7 +264,7 @@ class Flow(NamedTuple):
     size_bytes: of one call. what: in words. sent: the share of the calls that send; the others receive.
     """
 
-    part: Part
+    part: ParallelRole
     along: Along
     operation: Operation
     calls: int
@@ -402,9 +402,9 @@ def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     if sharded:
         plain, experts = plain / work.shards(sizes), experts / work.expert_shards(sizes)
         copies = tuple(part for part in copies if part == "data")
-    first: Part = "data" if "data" in work.parts else "context"
+    first: ParallelRole = "data" if "data" in work.parts else "context"
     layers = work.layers_of_rank(sizes)
-    rows: tuple[tuple[Part, Along, float, int, str], ...] = (
+    rows: tuple[tuple[ParallelRole, Along, float, int, str], ...] = (
         (first, copies, plain, layers + 1, "gradients"),
         ("expert", (REPLICA,), experts, work.with_experts(layers), "experts' gradients"),
     )

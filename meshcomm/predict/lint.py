@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from meshcomm.config import Config, TopologyConfig
-from meshcomm.config.parallel import PARTS, Part
+from meshcomm.config.parallel import PARTS, ParallelRole
 from meshcomm.config.rules_mesh import chosen
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Layout, Plan
@@ -26,13 +26,13 @@ NCCL_MB: Final = 688
 # Descriptors of one idle Gloo group; measured on Linux by tests/doctor.
 GLOO_DESCRIPTORS: Final = 4
 # What dims are usually called, where no [parallel] says what they do.
-_NAMES: Final[dict[str, Part]] = {part: part for part in PARTS} | {
+_NAMES: Final[dict[str, ParallelRole]] = {part: part for part in PARTS} | {
     "tp": "tensor", "pp": "pipeline", "dp": "data", "fsdp": "shard", "dp_shard": "shard", "cp": "context",
     "ep": "expert",
 }  # fmt: skip
 
 
-class Finding(NamedTuple):
+class LintFinding(NamedTuple):
     """rule: its name. what: the finding, and why it matters. given, expected, hint: as in MeshcommError."""
 
     rule: str
@@ -93,7 +93,7 @@ def footprint(settings: Config, plan: Plan, world: int) -> Footprint:
 
 def lint(
     settings: Config, world: int | None, topology: TopologyConfig, descriptor_limit: int | None = None
-) -> list[Finding]:
+) -> list[LintFinding]:
     """All findings about `settings` on `world` ranks.
 
     topology: as `discovered` gives it. descriptor_limit: file descriptors that a process may have;
@@ -103,11 +103,11 @@ def lint(
     plan = settings.plan(world)
     ranks = plan.layout.ranks
     size = world if world is not None else int(ranks.max()) + 1
-    found: list[Finding] = []
+    found: list[LintFinding] = []
     where = machine(topology)
     if where is None:
         found.append(
-            Finding(
+            LintFinding(
                 "topology",
                 "it is not known which ranks share a node: nothing is said about links",
                 "no topology.ranks_per_node, and no launcher's LOCAL_WORLD_SIZE",
@@ -124,7 +124,7 @@ def lint(
     return found
 
 
-def roles(settings: Config) -> dict[str, Part]:
+def roles(settings: Config) -> dict[str, ParallelRole]:
     """Dim -> part. From [parallel]; without it, by the dims' names in the field's usual spelling."""
     if settings.parallel is not None:
         return {dim: part for part, dim in settings.parallel.parts.items()}
@@ -140,10 +140,10 @@ class _Case(NamedTuple):
     topology: TopologyConfig
     machine: Machine
     spans: Mapping[str, Span]
-    roles: Mapping[str, Part]
+    roles: Mapping[str, ParallelRole]
     world: int
 
-    def of(self, part: Part) -> tuple[str, Span] | None:
+    def of(self, part: ParallelRole) -> tuple[str, Span] | None:
         """The dim of a part, where it has groups."""
         dim = next((dim for dim, p in self.roles.items() if p == part and dim in self.spans), None)
         return None if dim is None else (dim, self.spans[dim])
@@ -159,11 +159,11 @@ class _Case(NamedTuple):
         return span(Layout(dims, rank_order=self.plan.layout.ranks.tolist()).groups(along), self.machine)
 
 
-def _devices(case: _Case) -> Iterator[Finding]:
+def _devices(case: _Case) -> Iterator[LintFinding]:
     devices, per_node = case.topology.devices_per_node, case.machine.ranks_per_node
     if case.settings.mesh.device == "cpu" or devices is None or min(per_node, case.world) <= devices:
         return
-    yield Finding(
+    yield LintFinding(
         "devices",
         "more ranks on a node than it has devices: two ranks would share one, which NCCL refuses",
         f"{min(per_node, case.world)} ranks on a node, {devices} devices",
@@ -172,12 +172,12 @@ def _devices(case: _Case) -> Iterator[Finding]:
     )
 
 
-def _last_node(case: _Case) -> Iterator[Finding]:
+def _last_node(case: _Case) -> Iterator[LintFinding]:
     per_node = case.machine.ranks_per_node
     rest = case.world % per_node
     if case.world > per_node and rest:
         full = case.world // per_node * per_node
-        yield Finding(
+        yield LintFinding(
             "last-node",
             "the last node is not full: groups on it lie otherwise than the rest, and links are shared unequally",
             f"{case.world} ranks, {per_node} on a node: {case.world} % {per_node} = {rest}",
@@ -186,7 +186,7 @@ def _last_node(case: _Case) -> Iterator[Finding]:
         )
 
 
-def _tensor(case: _Case) -> Iterator[Finding]:
+def _tensor(case: _Case) -> Iterator[LintFinding]:
     found = case.of("tensor")
     if found is None or found[1].most == 1:
         return
@@ -194,7 +194,7 @@ def _tensor(case: _Case) -> Iterator[Finding]:
     crossing = sum(n for name, n in spans.crosses.items() if name != "node")
     # Those that cross lie on two nodes at least, also where others do not cross.
     number = _range(spans._replace(fewest=max(spans.fewest, 2)))
-    yield Finding(
+    yield LintFinding(
         "tensor-across-nodes",
         f"{dim} crosses nodes: its all_reduces (or gathers and scatters), four or more in each layer and "
         "micro-batch, wait for the network instead of the node's links",
@@ -221,7 +221,7 @@ def _moved(case: _Case, dim: str) -> str | None:
     return None
 
 
-def _pipeline(case: _Case) -> Iterator[Finding]:
+def _pipeline(case: _Case) -> Iterator[LintFinding]:
     pipeline, data = case.of("pipeline"), case.of("data") or case.of("shard")
     if pipeline is None or data is None or pipeline[1].most > 1 or data[1].most == 1:
         return
@@ -231,7 +231,7 @@ def _pipeline(case: _Case) -> Iterator[Finding]:
         mended = {dim: dims[dim], **{name: size for name, size in dims.items() if name != dim}}
         if case.laid_out(mended, other).most < data[1].most:
             hint = f"mesh.dims = {toml_dims(mended)}"
-    yield Finding(
+    yield LintFinding(
         "pipeline-inside-node",
         f"{dim} stays inside nodes while {other} crosses them: stages exchange one activation for each micro-batch, "
         f"{other} the gradients of all weights, so the fast links carry the lesser traffic",
@@ -244,12 +244,12 @@ def _pipeline(case: _Case) -> Iterator[Finding]:
 
 def _communicators(
     settings: Config, plan: Plan, topology: TopologyConfig, world: int, descriptor_limit: int | None
-) -> Iterator[Finding]:
+) -> Iterator[LintFinding]:
     cost = footprint(settings, plan, world)
     memory_gb = topology.memory_gbytes or _MEMORY_GB
     if cost.nccl_mb > _MEMORY_SHARE * memory_gb * 1000:
         assumed = "" if topology.memory_gbytes else ", assumed"
-        yield Finding(
+        yield LintFinding(
             "communicators",
             f"NCCL's buffers take more than a tenth of a rank's memory: {cost.nccl} communicators on each rank",
             f"about {cost.nccl_mb / 1000:.1f} GB (0.5 GB for two ranks, 0.7 GB for more, as measured by a user on "
@@ -258,7 +258,7 @@ def _communicators(
             "fewer merged dims and comm_ids, or NCCL_MAX_CTAS=8 for fewer channels",
         )
     if descriptor_limit is not None and cost.descriptors > descriptor_limit:
-        yield Finding(
+        yield LintFinding(
             "file-descriptors",
             "Gloo's connections need more file descriptors than a process may open: creating groups fails",
             f"{cost.descriptors} for {cost.gloo} groups with all peers connected, the limit here is {descriptor_limit}",

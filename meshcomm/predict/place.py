@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from meshcomm.config import Config, TopologyConfig, load_config
-from meshcomm.config.parallel import Part, runs
+from meshcomm.config.parallel import ParallelRole, runs
 from meshcomm.config.parse import parse_toml
 from meshcomm.config.write import check_ending, plain, toml_text, write_whole
 from meshcomm.errors import ConfigError
@@ -39,13 +39,13 @@ ASSUMED_MEMORY_GB: Final = 80.0
 # Times that differ by less are the same to the model.
 _SAME: Final = 1e-9
 # The parts whose ranks experts are spread over.
-_BLOCK: Final[tuple[Part, ...]] = ("data", "shard", "context")
+_BLOCK: Final[tuple[ParallelRole, ...]] = ("data", "shard", "context")
 # The name of the dim along which experts are copies, where the file has none.
 _COPIES_NAME: Final = "edp"
 # The dims that a group lies along, as (size, stride).
 _Dims: TypeAlias = tuple[tuple[int, int], ...]
 # The base's parts, outermost first.
-_Order: TypeAlias = tuple[Part, ...]
+_Order: TypeAlias = tuple[ParallelRole, ...]
 
 
 class Share(NamedTuple):
@@ -69,7 +69,7 @@ class Placement(NamedTuple):
     orders of the same sizes are predicted to take as long.
     """
 
-    dims: Mapping[Part, int]
+    dims: Mapping[ParallelRole, int]
     expert: int
     microbatches: int
     step_s: float
@@ -110,7 +110,7 @@ def rank_placements(
     work: Workload,
     world: int,
     topology: TopologyConfig,
-    keep: Mapping[Part, int] | None = None,
+    keep: Mapping[ParallelRole, int] | None = None,
     top: int = 10,
 ) -> Ranking:
     """The `top` meshes with the shortest predicted step among all legal ones.
@@ -241,7 +241,7 @@ def place_config(
     return rank_placements(work, world, topology, _kept(settings, keep), top)
 
 
-def _kept(settings: Config, keep: Sequence[str]) -> dict[Part, int]:
+def _kept(settings: Config, keep: Sequence[str]) -> dict[ParallelRole, int]:
     assert settings.parallel is not None
     parts = {dim: part for part, dim in settings.parallel.parts.items()}
     sizes = {**settings.mesh.dims, **settings.mesh.views.get(settings.expert_view or "", {})}

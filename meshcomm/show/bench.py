@@ -10,7 +10,7 @@ from meshcomm.layout.sizes import coords_text
 from meshcomm.predict.fit import Fit, Fitted
 from meshcomm.predict.times import Operation
 from meshcomm.show.costs import bandwidths
-from meshcomm.show.page import Cells, Line, Part, page_view
+from meshcomm.show.page import Cells, Line, PagePart, page_view
 from meshcomm.show.units import seconds_text, size_text
 
 if TYPE_CHECKING:
@@ -95,11 +95,11 @@ def bench_view(facts: Mapping[str, Any]) -> Group:
         once=2,
     )
     skipped = (f"skipped: {e['operation'] or 'all'} along {e['dim']}: {e['why']}" for e in facts["skipped"])
-    parts: list[Part] = [Line(head), table, Line("\n".join([_NOTE, *skipped]))]
+    parts: list[PagePart] = [Line(head), table, Line("\n".join([_NOTE, *skipped]))]
     return page_view(parts if facts["fit"] is None else [*parts, *_fits(facts["fit"])])
 
 
-def _fits(fit: Mapping[str, Any]) -> list[Part]:
+def _fits(fit: Mapping[str, Any]) -> list[PagePart]:
     found = [{"link": "-", "name": name, **row} for name, row in fit["dims"].items()]
     found += [{"link": f"links.{name}", "name": name, **row} for name, row in fit["links"].items()]
     left: dict[str, list[str]] = {}

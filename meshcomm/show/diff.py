@@ -11,7 +11,7 @@ from meshcomm.config import Config
 from meshcomm.config.write import key_path, toml
 from meshcomm.layout import Layout, Plan, Ranks
 from meshcomm.layout.sizes import coords_text, fold
-from meshcomm.show.page import Cells, Line, Part
+from meshcomm.show.page import Cells, Line, PagePart
 
 Facts = dict[str, Any]
 
@@ -142,7 +142,7 @@ def _coords(layout: Layout, names: list[str], ranks: Ranks) -> Ranks:
     return coords
 
 
-def diff_page(facts: Facts) -> list[Part]:
+def diff_page(facts: Facts) -> list[PagePart]:
     """`diff_facts` as lines and tables."""
     sources = [Line(f"{side}: {source}") for side, source in zip("ab", facts["sources"], strict=True)]
     first, second = facts["fingerprint"]
@@ -150,7 +150,7 @@ def diff_page(facts: Facts) -> list[Part]:
         text = f"equal: {facts['world_size'][0]:,} ranks, plan {first}; every setting is the same"
         return [Line(text), *sources]
     meshes = f"the meshes are equal, plan {first}" if first == second else f"plans {first} and {second}"
-    parts: list[Part] = [Line(f"different: {meshes}"), *sources]
+    parts: list[PagePart] = [Line(f"different: {meshes}"), *sources]
     if facts["settings"]:
         # The last two are values.
         texts = (

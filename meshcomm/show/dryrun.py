@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from meshcomm.layout.sizes import fold, times
-from meshcomm.show.page import Cells, Line, Part, page_view
+from meshcomm.show.page import Cells, Line, PagePart, page_view
 from meshcomm.show.units import bytes_text, count, seconds_text
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def dry_view(facts: Facts) -> Group:
     return page_view(list(_page(facts)))
 
 
-def _page(facts: Facts) -> Iterator[Part]:
+def _page(facts: Facts) -> Iterator[PagePart]:
     ran = facts["ran"]
     world = facts["world_size"]
     whole = len(ran) == world
@@ -46,7 +46,7 @@ def _page(facts: Facts) -> Iterator[Part]:
         yield Line("\n".join(facts["timeline"]), drawing=True)
 
 
-def _verdicts(facts: Facts, whole: bool) -> Iterator[Part]:
+def _verdicts(facts: Facts, whole: bool) -> Iterator[PagePart]:
     findings = facts["findings"]
     if not findings:
         rest = "" if whole else "; every other rank is taken to call what the ranks of its stage do"
@@ -68,7 +68,7 @@ def _verdicts(facts: Facts, whole: bool) -> Iterator[Part]:
         yield Line(f"not alike: {text}")
 
 
-def _memory(memory: Facts) -> Iterator[Part]:
+def _memory(memory: Facts) -> Iterator[PagePart]:
     stages = memory["stages"]
     top = next(each for each in stages if each["stage"] == memory["largest_stage"])
     names = [name for name in stages[0]["parts"] if any(each["parts"][name] for each in stages)]
@@ -130,7 +130,7 @@ def _seconds(key: str, row: Facts) -> str:
     return "" if not row["first"] else "-" if row[key] is None else seconds_text(row[key])
 
 
-def _step(step: Facts | None, part: str) -> Iterator[Part]:
+def _step(step: Facts | None, part: str) -> Iterator[PagePart]:
     if step is None:
         yield Line("no times: they need calls that meet, and [topology] with ranks_per_node")
         return

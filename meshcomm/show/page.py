@@ -134,7 +134,7 @@ class Cells:
         yield table
 
 
-Part: TypeAlias = Line | Cells
+PagePart: TypeAlias = Line | Cells
 
 
 def _cell(column: Column, item: Any) -> str:
@@ -160,7 +160,7 @@ def _packed(items: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-def page_view(parts: Sequence[Part]) -> Group:
+def page_view(parts: Sequence[PagePart]) -> Group:
     """For a rich console."""
     from rich.console import Group
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from meshcomm.config.parallel import Part
+from meshcomm.config.parallel import ParallelRole
 from meshcomm.layout.sizes import coords_text
 from meshcomm.predict.place import Placement, Ranking, Share
 from meshcomm.show.page import Cells, Column, Line, page_view
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 
-def place_facts(ranking: Ranking, names: Mapping[Part, str]) -> Facts:
+def place_facts(ranking: Ranking, names: Mapping[ParallelRole, str]) -> Facts:
     """What `meshcomm tune` shows, as data that JSON can hold. names: the dim of each part."""
     return {
         "world_size": ranking.world,
@@ -32,7 +32,7 @@ def place_facts(ranking: Ranking, names: Mapping[Part, str]) -> Facts:
     }
 
 
-def _facts(placement: Placement, names: Mapping[Part, str]) -> Facts:
+def _facts(placement: Placement, names: Mapping[ParallelRole, str]) -> Facts:
     along = {str(part): name for part, name in names.items()} | {"replica": "experts' copies"}
     facts = {
         **placement._asdict(),

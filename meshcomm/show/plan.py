@@ -12,7 +12,7 @@ from meshcomm.layout import Family, Layout, Plan
 from meshcomm.layout.sizes import coords_text, fold
 from meshcomm.predict.links import slowest_level, span
 from meshcomm.predict.machine import Machine, machine
-from meshcomm.show.page import Cells, Column, Line, Part, page_view
+from meshcomm.show.page import Cells, Column, Line, PagePart, page_view
 from meshcomm.show.units import count
 
 if TYPE_CHECKING:
@@ -130,13 +130,13 @@ def plan_view(plan: Plan, rank: int | None = None, topology: TopologyConfig | No
     return page_view(plan_page(plan_facts(plan, rank, topology)))
 
 
-def plan_page(facts: Facts) -> list[Part]:
+def plan_page(facts: Facts) -> list[PagePart]:
     """`plan_facts` as lines and tables: a headline, the dims, and the rank where there is one."""
     headline = (
         f"mesh of {count(facts['world_size'], 'rank')}, plan {facts['fingerprint']}: "
         f"{count(facts['groups'], 'group')}, {facts['groups_per_rank']} created per rank"
     )
-    parts: list[Part] = [Line(headline), _dims_table(facts["dims"])]
+    parts: list[PagePart] = [Line(headline), _dims_table(facts["dims"])]
     if "footprint" in facts:
         cost = facts["footprint"]
         held, size = count(cost["nccl"], "NCCL communicator"), cost["nccl_mb"] / 1000
@@ -144,7 +144,7 @@ def plan_page(facts: Facts) -> list[Part]:
     return [*parts, *rank_page(facts["rank"])] if "rank" in facts else parts
 
 
-def rank_page(rank: Facts, *about: Part) -> list[Part]:
+def rank_page(rank: Facts, *about: PagePart) -> list[PagePart]:
     """One rank's coords, in the base and in every view; a row for each name: its group and ring neighbours.
 
     about: stands between the two.

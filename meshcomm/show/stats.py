@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from meshcomm.show.page import Cells, Column, Line, Part, page_view
+from meshcomm.show.page import Cells, Column, Line, PagePart, page_view
 from meshcomm.show.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Facts = Mapping[str, Any]
 
 
-def stats_page(facts: Facts, steps: int | None = None) -> list[Part]:
+def stats_page(facts: Facts, steps: int | None = None) -> list[PagePart]:
     """A line for each call of each dim of one rank, from `Stats.facts`.
 
     steps: show calls, bytes and seconds of one of so many steps.
@@ -46,7 +46,7 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[Part]:
     return [head, _table(columns, rows), Line("\n".join(notes))]
 
 
-def spread_page(facts: Facts) -> list[Part]:
+def spread_page(facts: Facts) -> list[PagePart]:
     """A line for each call of each dim over all ranks, from `StatsOfAll.facts`."""
     columns: dict[str, Column] = {
         ">ranks": ("ranks", str),
@@ -64,7 +64,7 @@ def traffic_view(facts: Facts) -> Group:
     """Calls and bytes by dim and operation. facts: as `simulate_script` gives them."""
     schedules = facts["schedules"]
     tried = "" if schedules == 1 else f", {schedules} schedules tried, traffic of the first"
-    parts: list[Part] = [Line(f"{facts['world']} ranks simulated, no deadlock{tried}")]
+    parts: list[PagePart] = [Line(f"{facts['world']} ranks simulated, no deadlock{tried}")]
     if not facts["dims"]:
         return page_view([*parts, Line("nothing was sent along a dim of two ranks or more")])
     columns: dict[str, Column] = {
@@ -79,7 +79,7 @@ def traffic_view(facts: Facts) -> Group:
     return page_view(parts)
 
 
-def _table(columns: Mapping[str, Column], rows: Sequence[Facts]) -> Part:
+def _table(columns: Mapping[str, Column], rows: Sequence[Facts]) -> PagePart:
     if not rows:
         return Line("no call along a dim of two ranks or more")
     return Cells.of(rows, {"dim": "dim", "call": _call, **columns}, once=1)

@@ -21,7 +21,7 @@ class Bar(NamedTuple):
     over: float
 
 
-class Row(NamedTuple):
+class TimelineRow(NamedTuple):
     """What one rank did in one lane: its calls, or its passes."""
 
     rank: int
@@ -29,13 +29,13 @@ class Row(NamedTuple):
     bars: Sequence[Bar]
 
 
-def timeline(rows: Sequence[Row], width: int = 100) -> list[str]:
+def timeline(rows: Sequence[TimelineRow], width: int = 100) -> list[str]:
     """The rows, a scale above and the meaning of the letters below, at most `width` characters wide.
 
     A character stands for what took most of its time, so that no call vanishes while another is not
     there; a dot for none. Behind each row is the share of the time that its bars cover.
 
-    >>> print(*timeline([Row(0, "0", [Bar("tp", 0, 1)]), Row(1, "1", [Bar("tp", 3, 4)])], 25), sep="\\n")
+    >>> print(*timeline([TimelineRow(0, "0", [Bar("tp", 0, 1)]), TimelineRow(1, "1", [Bar("tp", 3, 4)])], 25), sep="\\n")
     rank 0           4 s
        0 tttt...........  25%
        1 ...........tttt  25%

@@ -11,7 +11,7 @@ from meshcomm.config import TopologyConfig
 from meshcomm.errors import LayoutError
 from meshcomm.layout import Layout, Plan
 from meshcomm.layout.sizes import check_coord, coords_text, fold
-from meshcomm.show.page import Cells, Column, Line, Part
+from meshcomm.show.page import Cells, Column, Line, PagePart
 from meshcomm.show.plan import rank_facts, rank_page
 
 Facts = dict[str, Any]
@@ -95,11 +95,11 @@ def _machine(layout: Layout, rank: int, topology: TopologyConfig | None) -> Fact
     }
 
 
-def where_page(facts: Facts) -> list[Part]:
+def where_page(facts: Facts) -> list[PagePart]:
     """`where_facts` as lines and tables."""
     if facts["rank"] is None:
         return _several(facts)
-    machine, about = facts["machine"], list[Part]()
+    machine, about = facts["machine"], list[PagePart]()
     if machine is not None:
         rack = "" if machine["rack"] is None else f" in rack {machine['rack']}"
         on_node = f"node {machine['node']}{rack}, local rank {machine['local_rank']}; "
@@ -107,7 +107,7 @@ def where_page(facts: Facts) -> list[Part]:
     return rank_page(facts["rank"], *about)
 
 
-def _several(facts: Facts) -> list[Part]:
+def _several(facts: Facts) -> list[PagePart]:
     asked, ranks, listed = coords_text(facts["asked"]), facts["ranks"], facts["listed"]
     if not ranks:
         return [Line(f"no rank has {asked}")]
@@ -116,7 +116,7 @@ def _several(facts: Facts) -> list[Part]:
         "coords": ("coords", coords_text),
         ">node": ("node", str),
     }
-    parts: list[Part] = [Line(f"{len(ranks):,} ranks have {asked}: {fold(ranks)}")]
+    parts: list[PagePart] = [Line(f"{len(ranks):,} ranks have {asked}: {fold(ranks)}")]
     parts.append(Cells.of(listed, columns))
     left = len(ranks) - len(listed)
     return [*parts, Line(f"and {left:,} more; --json has all of them")] if left else parts

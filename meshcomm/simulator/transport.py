@@ -373,16 +373,16 @@ class SimulatorTransport(Transport):
         self._number = 0
         # By sender and receiver.
         self._sent: Counter[tuple[int, int]] = Counter()
-        self._told: Told | None = None
+        self._announced: Told | None = None
 
     def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> bool:
-        self._told = (name, call, facts)
+        self._announced = (name, call, facts)
         return True
 
     def start(self, call: Call) -> SimulatedWork:
         group, actor, row = self._group, self._actor, call.row
         group.scheduler.check_thread(actor)
-        told, self._told = self._told, None
+        told, self._announced = self._announced, None
         self._number += 1
         # A scatter is counted by the part that each rank gets.
         x = call.out if row is SCATTER else call.x

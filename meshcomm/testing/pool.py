@@ -148,7 +148,7 @@ class Pool:
                   in the text.
         """
         ended = self.call(partial(function, *args), ranks=ranks, limits=Limits(timeout_s), env=env)
-        failures = {rank: _told(one) for rank, one in enumerate(ended) if one.state != "returned"}
+        failures = {rank: _failure_text(one) for rank, one in enumerate(ended) if one.state != "returned"}
         if failures and not allow:
             raise RankFailure(failures, ranks)
         return [one.value for one in ended]
@@ -260,7 +260,7 @@ class Pool:
         return ended
 
 
-def _told(one: Ended) -> str:
+def _failure_text(one: Ended) -> str:
     """What went wrong, with the stacks that a rank wrote as it died of a fault such as SIGSEGV."""
     fault = one.stack.strip() if one.state == "died" else ""
     return f"{one.text}\n{fault}".rstrip()

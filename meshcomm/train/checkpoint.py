@@ -32,7 +32,7 @@ from meshcomm.train.checkpoint_folder import (
 )
 from meshcomm.train.checkpoint_reader import Saved
 from meshcomm.train.checkpoint_writer import Save, divide
-from meshcomm.train.lock import Lock, compare
+from meshcomm.train.lock import Lock, resume_differences
 from meshcomm.train.run_files import put_aside
 
 # The losses of all steps, in a run's checkpoint.
@@ -144,7 +144,7 @@ class Checkpoints:
         here. Otherwise what an earlier run left, metrics and checkpoints, is put aside. What broken
         saves left is removed. Rank 0 decides and acts; any rank may be the one that was restarted.
 
-        now:     the lock of this run at its first step; the checkpoint's must fit, see `lock.compare`.
+        now:     the lock of this run at its first step; the checkpoint's must fit, see `lock.resume_differences`.
         Returns: what it goes on from, None at a start; and the lock of that checkpoint, `now` where there is none.
         Raises:  TrainingError where the folder cannot be read or written, ConfigError.
         """
@@ -163,7 +163,7 @@ class Checkpoints:
 
         def look() -> tuple[Resumed, Lock]:
             saved = Lock.read(path)
-            return Resumed(saved.step, path, compare(saved, now, path), counted), saved
+            return Resumed(saved.step, path, resume_differences(saved, now, path), counted), saved
 
         return on_all_ranks(mesh, f"resume from {path}", look)
 

@@ -64,9 +64,9 @@ class Cost:
         """Before a line is reported: compare ranks at the first two. Called by: every rank."""
         if self._comparisons_due:
             self._comparisons_due -= 1
-            self.compare()
+            self.compare_counts()
 
-    def compare(self) -> None:
+    def compare_counts(self) -> None:
         """Sum FLOPs up over the ranks and find the largest peak memory. Called by: every rank; one gather of objects."""
         counted = 0 if self._counter is None else self._counter.model
         peak = peak_flops(self._train, self._mesh.device)

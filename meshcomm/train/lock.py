@@ -149,7 +149,7 @@ def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
     return Lock(0, 0.0, mesh.plan.fingerprint, mesh.plan.facts(), settings, versions)
 
 
-def compare(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
+def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
     """What is different now from when the checkpoint `folder` was made, one setting per line.
 
     What only says how a run is written down is left out.

@@ -24,7 +24,7 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import whole
 from meshcomm.train.original import compare_forward
-from meshcomm.train.trainer import RECORDER, Recorder, Trainer
+from meshcomm.train.trainer import RECORDER, StepRecorder, Trainer
 
 Kind: TypeAlias = Literal["loss", "gradient norm", "weight", "gradient"]
 
@@ -117,7 +117,7 @@ class _Enough(BaseException):
 
 
 @final
-class _Recorder(Recorder):
+class _ParityRecorder(StepRecorder):
     """script: the program may end before the last step. original: see `record`."""
 
     def __init__(self, config: Config, steps: int, *, script: bool, original: bool) -> None:
@@ -129,7 +129,7 @@ class _Recorder(Recorder):
         self._error: TrainingError | None = None
 
     def begins(self, engine: Engine, inputs: Tensor) -> None:
-        """See Recorder."""
+        """See StepRecorder."""
         if self._compares and all(size == 1 for size in engine.mesh.dims.values()):
             some = inputs[: engine.sections.train.micro_batch_size]
             try:
@@ -140,7 +140,7 @@ class _Recorder(Recorder):
         self._compares = False
 
     def stepped(self, engine: Engine) -> None:
-        """See Recorder."""
+        """See StepRecorder."""
         self._done += engine.results()
         if not self._script:
             engine.mesh.step(len(self._done))
@@ -185,7 +185,7 @@ def record_script(script: Path, arguments: Sequence[str], config: Config, steps:
             if ended.code:
                 raise
 
-    return _Recorder(config, steps, script=True, original=True).run(program)
+    return _ParityRecorder(config, steps, script=True, original=True).run(program)
 
 
 def record(mesh: Mesh, config: Config, steps: int, *, original: bool = False) -> Record:
@@ -196,7 +196,7 @@ def record(mesh: Mesh, config: Config, steps: int, *, original: bool = False) ->
     Every rank returns the same losses and norms, and its own stages' weights and gradients, whole.
     Nothing is written, and no checkpoint is read.
     """
-    recorder = _Recorder(config, steps, script=False, original=original)
+    recorder = _ParityRecorder(config, steps, script=False, original=original)
     found = recorder.run(lambda: Trainer(mesh, config).run())
     assert found is not None
     return found

@@ -181,7 +181,7 @@ class Steps:
                 raise
             traffic = mesh.stats().since(before)
             late = dict(mesh.stragglers().latest)
-            self._cost.compare()
+            self._cost.compare_counts()
             done = len(self._losses)
             whole = dataclasses.replace(
                 self._summary(), late=late, stopped=self._stopped() if done < train.steps else ""
@@ -279,7 +279,7 @@ class Steps:
         loss = self._engine.evaluate(held.in_order(self._train.eval_batches))
         tokens = self._eval_batches * self._start.tokens_per_step
         self._evaluation = Evaluation(step, loss, tokens, seconds=time.perf_counter() - began)
-        self._cost.compare()
+        self._cost.compare_counts()
         if self._metrics is not None:
             self._metrics.write(self._evaluation)
         for callback in self._callbacks:

@@ -39,7 +39,7 @@ from meshcomm.train.steps import Progress, Reading, Steps, check_outputs, learni
 MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 
 
-class Recorder(ABC):
+class StepRecorder(ABC):
     """Takes over the trainers of a program, which then write nothing.
 
     config: theirs, whatever they are given; None: what they are given.
@@ -56,7 +56,7 @@ class Recorder(ABC):
 
 
 # Of this context's trainers: what `meshcomm parity` compares, and `meshcomm dryrun` looks at.
-RECORDER: ContextVar[Recorder | None] = ContextVar("meshcomm_recorder", default=None)
+RECORDER: ContextVar[StepRecorder | None] = ContextVar("meshcomm_recorder", default=None)
 
 
 @final

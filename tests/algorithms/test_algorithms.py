@@ -14,8 +14,8 @@ from meshcomm.algorithms import (
     Cost,
     Receive,
     Schedule,
+    ScheduleStep,
     Send,
-    Step,
     double_tree,
     formulas,
     halving_doubling,
@@ -114,7 +114,7 @@ def test_the_trees_are_trees_and_the_two_share_the_work() -> None:
         assert both == ([0] if n % 2 and n > 1 else []), n
 
 
-def changed(steps: list[Step], coord: int, fault: str) -> list[Step]:
+def changed(steps: list[ScheduleStep], coord: int, fault: str) -> list[ScheduleStep]:
     """A ring's steps on one rank of four with one thing wrong."""
     if (fault == "unreduced" and coord == 2) or fault == "twice":
         at = 1 if coord == 2 and fault == "unreduced" else 3
@@ -126,7 +126,7 @@ def changed(steps: list[Step], coord: int, fault: str) -> list[Step]:
         steps[0] = steps[0]._replace(receives=())
     elif fault == "overwritten":
         sends, receives = (Send((coord + 1) % 4, 0, 4),), (Receive((coord - 1) % 4, 0, 4, False),)
-        steps[5] = Step(sends, receives)
+        steps[5] = ScheduleStep(sends, receives)
     return steps[:5] if fault == "short" else steps
 
 

@@ -32,7 +32,7 @@ from meshcomm.parallel.build import Splits, materialise, sections
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor import TensorSplit
-from meshcomm.show.page import Cells, Line, Part, as_text, page_view
+from meshcomm.show.page import Cells, Line, PagePart, as_text, page_view
 from meshcomm.show.units import count, seconds_text
 from tests.benchmarks.breakdown import expected_exposure, parts_of_a_step
 from tests.benchmarks.loops import Loop, by_torch, no_counterpart
@@ -268,7 +268,7 @@ def training_text(facts: Mapping[str, Any]) -> str:
             ),
         },
     )
-    parts: list[Part] = [Line(head), table]
+    parts: list[PagePart] = [Line(head), table]
     parts.append(
         Line("\n".join([*(f"not measured: {e['name']}: {e['why']}" for e in facts["without"]), _NOTE]))
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshcomm.comm.spans import Span
 from meshcomm.dryrun.ledger import PARTS, Peak
-from meshcomm.dryrun.rank import Event, Step
+from meshcomm.dryrun.rank import Event, RankStep
 from meshcomm.layout import Layout
 from meshcomm.layout.plan import Plan
 
@@ -67,11 +67,11 @@ class Rank:
         """For a call that was only begun."""
         self.events.append(Event("wait", call, self.flops, "forward 0"))
 
-    def step(self) -> Step:
+    def step(self) -> RankStep:
         """All of it."""
         peak = Peak(0, dict.fromkeys(PARTS, 0), "", "", "")
         held = dict.fromkeys(PARTS, 0)
-        return Step(
+        return RankStep(
             self.rank, self.coords, 0, held, peak, [], self.calls, self.groups, self.events, self.flops
         )
 
@@ -87,7 +87,9 @@ class Rank:
         return number
 
 
-def steps(layout: Layout, program: Callable[[Rank], None], ranks: Sequence[int] | None = None) -> list[Step]:
+def steps(
+    layout: Layout, program: Callable[[Rank], None], ranks: Sequence[int] | None = None
+) -> list[RankStep]:
     """The program as these ranks, or as all."""
     found = []
     for rank in range(layout.world_size) if ranks is None else ranks:

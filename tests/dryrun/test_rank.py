@@ -16,7 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 import meshcomm
 from meshcomm.config import Config, load_config
 from meshcomm.dryrun.ledger import Ledger
-from meshcomm.dryrun.rank import Step, counted_step, pretended_step
+from meshcomm.dryrun.rank import RankStep, counted_step, pretended_step
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.testing import Pool
 from tests.dryrun.measured import Watched
@@ -48,7 +48,7 @@ def config_of(dims: str, parallel: dict[str, Any], train: dict[str, Any], model:
     )
 
 
-def real(config: Config) -> Step:
+def real(config: Config) -> RankStep:
     with meshcomm.init(config) as mesh:
         return counted_step(mesh, config, Watched)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshcomm.dryrun.compare import compare
+from meshcomm.dryrun.compare import find_differences
 from meshcomm.dryrun.replay import COMPUTE, Replay, replay
 from meshcomm.layout import Layout
 from tests.dryrun.programs import Rank, steps, where
@@ -140,7 +140,7 @@ def crossed(rank: Rank) -> None:
 )
 def test_a_circle_is_proved_and_said(layout: Layout, program: Any, said: str) -> None:
     made = steps(layout, program)
-    assert compare(made, where(layout)) == []
+    assert find_differences(made, where(layout)) == []
     met = replay(made, where(layout))
     (finding,) = met.stuck
     assert said in finding.what and len(finding.lines) == len(finding.ranks) == layout.world_size
@@ -153,7 +153,7 @@ def test_findings_that_are_alike_are_one() -> None:
     def program(rank: Rank) -> None:
         rank.collective("all_reduce", "tp", (1 + rank.coords["tp"],), line=3)
 
-    found = compare(steps(layout, program), where(layout))
+    found = find_differences(steps(layout, program), where(layout))
     assert [(each.groups, each.ranks) for each in found] == [(4, (1,))]
 
 
@@ -163,9 +163,9 @@ def test_parts_of_an_all_to_all_may_be_of_any_length() -> None:
     def program(rank: Rank) -> None:
         rank.collective("all_to_all", "ep", (3 + rank.rank, 8))
 
-    assert compare(steps(layout, program), where(layout)) == []
+    assert find_differences(steps(layout, program), where(layout)) == []
 
     def wrong(rank: Rank) -> None:
         rank.collective("all_to_all", "ep", (3, 8 + (rank.rank == 2)))
 
-    assert [each.ranks for each in compare(steps(layout, wrong), where(layout))] == [(2,)]
+    assert [each.ranks for each in find_differences(steps(layout, wrong), where(layout))] == [(2,)]

@@ -25,7 +25,7 @@ from meshcomm.jobs.afterwards import timeline_of
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.tracing import events_of, write
 from meshcomm.parallel.pipeline import Pipelined
-from meshcomm.show.timeline import Bar, Row, timeline
+from meshcomm.show.timeline import Bar, TimelineRow, timeline
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, run
 from meshcomm.train.run_files import put_aside
@@ -414,10 +414,10 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
 
 def test_the_timeline_in_the_small() -> None:
     rows = [
-        Row(0, "0 passes", [Bar("forward", 0, 2), Bar("backward", 4, 8)]),
-        Row(0, "0 calls", [Bar("dp", 8, 10), Bar("data", 8.2, 8.4)]),
-        Row(1, "1 calls", [Bar("dp", 0, 10), Bar("tp", 5, 5.01)]),
-        Row(2, "2 calls", []),
+        TimelineRow(0, "0 passes", [Bar("forward", 0, 2), Bar("backward", 4, 8)]),
+        TimelineRow(0, "0 calls", [Bar("dp", 8, 10), Bar("data", 8.2, 8.4)]),
+        TimelineRow(1, "1 calls", [Bar("dp", 0, 10), Bar("tp", 5, 5.01)]),
+        TimelineRow(2, "2 calls", []),
     ]
     lines = timeline(rows, 34)
     assert max(map(len, lines[:-1])) == 34
@@ -429,7 +429,7 @@ def test_the_timeline_in_the_small() -> None:
         "2 calls ".rjust(9) + "....................   0%",
         "F: forward; B: backward; d: dp; a: data; t: tp",
     ]
-    assert timeline([Row(0, "0", [])]) == ["no calls"]
+    assert timeline([TimelineRow(0, "0", [])]) == ["no calls"]
 
 
 def test_reports_of_two_hosts_are_put_on_the_wall_clock(tmp_path: Path) -> None:

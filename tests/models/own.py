@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshcomm.models import Attend, Here, ModelSpec
+from meshcomm.models import Attend, ModelSpec, StageContext
 
 
 class Block(nn.Module):
@@ -57,7 +57,7 @@ def alone() -> nn.Module:
     return Own()
 
 
-def _forward(module: Any, x: Tensor, here: Here) -> Tensor:
+def _forward(module: Any, x: Tensor, here: StageContext) -> Tensor:
     if here.stage.is_first:
         x = module.tokens(x) + module.places(here.positions)
     for block in here.layers:

@@ -16,7 +16,7 @@ import meshcomm
 from meshcomm.config import Config, TrainConfig, load_config
 from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.mesh.rank_failure import failure_of
-from meshcomm.models import Here, ModelSpec
+from meshcomm.models import ModelSpec, StageContext
 from meshcomm.models.spec import KINDS
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel.compose import Engine
@@ -169,7 +169,7 @@ def phi3() -> ModelSpec:
     transformers = pytest.importorskip("transformers")
     config = transformers.Phi3Config(**SMALL)
 
-    def forward(module: Any, x: Tensor, here: Here) -> Tensor:
+    def forward(module: Any, x: Tensor, here: StageContext) -> Tensor:
         x = module.model.embed_tokens(x)
         rotary = module.model.rotary_emb(x, here.positions.unsqueeze(0))
         for block in here.layers:

@@ -15,7 +15,7 @@ import meshcomm
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, UnknownDim
 from meshcomm.mesh import Mesh
-from meshcomm.models import Here, ModelSpec
+from meshcomm.models import ModelSpec, StageContext
 from meshcomm.parallel.dropout import Draws, drop_apart
 from meshcomm.parallel.tensor import TensorSplit, tensor_parallel
 from meshcomm.testing import Pool
@@ -59,7 +59,7 @@ class Net(own.Own):
         return self.logits(self.last_drop(self.norm(x)))
 
 
-def _forward(module: Any, x: Tensor, here: Here) -> Tensor:
+def _forward(module: Any, x: Tensor, here: StageContext) -> Tensor:
     if here.stage.is_first:
         x = module.first_drop(module.tokens(x) + module.places(here.positions))
     for block in here.layers:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshcomm
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError, UnsupportedOp
-from meshcomm.models import Here, ModelSpec
+from meshcomm.models import ModelSpec, StageContext
 from meshcomm.predict.estimate import Sizes, layer_activations, workload
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
@@ -167,7 +167,7 @@ def test_through_is_for_blocks(pool: Pool) -> None:
 def through_a_norm() -> ModelSpec:
     """A spec whose forward runs something by `through` that is no block."""
 
-    def forward(module: Any, x: Tensor, here: Here) -> Tensor:
+    def forward(module: Any, x: Tensor, here: StageContext) -> Tensor:
         x = here.through(module.norm, module.tokens(x))
         out: Tensor = module.logits(x)
         return out

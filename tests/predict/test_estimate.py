@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshcomm.config import Config, load_config
-from meshcomm.dryrun.rank import Step, pretended_step
+from meshcomm.dryrun.rank import RankStep, pretended_step
 from meshcomm.predict.estimate import Memory, Sizes, expected, memory, weights, workload
 
 # What the page shows: the yardstick's width, eight layers.
@@ -121,7 +121,7 @@ def estimated(config: Config) -> Memory:
     return memory(workload(config), Sizes(**played, microbatches=number))
 
 
-def ran(config: Config) -> list[Step]:
+def ran(config: Config) -> list[RankStep]:
     """A step of the first rank, and with a pipeline of one with two neighbours and of the last."""
     world = math.prod(config.mesh.dims.values())
     assert config.parallel is not None

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from meshcomm.cli import app
 from meshcomm.config import Config, TopologyConfig, load_config
-from meshcomm.config.parallel import Part
+from meshcomm.config.parallel import ParallelRole
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Layout
 from meshcomm.layout.sizes import divisors
@@ -242,7 +242,7 @@ def test_one_step_by_hand() -> None:
         "network": {"latency_us": 10.0, "bandwidth_gbytes_s": 10.0},
     }
     where = topology_of(8, links=links, tflops=0.001)
-    keep: dict[Part, int] = {"pipeline": 2, "data": 2, "tensor": 4}
+    keep: dict[ParallelRole, int] = {"pipeline": 2, "data": 2, "tensor": 4}
     ranking = rank_placements(workload(settings), 16, where, keep)
     first = next(each for each in ranking.placements if list(each.dims) == ["pipeline", "data", "tensor"])
     microbatches = 24 // 2 // 2

@@ -32,7 +32,7 @@ from meshcomm.testing import Pool
 from meshcomm.train import Attempt, Callback, Resumed, Start, Step, Summary, Trainer, checkpoint_writer, run
 from meshcomm.train.checkpoint import Checkpoints, find_attempt, resume
 from meshcomm.train.checkpoint_reader import Saved, unpickle
-from meshcomm.train.lock import Lock, compare
+from meshcomm.train.lock import Lock, resume_differences
 from meshcomm.train.run_files import MetricsFile
 from tests.train import runs
 
@@ -574,7 +574,7 @@ def changed(section: str, **values: Any) -> Lock:
     ],
 )
 def test_what_may_differ_is_shown(now: Lock, line: str | None) -> None:
-    assert compare(LOCK, now, Path("x")) == (() if line is None else (line,))
+    assert resume_differences(LOCK, now, Path("x")) == (() if line is None else (line,))
 
 
 @pytest.mark.parametrize(
@@ -591,7 +591,7 @@ def test_what_may_differ_is_shown(now: Lock, line: str | None) -> None:
 )
 def test_what_may_not_differ_is_refused(now: Lock, values: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compare(LOCK, now, Path("x"))
+        resume_differences(LOCK, now, Path("x"))
     assert caught.value.given == values and caught.value.hint
 
 
@@ -611,11 +611,11 @@ def test_settings_in_resume_changed_may_differ(
         saved, config={**saved.config, change[0]: {**saved.config[change[0]], **change[1]}}
     )
     with pytest.raises(ConfigError) as caught:
-        compare(saved, now, Path("x"))
+        resume_differences(saved, now, Path("x"))
     assert f'train.resume_changed = ["{key}"]' in str(caught.value.hint)
     train = {**now.config["train"], "resume_changed": [key]}
     now = dataclasses.replace(now, config={**now.config, "train": train})
-    lines = compare(saved, now, Path("x"))
+    lines = resume_differences(saved, now, Path("x"))
     assert len(lines) == (1 if read else 2) and "->" in lines[0]
     assert now.continuing(saved).samples == read
     assert now.continuing(dataclasses.replace(saved, samples=99)).samples == (99 if read else 0)

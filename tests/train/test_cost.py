@@ -47,7 +47,7 @@ def counted(config: Config) -> float:
         for step in (1, 2):
             with cost.counting():
                 engine.step(*batches(step), 1e-3, step)
-        cost.compare()
+        cost.compare_counts()
         rates = cost.rates(1.0)
         assert rates is not None and rates.mfu == pytest.approx(rates.model_flops_per_s)
         return rates.mfu * math.prod(dict(mesh.dims).values())

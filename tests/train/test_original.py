@@ -19,7 +19,7 @@ from meshcomm.config import Config, load_config
 from meshcomm.config.pretrained import TYPES
 from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.mesh.source import CONFIG_VARIABLE, new_job
-from meshcomm.models import Here, ModelSpec, families, spec_model, wrapped
+from meshcomm.models import ModelSpec, StageContext, families, spec_model, wrapped
 from meshcomm.models.families import FAMILIES as KNOWN
 from meshcomm.models.hf import _attention
 from meshcomm.testing import Pool
@@ -166,7 +166,7 @@ def forgetful() -> ModelSpec:
 def careful() -> ModelSpec:
     """With it."""
 
-    def forward(module: Any, x: Tensor, here: Here) -> Tensor:
+    def forward(module: Any, x: Tensor, here: StageContext) -> Tensor:
         y = _forward(module, x, here)
         return y / 8 if here.stage.is_last else y
 

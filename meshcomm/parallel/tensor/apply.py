@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import MeshMismatchError, ShapeError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.tensor.example import Seen, compare
+from meshcomm.parallel.tensor.example import Seen, compare_outputs
 from meshcomm.parallel.tensor.layers import ColumnParallel, RowParallel, VocabParallelEmbedding, entered
 from meshcomm.parallel.tensor.parameters import FUSED, kept, local
 from meshcomm.parallel.tensor.plan import Entry, Rule, checked_rules
@@ -84,7 +84,7 @@ def tensor_parallel(
         return split
     before = Seen(split, module, example)
     splitting.run()
-    compare(split, before, Seen(split, module, example, before, rules))
+    compare_outputs(split, before, Seen(split, module, example, before, rules))
     return split
 
 

@@ -134,7 +134,7 @@ class Seen:
                 part.training = mode
 
 
-def compare(split: TensorSplit, before: Seen, after: Seen) -> None:
+def compare_outputs(split: TensorSplit, before: Seen, after: Seen) -> None:
     """Raises TrainingError, on every rank, where the two differ by more than rounding."""
     odd = []
     for name, expected in before.values.items():

@@ -153,13 +153,13 @@ class Indexed:
         return len(self._data) if self._kept is None else self._kept[1] - self._kept[0]
 
     def read(self, samples: NDArray[np.int64]) -> Samples:
-        """See Part."""
+        """See DataPart."""
         if self._kept is not None:
             samples = permuted(samples + self._kept[0], len(self._data), [0])
         return self._form.joined([(number, self._data[number]) for number in samples.tolist()])
 
     def cut(self, share: float) -> tuple[Indexed, Indexed]:
-        """See Part. Samples may lie by their kind, so those that are cut off are drawn."""
+        """See DataPart. Samples may lie by their kind, so those that are cut off are drawn."""
         count = len(self._data)
         place = count - held_back(count, share)
         before, after = (Indexed(self._data, self._form, kept) for kept in ((0, place), (place, count)))

@@ -23,7 +23,7 @@ _STRETCH = 32_768
 IGNORED = -100
 
 
-class Part(Protocol):
+class DataPart(Protocol):
     """One source of samples."""
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ class Part(Protocol):
         """The samples of these numbers."""
         ...
 
-    def cut(self, share: float) -> tuple[Part, Part]:
+    def cut(self, share: float) -> tuple[DataPart, DataPart]:
         """The samples before the last `share` of them, and those."""
         ...
 
@@ -63,7 +63,7 @@ class Stream:
         return max(0, (len(self.tokens) - 1) // self._seq_len)
 
     def read(self, samples: NDArray[np.int64]) -> Samples:
-        """See Part: int64 (samples, sequence) each, targets one token further."""
+        """See DataPart: int64 (samples, sequence) each, targets one token further."""
         offsets = samples * self._seq_len
         found = self.tokens[offsets[:, None] + self._window].astype(np.int64)
         if self.vocab_size is not None and found.size:
@@ -76,7 +76,7 @@ class Stream:
         return found[:, :-1], found[:, 1:]
 
     def cut(self, share: float) -> tuple[Stream, Stream]:
-        """See Part. The token after the last sample before the cut is the first after it."""
+        """See DataPart. The token after the last sample before the cut is the first after it."""
         kept = len(self) - held_back(len(self), share)
         place = kept * self._seq_len
         before, after = (
@@ -100,7 +100,7 @@ class Stream:
 class Corpus:
     """Parts, and what they were read from."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[DataPart, ...]
     digest: bytes
     """Equal on every rank, or ranks train on different data."""
     size: int = 0
@@ -147,7 +147,7 @@ def outside(token: int, vocab_size: int, where: str, hint: str = "") -> Training
     )
 
 
-def checked(parts: Sequence[Part], given: str, seq_len: int) -> None:
+def checked(parts: Sequence[DataPart], given: str, seq_len: int) -> None:
     """Raises TrainingError where there is less than one sample."""
     if not any(len(part) for part in parts):
         raise TrainingError(
