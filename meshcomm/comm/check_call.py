@@ -38,7 +38,7 @@ def check(request: Request) -> None:
                 request.problem = error
     elif row is not BARRIER:
         _check_x(request)
-    request.facts = _facts(request)
+    request.facts = _facts(request) | request.options
 
 
 def _check_x(request: Request) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, Final, Protocol, final
 
 from torch import Tensor
 
@@ -23,6 +24,12 @@ class Algorithm(Protocol):
     def run(self, comm: Any, flat: Tensor, op: str) -> None: ...
 
 
+# An option whose value ranks need not share, or that `_facts` or the call's name tells of in words of its own.
+_OWN: Final = {"own": True}
+# The fields that the fast path knows: all others that a caller can give are options.
+_KNOWN: Final = ("comm", "row", "x", "async_op", "op", "root", "axis", "concat", "out")
+
+
 @final
 @dataclass(slots=True, eq=False)
 class Request:
@@ -37,7 +44,7 @@ class Request:
     | finish | wire.py       | the result |
 
     The fields up to `out` are known to the fast path of Communicator.collective. Those behind it are options: a call
-    with any of them takes the stages.
+    with any of them takes the stages, and ranks have to agree on it where it is not marked as `_OWN`.
 
     concat:   the axis that an all_to_all joins; `axis` is the one that it splits, and the only one of the others.
     uneven:   sizes of `axis` may differ from rank to rank. input_split_sizes: what of `axis` goes to each coord;
@@ -63,11 +70,11 @@ class Request:
     concat: int = 0
     out: Tensor | None = None
 
-    factor: Any = None
-    uneven: bool = False
-    input_split_sizes: Sequence[int] | None = None
-    output_split_sizes: Sequence[int] | None = None
-    algorithm: Algorithm | None = None
+    factor: Any = field(default=None, metadata=_OWN)
+    uneven: bool = field(default=False, metadata=_OWN)
+    input_split_sizes: Sequence[int] | None = field(default=None, metadata=_OWN)
+    output_split_sizes: Sequence[int] | None = field(default=None, metadata=_OWN)
+    algorithm: Algorithm | None = field(default=None, metadata=_OWN)
 
     source: Tensor | None = field(default=None, init=False)
     facts: dict[str, object] = field(default_factory=dict, init=False)
@@ -87,6 +94,12 @@ class Request:
     def name(self) -> str:
         """As it is recorded, compared and counted: by another algorithm it is another call."""
         return self.row.name if self.algorithm is None else f"{self.row.name} by {self.algorithm.name}"
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The options of this call that have to be equal on all ranks, where they are given."""
+        given = {name: getattr(self, name) for name, _ in _compared(type(self))}
+        return {name: given[name] for name, usual in _compared(type(self)) if given[name] != usual}
 
     @property
     def gets(self) -> bool:
@@ -112,3 +125,10 @@ class Request:
     def target(self) -> Tensor | None:
         """The caller's tensor that becomes the result; None: it is new."""
         return self.x if self.row.in_place and self.row.root != "dst" else self.out
+
+
+@cache
+def _compared(kind: type[Request]) -> list[tuple[str, object]]:
+    """The options that ranks have to agree on, with their defaults: also those that a subclass adds."""
+    given = (each for each in fields(kind) if each.init and each.name not in _KNOWN)
+    return [(each.name, each.default) for each in given if "own" not in each.metadata]

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, Final
 
 import numpy as np
@@ -17,9 +18,10 @@ import meshcomm
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from meshcomm.comm import communicator
 from meshcomm.comm.check_call import check
+from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.p2p import Messages
 from meshcomm.comm.request import Request
-from meshcomm.errors import CommunicationError, MeshcommError, ShapeError
+from meshcomm.errors import CallMismatchError, CommunicationError, MeshcommError, ShapeError
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport
 from tests.ranks import on_ranks
@@ -353,6 +355,56 @@ def test_an_option_that_the_fast_path_does_not_know_takes_the_stages(mesh: Any) 
             assert seen == [True]
     with pytest.raises(TypeError, match="interleave"):
         mesh.all_gather("dp", torch.ones(4), interleave=True)
+
+
+@pytest.mark.mesh(dp=2, via="gloo", timeout_s=20)
+def test_an_option_that_somebody_adds_is_compared(mesh: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communicator, "Request", WithOption)
+        comm, x = mesh._at["dp"], torch.ones(4)
+        assert comm.collective(ALL_GATHER, x, interleave=True).numel() == 8
+        with pytest.raises(CallMismatchError, match="interleave True"):
+            comm.collective(ALL_GATHER, x, **({"interleave": True} if mesh.rank else {}))
+
+
+# What a keyword of a public collective is given, to see whether it arrives; another one for each type.
+GIVEN: dict[str, Any] = {
+    "axis": 1, "dim": 1, "split_axis": 1, "concat_axis": 1, "op": "max", "factor": 2.0, "algorithm": "ring", "uneven": True,
+    "input_split_sizes": [1, 1], "output_split_sizes": [1, 1], "async_op": True, "src": 1, "dst": 1,
+}  # fmt: skip
+PUBLIC = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "all_to_all",
+)
+
+
+def test_every_keyword_of_a_public_collective_reaches_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keyword that a method takes and does not hand on would have no effect, in silence."""
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        Communicator, "collective", lambda self, *given, **options: calls.append((given, options))
+    )
+
+    def body(mesh: Any) -> None:
+        for name in PUBLIC:
+            method, x = getattr(mesh, name), torch.ones(2, 2)
+            usual = {key: 0 for key in ("src", "dst") if key in signature(method).parameters}
+            for key in signature(method).parameters:
+                if key in ("dims", "x"):
+                    continue
+                calls.clear()
+                method("dp", x, **usual)
+                method("dp", x, **{**usual, key: torch.zeros(2, 2) if key == "out" else GIVEN[key]})
+                plain, given = calls
+                assert repr(plain) != repr(given), f"{name}({key}=) has no effect"
+
+    meshcomm.simulate(body, dims={"dp": 1})
 
 
 @pytest.mark.mesh(dp=2, validate_calls=0, via="gloo", timeout_s=20)
