@@ -65,9 +65,7 @@ def find_differences(steps: Sequence[RankStep], where: Callable[[int], str]) -> 
         for span in step.calls:
             if not span.parts:
                 collectives[tuple(step.groups[span.group])][step.rank].append(Made(_key(span), span))
-    found = (
-        _first_difference(members, made, where) for members, made in collectives.items() if len(made) > 1
-    )
+    found = (_first_difference(made, where) for made in collectives.values() if len(made) > 1)
     return _merged([*(each for each in found if each is not None), *_messages(steps, where)])
 
 
@@ -87,9 +85,9 @@ def _key(span: Span) -> tuple[object, ...]:
 
 
 def _first_difference(
-    members: Members, made: Mapping[int, Sequence[Made]], where: Callable[[int], str]
+    made: Mapping[int, Sequence[Made]], where: Callable[[int], str]
 ) -> DryRunFinding | None:
-    """members: all of the group. made: by the ranks of it that were run."""
+    """made: by the ranks of a group that were run."""
     most = max(map(len, made.values()))
     for place in range(most):
         here = {rank: calls[place] if place < len(calls) else None for rank, calls in made.items()}

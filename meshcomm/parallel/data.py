@@ -374,7 +374,7 @@ class Sharded:
             whole: set[nn.Parameter] = set()
             for part in module.modules() if spread is not None else ():
                 if isinstance(part, ExpertWeights) and spread:
-                    place = _expert_axis(part, mesh.size(spread[-1]))
+                    place = _expert_axis(mesh.size(spread[-1]))
                     over = {**everywhere, "mesh": mesh[spread], "shard_placement_fn": place}
                     _shard(part, mp_policy=precision, **over)
                 elif isinstance(part, ExpertWeights):
@@ -427,7 +427,7 @@ def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(blocks)
 
 
-def _expert_axis(part: ExpertWeights, ranks: int) -> Callable[[nn.Parameter], Shard]:
+def _expert_axis(ranks: int) -> Callable[[nn.Parameter], Shard]:
     """The axis that experts' weights are sharded along: of their experts where these divide, or else one that does, as
     shards of unequal length are padded: one expert of a rank, in two shards of its first axis, saves no memory.
     """

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,19 @@ with meshcomm.init(dims={"dp": -1}, device="cpu") as mesh:
 
 def meshcomm(*words: str) -> Result:
     return CliRunner().invoke(app, words, prog_name="meshcomm", env={"COLUMNS": "80"})
+
+
+# -- options ----------------------------------------------------------------------------------------
+
+
+def test_every_option_of_a_command_is_read() -> None:
+    """One that a command takes and does not look at would have no effect, in silence."""
+    for command in [each.callback for each in app.registered_commands]:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(command))).body
+        assert isinstance(function, ast.FunctionDef)
+        body = [node for statement in function.body for node in ast.walk(statement)]
+        read = {node.id for node in body if isinstance(node, ast.Name)}
+        assert {argument.arg for argument in function.args.args} <= read, function.name
 
 
 # -- help -------------------------------------------------------------------------------------------

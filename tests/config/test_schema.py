@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import os
@@ -123,6 +124,17 @@ def test_every_setting_has_its_sentence(name: str) -> None:
     # What nothing means is said; a default that is a value is in the schema.
     if {"type": "null"} in setting.get("anyOf", []):
         assert "None:" in said or "needed there" in said
+
+
+def test_every_setting_is_read() -> None:
+    """One that is nowhere asked for would have no effect, in silence."""
+    trees = [ast.parse(file.read_text()) for file in (ROOT / "meshcomm").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    # By their names, as the options of a backend.
+    read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    unread = {name for name, _ in settings() if name.rpartition(".")[2] not in read}
+    assert not unread
 
 
 def test_every_section_has_its_sentence_and_nothing_for_readers_of_the_code() -> None:
