@@ -104,7 +104,7 @@ def _backends() -> list[str]:
         "implements. ?: where MPI was built for the device, and torch from source with that MPI. lists: torch's call on a list of",
         "tensors only; meshcomm calls the form of one tensor, so this fails there. cuda is ROCm too, xpu is Intel's GPUs. A backend of a third party",
         "(`Backend.register_backend`) is taken by its name and asked itself. The tests run on gloo, and on a CPU backend that",
-        "[behaves as nccl does](../design/emulated_nccl.md). nccl was tried by [`python -m tests.gpu`](../benchmarks.md#on-one-gpu-python--m-testsgpu)",
+        "[behaves as nccl does](../design/emulated_nccl.md). nccl was tried by [`python -m tests.gpu`](../benchmarks.md#on-one-gpu)",
         "on one GPU; mpi, ucc and xccl are handed the calls and were not tried. A Gloo dim takes host memory whatever the mesh's device is.",
         "",
         'Which one, by the same documentation; `backend = "auto"` is nccl on cuda and gloo on cpu, another is named:',
