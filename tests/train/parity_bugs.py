@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.config import Config, ParallelConfig
+from meshcomm.config.section import Table
 from meshcomm.parallel import build, compose, norm
 from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync
@@ -111,7 +112,13 @@ def router_summed_like_an_expert(config: Config) -> Patch:
 
 @bug("ep4 edp2", "gradient norm of step 1", "ep")
 def experts_summed_like_dense_weights(config: Config) -> Patch:
-    return patch.object(ParallelConfig, "expert_gradient_dims", lambda self, views: self.gradient_dims)
+    right = ParallelConfig.expert_gradient_dims
+
+    def wrong(self: ParallelConfig, views: Any) -> tuple[str, ...]:
+        # Rules of the configuration ask too, by its own table of views.
+        return right(self, views) if isinstance(views, Table) else self.gradient_dims
+
+    return patch.object(ParallelConfig, "expert_gradient_dims", wrong)
 
 
 @bug("pp2 dp4 tied", "gradient norm of step 1", "pp")
