@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 from weakref import WeakKeyDictionary, ref
@@ -336,7 +337,7 @@ class Watchdog(Watching):
                 found.append(_Past(began, recorder, None, None if pending else error))
             for message, lost in (*((each, None) for each in unfinished), *recorder.messages.failed()):
                 found.append(_Past(message.began, recorder, message, lost))
-        return sorted(found, key=lambda past: past.began)
+        return sorted(found, key=attrgetter("began"))
 
     def _explained(self, past: _Past, error: BaseException) -> MeshcommError:
         self._reported = past.call
