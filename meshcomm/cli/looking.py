@@ -60,14 +60,9 @@ def plan(
 
     With --diff the exit code is 0 where the two are equal, and 1 where they are not.
     """
-    drawing = {
-        "--rank": rank,
-        "--grid": grid or None,
-        "--by": by,
-        "--schedule": schedule or None,
-        "--export": export,
-    }
-    drawn = [name for name, value in drawing.items() if value is not None]
+    names = "--rank", "--grid", "--by", "--schedule", "--export"
+    values = rank, grid or None, by, schedule or None, export
+    drawn = [name for name, value in zip(names, values, strict=True) if value is not None]
     if diff is not None and drawn:
         said = f"--diff compares, and draws and marks nothing: leave {' and '.join(drawn)} out"
         raise typer.BadParameter(said)

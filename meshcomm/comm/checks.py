@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from numbers import Complex, Real
-from operator import index
+from operator import index, itemgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
@@ -152,7 +152,7 @@ def check_apart(
     tensors = [(x, True) for x in received] + [(x, False) for x in sent]
     spans = sorted(
         ((*span_of(x), x, comes) for x, comes in tensors if x.numel()),
-        key=lambda each: each[0],
+        key=itemgetter(0),
     )
     open_: list[tuple[int, int, Tensor, bool]] = []
     for each in spans:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeAlias, final
 
 import torch
@@ -123,12 +124,12 @@ class Messages(Caller):
             outs = [end.x for end in ends[: len(recvs)]]
             written(outs)
             return self._start(Batch(call, ends, async_op, result=outs, carried=True))
-        check_envelopes(sends, "sends", lambda: self.where(call))
-        check_envelopes(recvs, "recvs", lambda: self.where(call))
+        check_envelopes(sends, "sends", partial(self.where, call))
+        check_envelopes(recvs, "recvs", partial(self.where, call))
         coming = [self._checked("recv", call, *each) for each in recvs]
         going = [self._checked("send", call, *each) for each in sends]
         if call == "exchange":
-            check_apart([x for x, *_ in recvs], [x for x, *_ in sends], lambda: self.where(call))
+            check_apart([x for x, *_ in recvs], [x for x, *_ in sends], partial(self.where, call))
 
         finish = partial(_received, [each[0] for each in recvs], [end.x for end in coming])
         self._copy_own(call, coming, going)
@@ -138,7 +139,7 @@ class Messages(Caller):
 
     def shift(self, x: Tensor, offset: int = 1, wrap: bool = True) -> Tensor | None:
         """Send `x` `offset` coords further, return what came from as far behind. See `Mesh.shift`."""
-        check_offset(offset, lambda: self.where("shift"))
+        check_offset(offset, partial(self.where, "shift"))
         target, source = self.coord + offset, self.coord - offset
         if wrap:
             target, source = target % self.size, source % self.size
@@ -150,8 +151,8 @@ class Messages(Caller):
                 return out
         goes, comes = 0 <= target < self.size, 0 <= source < self.size
         if not goes or not self._is_fast("send", x, target, 0):
-            check_tensor(x, self.kinds, lambda: self.where("shift"))
-            check_in_place(x, lambda: self.where("shift"), "shift")
+            check_tensor(x, self.kinds, partial(self.where, "shift"))
+            check_in_place(x, partial(self.where, "shift"), "shift")
         if target == self.coord:
             return x.detach().clone()
         buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -261,7 +262,7 @@ class Messages(Caller):
         """Copy the messages of this rank to itself, of which both ends are in one call."""
         sent, asked = ([end for end in ends if end.peer == self.coord] for ends in (going, coming))
         for ends in (sent, asked):
-            ends.sort(key=lambda end: end.tag)
+            ends.sort(key=attrgetter("tag"))
         facts, wanted = ([(end.tag, end.x.dtype, end.x.numel()) for end in ends] for ends in (sent, asked))
         if facts != wanted:
             raise ShapeError(

@@ -9,6 +9,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 from unittest.mock import patch
@@ -155,7 +156,7 @@ def script_step(script: Script, rank: int, world: int) -> RankStep:
     Raises what the script raises; LaunchError where it makes no mesh, or exits with a code.
     """
     return _recorded(
-        rank, world, lambda: _execute(script, rank, world), _Inside(_ScriptRecorder(script.steps))
+        rank, world, partial(_execute, script, rank, world), _Inside(_ScriptRecorder(script.steps))
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -59,7 +60,7 @@ def bench(
         words += [word for value in values for word in (option, str(value))]
     words += ["--json"] * output.json
     words += [] if output.fit is None else ["--fit", str(output.fit)]
-    return start_job(settings, world, words, overrides, lambda: body(settings, asked, output))
+    return start_job(settings, world, words, overrides, partial(body, settings, asked, output))
 
 
 def _check_output(path: Path) -> None:

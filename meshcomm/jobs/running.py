@@ -12,6 +12,7 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def train(config: Path, overrides: Sequence[str], world: int | None, max_restart
     with _loading():
         from meshcomm.jobs.starting import start_job
     return start_job(
-        settings, world, ["train", str(config)], overrides, lambda: _train(settings), max_restarts
+        settings, world, ["train", str(config)], overrides, partial(_train, settings), max_restarts
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -40,7 +41,7 @@ def start_job(
                 expected="no --max-restarts: the launcher restarts, or does not",
                 hint="torchrun --max-restarts N ... -m meshcomm train CONFIG",
             )
-        as_rank(body, here, lambda: label_of(settings, here.rank, here.world_size))
+        as_rank(body, here, partial(label_of, settings, here.rank, here.world_size))
         return 0
     size = world_of(settings, world)
     if settings is not None:

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
 
 from meshcomm.launch.reaper import signal_text
 from meshcomm.layout.sizes import ranks_text
@@ -30,7 +31,7 @@ def root_cause(
     of a group; else of one that waited for a rank that has not failed; else the earliest. A rank that had ended while
     others waited for it is the cause, with the error of the one that waited.
     """
-    failures = sorted(failures, key=lambda failure: failure.rank)
+    failures = sorted(failures, key=attrgetter("rank"))
     failed = {failure.rank for failure in failures}
     missing = {rank for failure in failures for rank in failure.missing}
     causes = [

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from meshcomm.errors import MeshMismatchError
@@ -70,11 +71,11 @@ def agree(
             # A rank that comes later reads that it is too late.
             verdict = store.compare_set("verdict", "", "gave up")
         if verdict == b"gave up":
-            raise _same_error(store, rank, lambda: _absent(store, ranks, timeout_s, what))
+            raise _same_error(store, rank, partial(_absent, store, ranks, timeout_s, what))
         word, *said = verdict.decode().split(" ")
         if word != "agree":
             store.set(f"facts/{mine}", text)
-            raise _same_error(store, rank, lambda: _mismatch(store, timeout_s, what))
+            raise _same_error(store, rank, partial(_mismatch, store, timeout_s, what))
         return Agreed(said[0], int(said[1]))
     except RuntimeError as error:
         lost = f"rank {rank} lost the job's store while the ranks agreed on {what}"

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn, final
@@ -194,7 +195,7 @@ def collect(folder: Path, attempt: int) -> list[Failure]:
     for path in folder.glob(f"{attempt}-[cf]*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
             found.append(Failure(**json.loads(path.read_text())))
-    return sorted(found, key=lambda failure: failure.rank)
+    return sorted(found, key=attrgetter("rank"))
 
 
 def end_rank(

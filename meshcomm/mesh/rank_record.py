@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Final, TypeVar, final
@@ -126,7 +127,7 @@ class RecordExchange:
 
     def limited(self, call: Callable[[], T]) -> T:
         """The result of `call`, which uses this exchange; TimeoutError if the store does not answer."""
-        within(self._within_s, lambda: self._store.check(["asked"]))
+        within(self._within_s, partial(self._store.check, ["asked"]))
         # In `shared`: until another rank has published, then for answers. Else the store has stopped since.
         return within(3 * _LONGER * self._within_s, call)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 from weakref import WeakKeyDictionary, ref
@@ -336,7 +337,7 @@ class Watchdog(Watching):
                 found.append(_Past(began, recorder, None, None if pending else error))
             for message, lost in (*((each, None) for each in unfinished), *recorder.messages.failed()):
                 found.append(_Past(message.began, recorder, message, lost))
-        return sorted(found, key=lambda past: past.began)
+        return sorted(found, key=attrgetter("began"))
 
     def _explained(self, past: _Past, error: BaseException) -> MeshcommError:
         self._reported = past.call
@@ -421,7 +422,7 @@ class _Past(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """A call that was queued on its backend. number: of the collective, or of the last one before the message.
+    """A call that was queued on its backend. number: of the collective, or of the last one before the message; 0: unknown.
 
     work: None of a blocking call on NCCL.
     """
@@ -488,7 +489,10 @@ class CallTimer:
 
 
 def _queued(
-    recorder: FlightRecorder, before: Queued | None, asked: Callable[[], Mapping[str, int]], now: float
+    recorder: FlightRecorder,
+    before: Queued | None,
+    asked: Callable[[], Mapping[str, Sequence[str]]],
+    now: float,
 ) -> Queued | None:
     """The call that the backend has queued and not ended: `before` again while it is that one."""
     if before is not None and before.work is not None and not before.work.is_completed():
@@ -496,11 +500,22 @@ def _queued(
     work, message, number = recorder.work, recorder.message, recorder.started
     if work is not None:
         return None if work.is_completed() else Queued(work, message, number, now)
-    count = asked().get(recorder.group_name, 0) if number else 0
-    if not count:
+    names = asked().get(recorder.group_name, ()) if number else ()
+    if not names:
         return None
-    number = max(1, number - count + 1)
+    number = max(1, number - len(names) + 1)
+    if not _has_recorded(recorder, number, names[0]):
+        number = 0
     return before if before is not None and before.number == number else Queued(None, None, number, now)
+
+
+def _has_recorded(recorder: FlightRecorder, number: int, name: str) -> bool:
+    """Whether the call that the backend calls `name` is the recorder's; a torch without hooks tells of none outside the mesh."""
+    told = recorder.hooks is not None and recorder.hooks.group is not None
+    if told or (number == recorder.started and recorder.under_way is not None):
+        return True
+    recorded = recorder.call_data(number)
+    return recorded is not None and recorded["call"] in name
 
 
 def _under_way(recorder: FlightRecorder) -> Any:

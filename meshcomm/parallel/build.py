@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, final
 from unittest.mock import patch
 
@@ -198,7 +199,7 @@ class LocalModel:
         self.gradients: list[GradientSync | Sharded] = []
         if parallel.shard is not None:
             self.gradients = [self._sharded()]
-        on_all_ranks(mesh, "fill the model", lambda: self._fill(filled))
+        on_all_ranks(mesh, "fill the model", partial(self._fill, filled))
         if parallel.shard is None:
             self.gradients = self._synced()
         # Only now: sharding puts other parameters into the modules.

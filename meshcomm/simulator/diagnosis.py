@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 from meshcomm.comm.diagnosis import find_circle
@@ -33,7 +34,7 @@ def diagnose(shared: SharedState) -> MeshcommError | None:
     """
     waiting = {actor.rank: actor for actor in shared.scheduler.actors if actor.wait is not None}
     in_store = (actor.wait for actor in waiting.values() if isinstance(actor.wait, StoreWait))
-    shortest = min(in_store, key=lambda wait: wait.timeout_s, default=None)
+    shortest = min(in_store, key=attrgetter("timeout_s"), default=None)
     if shortest is not None and shortest.timeout_s < shared.timeout_s / 2:
         shortest.expired = True
         shared.scheduler.wake(shortest.actor)

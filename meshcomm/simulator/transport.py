@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from operator import attrgetter
 from traceback import walk_tb
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
@@ -315,7 +316,7 @@ class SimulatedGroup:
 
     def unmatched(self) -> list[PendingMessage]:
         """Ends that wait for the other, in the order in which they were posted."""
-        return sorted((end for ends in self._ends.values() for end in ends), key=lambda end: end.order)
+        return sorted((end for ends in self._ends.values() for end in ends), key=attrgetter("order"))
 
     def _deliver(self, send: PendingMessage, recv: PendingMessage) -> None:
         if send.x.shape != recv.x.shape or send.x.dtype != recv.x.dtype:

@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
+from operator import itemgetter
 from queue import SimpleQueue
 from types import FrameType, SimpleNamespace
 from typing import Any, Final, NamedTuple, final
@@ -354,7 +356,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             if kind == "SEND":
                 second = self._connected.send(tensors, peer, 1)
                 return SimpleNamespace(wait=lambda: (first.wait(), second.wait()))
-            return SimpleNamespace(wait=lambda: self._receive(first, come, size, tensors, peer))
+            return SimpleNamespace(wait=partial(self._receive, first, come, size, tensors, peer))
 
         ins, outs = (tensors, ()) if kind == "SEND" else ((), tensors)
         return self._call(_Call(kind, start, ins, outs, root=peer))
@@ -376,7 +378,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         def run() -> None:
             begun = [(sends, start()) for sends, start in runs]
             # What is received first: a sender waits until the other side has asked for the data.
-            for _, work in sorted(begun, key=lambda each: each[0]):
+            for _, work in sorted(begun, key=itemgetter(0)):
                 if work is not None:  # a message
                     work.wait()
 

@@ -214,7 +214,7 @@ def on_rank(data: bytes) -> Held:
     opened: list[Mesh | ExitStack] = []
     with warnings.catch_warnings(record=True) as log:
         # A broken connection or a call that did not end: most likely another rank has failed first.
-        outcome = outcome_of(lambda: _run(task, opened), task.full, CommunicationError)
+        outcome = outcome_of(partial(_run, task, opened), task.full, CommunicationError)
     noted = dict.fromkeys((str(one.message), _known(one.category), one.filename, one.lineno) for one in log)
     # A failed rank's mesh stays open: closing it would break what the others are in, and they would
     # report that instead of what they had to say.

@@ -48,7 +48,7 @@ def agree(mesh: Mesh, config: Config) -> Facts:
                TrainingError naming it on the others; TrainingError naming the settings that
                differ, with the values of both. Paths may differ: hosts have different folders.
     """
-    known = on_all_ranks(mesh, "start the training", lambda: sections(mesh, config))
+    known = on_all_ranks(mesh, "start the training", partial(sections, mesh, config))
     _same(mesh, {name: _settings(section) for name, section in known._asdict().items()})
     hosts = of_every_rank(mesh, hashlib.sha256(platform.node().encode()).hexdigest())
     own = hosts[ranks_of(mesh).index(mesh.rank)]

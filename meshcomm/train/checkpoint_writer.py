@@ -53,7 +53,7 @@ def divide(mesh: Mesh, state: Mapping[str, Tensor]) -> list[WriteItem]:
         that a rank has: it grows with the ranks of a dim, not with those of the mesh.
     Raises: TrainingError on every rank where one cannot say what it has, or where ranks differ in what is compared.
     """
-    mine = on_all_ranks(mesh, "divide a checkpoint", lambda: _parts(state))
+    mine = on_all_ranks(mesh, "divide a checkpoint", partial(_parts, state))
     names = {key: item.index.fqn for key, (item, _) in mine.items()}
     contents = {key: content for key, (_, content) in mine.items()}
     different: list[str] = []

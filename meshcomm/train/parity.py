@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal, TypeAlias, final
 
@@ -277,7 +278,7 @@ def first(differences: Iterable[Difference], tolerance: float) -> Difference | N
     steps = [one for one in over if one.kind in ("loss", "gradient norm")]
     if steps:
         return min(steps, key=lambda one: (int(one.name.split()[1]), one.kind != "loss"))
-    return max(over, key=lambda one: one.relative, default=None)
+    return max(over, key=attrgetter("relative"), default=None)
 
 
 def _difference(kind: Kind, name: str, mine: Tensor | None, other: Tensor | None, rank: int) -> Difference:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import combinations
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
@@ -327,7 +328,7 @@ def _tried(config: Config, dims: Sequence[str], run: Run, tolerance: float) -> B
         return None  # this training cannot run on such a mesh
     ranks = math.prod(part.mesh.dims.values())
     try:
-        found = max(run(part), key=lambda one: one.relative)
+        found = max(run(part), key=attrgetter("relative"))
     except MeshcommError:
         return Blame(tuple(dims), ranks, None)
     return Blame(tuple(dims), ranks, found) if found.relative > tolerance else None

@@ -17,7 +17,6 @@ import tempfile
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import FunctionType
@@ -170,8 +169,8 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def unfinished_collectives() -> dict[str, int]:
-    """How many collectives of each group, by its name, NCCL has queued that are not over; from torch's flight recorder.
+def unfinished_collectives() -> dict[str, list[str]]:
+    """The collectives of each group, by its name, that NCCL has queued and not ended, in order; from torch's flight recorder.
 
     Since torch 2.8 a blocking call on NCCL returns no Work that could be asked (`asyncOp ? work : nullptr` in
     ProcessGroupNCCL.cpp). Empty where TORCH_FR_BUFFER_SIZE=0 turns the recorder off.
@@ -179,9 +178,12 @@ def unfinished_collectives() -> dict[str, int]:
     dump = getattr(bindings, "_dump_nccl_trace_json", None)
     if dump is None:
         return {}
-    entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", ())
-    calls = (each for each in entries if not each["is_p2p"] and "coalesced" not in each["profiling_name"])
-    return Counter(each["process_group"][0] for each in calls if each["state"] != "completed")
+    found: dict[str, list[str]] = {}
+    for each in json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", ()):
+        # The messages of an exchange stay "scheduled" for good; together they are one more entry.
+        if not each["is_p2p"] and each["state"] != "completed" and "coalesced" not in each["profiling_name"]:
+            found.setdefault(each["process_group"][0], []).append(each["profiling_name"])
+    return found
 
 
 def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -10,6 +10,7 @@ the zig-zag, whose blocks are rectangles without a mask.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: _Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = once(lambda: _forward(ring, q, k, v), q)
+            out, lse = once(partial(_forward, ring, q, k, v), q)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse)
         return out
