@@ -98,8 +98,8 @@ class Request:
     @property
     def options(self) -> dict[str, object]:
         """The options of this call that have to be equal on all ranks, where they are given."""
-        given = {name: getattr(self, name) for name, _ in _compared(type(self))}
-        return {name: given[name] for name, usual in _compared(type(self)) if given[name] != usual}
+        compared = _compared(type(self))
+        return {name: value for name, usual in compared if (value := getattr(self, name)) != usual}
 
     @property
     def gets(self) -> bool:
@@ -128,7 +128,7 @@ class Request:
 
 
 @cache
-def _compared(kind: type[Request]) -> list[tuple[str, object]]:
+def _compared(kind: Any) -> list[tuple[str, object]]:
     """The options that ranks have to agree on, with their defaults: also those that a subclass adds."""
     given = (each for each in fields(kind) if each.init and each.name not in _KNOWN)
     return [(each.name, each.default) for each in given if "own" not in each.metadata]
