@@ -98,8 +98,8 @@ class Request:
     @property
     def options(self) -> dict[str, object]:
         """The options of this call that have to be equal on all ranks, where they are given."""
-        compared = _compared(type(self))
-        return {name: value for name, usual in compared if (value := getattr(self, name)) != usual}
+        kind: Any = type(self)
+        return {name: value for name, usual in _compared(kind) if (value := getattr(self, name)) != usual}
 
     @property
     def gets(self) -> bool:
