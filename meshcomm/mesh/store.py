@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar, final
 
 import torch.distributed as dist
@@ -130,7 +129,7 @@ class MeshStore:
     # -- inside ---------------------------------------------------------------------------------
 
     def _peek(self, call: str, key: str) -> bytes | None:
-        held = bytes(self._guarded(call, [key], partial(self._store.compare_set, key, _NOBODY, _NOBODY)))
+        held = bytes(self._guarded(call, [key], lambda: self._store.compare_set(key, _NOBODY, _NOBODY)))
         return None if held == _NOBODY else held
 
     def _until(self, call: str, timeout_s: float | None) -> tuple[float, float]:
@@ -151,7 +150,7 @@ class MeshStore:
                 hint="mesh.is_fake is True in a dry run",
             )
         left_s = max(0.001, deadline - time.monotonic())
-        if self._guarded(call, keys, partial(wait_for, self._store, keys, left_s), left_s):
+        if self._guarded(call, keys, lambda: wait_for(self._store, keys, left_s), left_s):
             return
         missing = [key for key in keys if self._peek(call, key) is None]
         if missing:
