@@ -86,7 +86,10 @@ class ParallelOptions(Section):
 
 
 class ParallelConfig(Section):
-    """`[parallel]`: which dim of the mesh plays which part in training."""
+    """`[parallel]`: which dim of the mesh plays which part in training.
+
+    In its methods `sizes` are as from MeshConfig.sizes, and `views` as of a mesh or a layout.
+    """
 
     place = "parallel"
     rules = (_one_part_each, _kept_in_halves, _stages_of_the_schedule)
@@ -134,7 +137,7 @@ class ParallelConfig(Section):
     def shard_dims(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """The dims along which weights that are no expert's are sharded, as one: shard's and context's.
 
-        sizes: of the base, outermost first; of several dims only those of size above 1 are given, in this order.
+        Of several dims only those of size above 1, in the order of `sizes`.
         """
         if self.shard is None:
             return ()
@@ -142,17 +145,13 @@ class ParallelConfig(Section):
         return run or (self.shard,)
 
     def expert_view(self, views: Mapping[str, Mapping[str, int]]) -> str | None:
-        """The view that the expert's dim is in; None where no dim plays that part.
-
-        views: as of a mesh or a layout.
-        """
+        """The view that the expert's dim is in; None where no dim plays that part."""
         return next((view for view, sizes in views.items() if self.expert in sizes), None)
 
     def expert_gradient_dims(self, views: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:
         """The dims along which gradients of experts' weights are summed.
 
-        What the expert's view has beside the dims of expert, pipeline and tensor. Where no dim
-        plays that part, experts are like all weights. views: as of a mesh or a layout.
+        What the expert's view has beside the dims of expert, pipeline and tensor. Without one, experts are like all weights.
         """
         view = self.expert_view(views)
         if view is None:
@@ -164,22 +163,16 @@ class ParallelConfig(Section):
         return ranks == 1 if self.options.reshard is None else self.options.reshard
 
     def size(self, part: ParallelRole, sizes: Mapping[str, int]) -> int:
-        """Number of ranks along a part's dim, 1 where no dim plays it.
-
-        sizes: as from MeshConfig.sizes; for expert, those of its view.
-        """
+        """Number of ranks along a part's dim, 1 where no dim plays it. For expert, `sizes` are those of its view."""
         dim = self.parts.get(part)
         return 1 if dim is None else sizes[dim]
 
     def copies(self, sizes: Mapping[str, int]) -> int:
-        """In how many parts a batch's samples are split. `sizes`: as from MeshConfig.sizes."""
+        """In how many parts a batch's samples are split."""
         return math.prod(sizes[dim] for dim in self.data_dims)
 
     def stages(self, sizes: Mapping[str, int]) -> int:
-        """Parts of the layers over all ranks; 1 where the pipeline has one rank and nothing is split.
-
-        sizes: as from MeshConfig.sizes.
-        """
+        """Parts of the layers over all ranks; 1 where the pipeline has one rank and nothing is split."""
         ranks = self.size("pipeline", sizes)
         return 1 if ranks == 1 else ranks * self.options.stages_per_rank
 

@@ -53,9 +53,6 @@ class Config(Section):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Config) and self.__dict__ == other.__dict__
 
-    def __hash__(self) -> int:
-        return hash(tuple(self.__dict__.items()))
-
     @property
     def source(self) -> str:
         """What it was read from, with the overrides; `Config` where it was made in Python."""
