@@ -124,9 +124,8 @@ class MeshConfig(Section):
 
     def layout(self, world: int | None) -> Layout:
         """Who sits where. Raises ConfigError where `world` does not fit."""
-        self._check(world)
         return Layout(
-            resolve(self.dims, self.count(world)),
+            self.sizes(world),
             rank_order=self.ranks if self.rank_order is None else self.rank_order,
             views=self.views,
             merge=self.merge,

@@ -19,6 +19,7 @@ from meshcomm.layout.names import nearest_name
 Path: TypeAlias = tuple[str | int, ...]
 PydanticError: TypeAlias = Mapping[str, Any]
 
+_OPTIONS: Final = "attention bucket_mb reduce_dtype reshard schedule sequence_parallel stages_per_rank"
 # Old key -> new key, below the same section. An old key is refused with the new one.
 RENAMED: Final[dict[str, str]] = {
     "data.sequence": "seq_len",
@@ -34,18 +35,7 @@ RENAMED: Final[dict[str, str]] = {
     "train.microbatch": "micro_batch_size",
     "train.nonfinite": "on_nonfinite",
     "train.recompute": "activation_checkpointing",
-    **{
-        f"parallel.{key}": f"options.{key}"
-        for key in (
-            "attention",
-            "bucket_mb",
-            "reduce_dtype",
-            "reshard",
-            "schedule",
-            "sequence_parallel",
-            "stages_per_rank",
-        )
-    },
+    **{f"parallel.{key}": f"options.{key}" for key in _OPTIONS.split()},
 }
 
 

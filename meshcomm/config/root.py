@@ -69,7 +69,6 @@ class Config(Section):
 
     def layout(self, world: int | None) -> Layout:
         """Who sits where, on `world` processes. Raises ConfigError where they do not fit."""
-        self._check(world)
         return self._grouped(world).layout(world)
 
     def plan(self, world: int | None) -> Plan:
@@ -78,10 +77,10 @@ class Config(Section):
         Those of weights that are sharded along two dims at once are a merged dim, also where [mesh] has none.
         world: None where it is not known and every size is given.
         """
-        self._check(world)
         return self._grouped(world).plan(world)
 
     def _grouped(self, world: int | None) -> MeshConfig:
+        self._check(world)
         if self.parallel is None or self.train is None:
             return self.mesh
         return self.mesh.merging(self.parallel.shard_dims(self.mesh.sizes(world)))

@@ -135,16 +135,13 @@ def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way
     part = next(part for part in PARTS if part == way.part)
     dim, mesh = resolved.dim(part), resolved.config.mesh
     dims = mesh.__dict__.get("dims", {})  # where they are wrong, a view may have a dim of this name
-    known = {other.what for other in run(rules, resolved)} - {problem.what}
-    known_of_mesh = {other.what for other in mesh.problems()}
+    known = {other.what for other in chain(run(rules, resolved), mesh.problems())} - {problem.what}
     fitting: list[int] = []
     size = resolved.sizes[dim]
     for candidate in nearest(size, range(max(1, size - _MOST_SIZE), size + _MOST_SIZE), 2 * _MOST_SIZE):
         changed = replace(resolved, sizes={**resolved.sizes, dim: candidate})
-        if not known.issuperset(other.what for other in run(rules, changed)):
-            continue
         other_mesh = mesh.model_copy(update={"dims": Table({**dims, dim: candidate})})
-        if known_of_mesh.issuperset(other.what for other in other_mesh.problems()):
+        if known.issuperset(other.what for other in chain(run(rules, changed), other_mesh.problems())):
             fitting.append(candidate)
         if len(fitting) == way.most:
             break
