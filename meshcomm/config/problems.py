@@ -289,6 +289,6 @@ def _is_taken(model: type[BaseModel], data: Mapping[str, Any], path: Path, value
     try:
         model.model_validate(changed)
     except ValidationError as error:
-        refused = [_located(changed, each)[0] for each in error.errors(include_url=False)]
-        return not any(place[: len(path)] == path[: len(place)] for place in refused)
+        wrong = [_located(changed, each)[0] for each in error.errors(include_url=False)]
+        return not any(place[: len(path)] == path[: len(place)] for place in wrong)
     return True

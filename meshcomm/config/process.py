@@ -32,9 +32,8 @@ def _no_number(value: object) -> object:
 
 
 def _host_and_port(address: str) -> str:
-    host = re.match(r"\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]/]+", address)
-    port = re.fullmatch(r":([0-9]{1,5})", address[host.end() if host else 0 :])
-    if not (host and port and 1 <= int(port[1]) <= 65535):
+    match = re.fullmatch(r"(?:\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]/]+):([0-9]{1,5})", address)
+    if match is None or not 1 <= int(match[1]) <= 65535:
         raise PydanticCustomError("address", _ADDRESS)
     return address
 

@@ -294,15 +294,13 @@ def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
 def _expert_view(resolved: Resolved) -> Iterator[Problem]:
     """Along pipeline and tensor experts are split as all weights are; with shard, along two dims at most."""
     mesh, parallel, _ = resolved.config.mesh, resolved.parallel, resolved.train
-    view = parallel.expert_view(mesh.views)
-    if view is None or parallel.expert is None or parallel.expert in mesh.dims:
+    view = _present(parallel.expert_view(mesh.views))
+    if parallel.expert in mesh.dims:
         return
     sizes, path = mesh.views[view], f"mesh.views.{view}"
     given = f"views.{view} = {toml(sizes)}"
-    kept: tuple[ParallelRole, ...] = ("pipeline", "tensor")
-    for part in kept:
-        dim = parallel.parts.get(part)
-        if dim is not None and dim in mesh.dims and dim not in sizes:
+    for part, dim in parallel.parts.items():
+        if part in ("pipeline", "tensor") and dim in mesh.dims and dim not in sizes:
             what, dims = f"does not hold {dim}, which plays {part}", toml(mesh.dims)
             expected = f"{dim} = {mesh.dims[dim]} in it: experts are split along {part} as all weights are"
             listed = f"{given}, mesh.dims = {dims}, {part} = {toml(dim)}"
