@@ -26,28 +26,21 @@ if TYPE_CHECKING:
     from meshcomm.config.train import TrainConfig as TrainConfig
 
 # Loaded when first used: a mesh made from `dims=` needs no model of the training sections.
-_PUBLIC = {
-    "Config": "root",
-    "DataConfig": "train",
-    "DimOptions": "mesh",
-    "Link": "process",
-    "Links": "process",
-    "MeshConfig": "mesh",
-    "ModelConfig": "model",
-    "NetworkConfig": "process",
-    "ParallelConfig": "parallel",
-    "ParallelOptions": "parallel",
-    "Problem": "problems",
-    "ProcessConfig": "process",
-    "Resolved": "rules",
-    "Section": "section",
-    "TopologyConfig": "process",
-    "TrainConfig": "train",
-    "load_config": "read",
-    "plan": "read",
+_HOMES = {
+    "mesh": "DimOptions MeshConfig",
+    "model": "ModelConfig",
+    "parallel": "ParallelConfig ParallelOptions",
+    "problems": "Problem",
+    "process": "Link Links NetworkConfig ProcessConfig TopologyConfig",
+    "read": "load_config plan",
+    "root": "Config",
+    "rules": "Resolved",
+    "section": "Section",
+    "train": "DataConfig TrainConfig",
 }
+_PUBLIC = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = list(_PUBLIC)
+__all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, PrivateAttr
 
-from meshcomm.config.problems import Problem, report
+from meshcomm.config.problems import Problem, refused, report
 from meshcomm.config.rules_mesh import MOST_RANKS, RULES
 from meshcomm.config.section import FrozenList, FrozenTable, Section, Table, Text
 from meshcomm.errors import LayoutError
@@ -114,10 +114,7 @@ class MeshConfig(Section):
         here._world = world
         problems = list(here.problems())
         if not problems and self.count(world) is None:
-            try:
-                resolve(self.dims, None)
-            except LayoutError as error:
-                problems.append(Problem.of("dims", error))
+            problems = refused("dims", resolve, self.dims, None)
         return problems
 
     def sizes(self, world: int | None) -> dict[str, int]:
@@ -127,9 +124,8 @@ class MeshConfig(Section):
 
     def layout(self, world: int | None) -> Layout:
         """Who sits where. Raises ConfigError where `world` does not fit."""
-        self._check(world)
         return Layout(
-            resolve(self.dims, self.count(world)),
+            self.sizes(world),
             rank_order=self.ranks if self.rank_order is None else self.rank_order,
             views=self.views,
             merge=self.merge,

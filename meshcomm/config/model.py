@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
 
-from meshcomm.config.pretrained import dropouts_of, is_gated, misunderstood, sizes_of, windows_of
+from meshcomm.config.pretrained import dropouts_of, misunderstood, read, said_in, sizes_of, windows_of
 from meshcomm.config.problems import Problem, multiples, nearest, remainder
-from meshcomm.config.section import Arguments, Fraction, Function, NoEffect, Section, Table, Text
+from meshcomm.config.section import (
+    Arguments,
+    Fraction,
+    Function,
+    NoEffect,
+    Section,
+    Table,
+    Text,
+    one_of,
+    too_large,
+)
 from meshcomm.errors import ConfigError
 from meshcomm.layout.sizes import divisors
 
@@ -32,27 +42,19 @@ def _facts(model: ModelConfig) -> Iterator[Problem]:
             yield Problem(name, "missing", "a whole number of 1 or more", ways, f"no {name}")
 
 
-def _one_source(model: ModelConfig) -> Iterator[Problem]:
-    if model.pretrained is not None and model.build is not None:
-        ways, given = ["remove model.build", "remove model.pretrained"], model.written("pretrained build")
-        yield Problem("pretrained", "two models", "one of the two", ways, given)
-
-
 def _folder(model: ModelConfig) -> Iterator[Problem]:
     if model.pretrained is None:
         return
-    folder = Path(model.pretrained)
+    path = Path(model.pretrained) / "config.json"
     try:
-        if wrong := list(misunderstood(folder)):
-            yield from wrong
-            return
-        known = sizes_of(folder)
+        said = read(path)
     except (ValueError, OSError) as error:
         what, expected = f"no model of transformers: {error}", "a config.json that save_pretrained wrote"
         ways = ["model.save_pretrained(folder)"]
         yield Problem("pretrained", what, expected, ways, model.written("pretrained"))
         return
-    for name, value in known.items():
+    yield from misunderstood(path, said)
+    for name, value in sizes_of(said).items():
         if getattr(model, name) != value:
             what = f"the folder's config.json has {name} {value}"
             expected = f"{value}, or nothing: it follows from the folder"
@@ -60,15 +62,15 @@ def _folder(model: ModelConfig) -> Iterator[Problem]:
 
 
 def _dropout(model: ModelConfig) -> Iterator[Problem]:
-    if model.pretrained is None or model.given("dropout"):
-        return
-    with contextlib.suppress(ValueError, OSError):
-        if shares := dropouts_of(Path(model.pretrained)):
-            what = "the model drops out, by random numbers that would differ from mesh to mesh"
-            expected = "model.dropout: behind attention and feed-forward of each block, in the same places on every mesh"
-            ways = [f"model.dropout = {max(shares.values())}", "model.dropout = 0.0"]
-            written = ", ".join(f"{name} = {value}" for name, value in shares.items())
-            yield Problem("dropout", what, expected, ways, f"{written} in the folder's config.json")
+    shares = dropouts_of(model.pretrained)
+    if shares and not model.given("dropout"):
+        what = "the model drops out, by random numbers that would differ from mesh to mesh"
+        expected = (
+            "model.dropout: behind attention and feed-forward of each block, in the same places on every mesh"
+        )
+        ways = [f"model.dropout = {max(shares.values())}", "model.dropout = 0.0"]
+        written = ", ".join(f"{name} = {value}" for name, value in shares.items())
+        yield Problem("dropout", what, expected, ways, f"{written} in the folder's config.json")
 
 
 def _shared_kv_heads(model: ModelConfig) -> Iterator[Problem]:
@@ -93,40 +95,25 @@ def _head_size(model: ModelConfig) -> Iterator[Problem]:
         yield Problem("hidden_size", what, expected, fitting, given)
     elif model.head_size % 2:
         what = f"the size of a head is odd: {hidden_size} / {num_heads} = {model.head_size}"
-        yield Problem(
-            "hidden_size", what, "an even size: rotary embeddings turn pairs of elements", fitting, given
-        )
+        expected = "an even size: rotary embeddings turn pairs of elements"
+        yield Problem("hidden_size", what, expected, fitting, given)
 
 
 def _experts(model: ModelConfig) -> Iterator[Problem]:
-    each, experts, every, num_layers = (
-        model.experts_per_token,
-        model.experts,
-        model.experts_every,
-        model.num_layers,
-    )
-    if 0 < experts < each:
-        ways = [f"model.experts_per_token = {experts}", f"model.experts = {each}"]
-        what = f"more than there are experts: {each} > {experts}"
-        given = model.written("experts_per_token experts")
-        yield Problem("experts_per_token", what, f"1 to {experts}", ways, given)
-    if experts and num_layers is not None and every > num_layers:
-        ways = [f"model.experts_every = {num_layers}", f"model.num_layers = {every}"]
-        given = model.written("experts_every num_layers experts")
-        yield Problem(
-            "experts_every",
-            f"no layer has experts: {every} > {num_layers}",
-            f"1 to {num_layers}",
-            ways,
-            given,
-        )
+    if model.experts:
+        yield from too_large(model, "experts_per_token", "experts", "more than there are experts")
+    if model.experts and model.num_layers is not None:
+        yield from too_large(model, "experts_every", "num_layers experts", "no layer has experts")
 
 
 class ModelConfig(Section):
     """`[model]`: what is trained. A decoder-only transformer by its sizes, a folder as transformers writes it, or code."""
 
     place = "model"
-    rules = (_facts, _one_source, _folder, _dropout, _shared_kv_heads, _head_size, _experts)
+    rules = (
+        partial(one_of, fields="pretrained build", what="models"),
+        *(_facts, _folder, _dropout, _shared_kv_heads, _head_size, _experts),
+    )
     no_effect = (
         NoEffect("random_weights", "pretrained", way='pretrained = "FOLDER"'),
         NoEffect("args", "build", way='build = "my_package.models:gpt"'),
@@ -183,8 +170,7 @@ class ModelConfig(Section):
     def _of_pretrained(cls, data: Any) -> Any:
         """The sizes that the folder's config.json says, where it can be read; `_folder` tells why not."""
         if isinstance(data, dict) and isinstance(data.get("pretrained"), str):
-            with contextlib.suppress(ValueError, OSError):
-                return {**sizes_of(Path(data["pretrained"])), **data}
+            return {**sizes_of(said_in(data["pretrained"])), **data}
         return data
 
     @property
@@ -195,18 +181,12 @@ class ModelConfig(Section):
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Of each layer, how many keys a query meets at most; None: all before it."""
-        if self.pretrained is not None:
-            with contextlib.suppress(ValueError, OSError):
-                return windows_of(Path(self.pretrained), self.num_layers)
-        return (None,) * self.num_layers
+        return windows_of(self.pretrained, self.num_layers)
 
     @property
     def ff_matrices(self) -> int:
         """Of a feed-forward block: gate, up and down; GPT-2 has no gate."""
-        if self.pretrained is not None:
-            with contextlib.suppress(ValueError, OSError):
-                return 3 if is_gated(Path(self.pretrained)) else 2
-        return 3
+        return 2 if said_in(self.pretrained).get("model_type") == "gpt2" else 3
 
     @property
     def reads_weights(self) -> bool:

@@ -18,6 +18,7 @@ PipelineSchedule: TypeAlias = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero
 # Those that run several stages on each rank.
 _MANY_STAGES: tuple[PipelineSchedule, ...] = ("interleaved_1f1b", "zero_bubble")
 _A_DIM: Final = "name a dim in parallel.{}"
+_BY_BLOCK: Final = " with parallel.shard: gradients are reduced block by block"
 
 
 def _one_part_each(parallel: ParallelConfig) -> Iterator[Problem]:
@@ -31,53 +32,36 @@ def _one_part_each(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 def _kept_in_halves(parallel: ParallelConfig) -> Iterator[Problem]:
-    if (
-        parallel.options.reshard
-        and parallel.options.schedule == "zero_bubble"
-        and parallel.pipeline is not None
-    ):
-        yield Problem(
-            "options.reshard",
-            "zero_bubble looks in the second half of a backward pass for the weights that the forward pass used",
-            "weights that stay gathered",
-            ["parallel.options.reshard = false", 'parallel.options.schedule = "interleaved_1f1b"'],
-            parallel.written("options.reshard options.schedule"),
-        )
+    options = parallel.options
+    if options.reshard and options.schedule == "zero_bubble" and parallel.pipeline is not None:
+        what = "zero_bubble looks in the second half of a backward pass for the weights that the forward pass used"
+        ways = ["parallel.options.reshard = false", 'parallel.options.schedule = "interleaved_1f1b"']
+        given = parallel.written("options.reshard options.schedule")
+        yield Problem("options.reshard", what, "weights that stay gathered", ways, given)
 
 
 def _stages_of_the_schedule(parallel: ParallelConfig) -> Iterator[Problem]:
-    stages, schedule, given = (
+    key, stages, schedule = (
+        "options.stages_per_rank",
         parallel.options.stages_per_rank,
         parallel.options.schedule,
-        parallel.written("options.stages_per_rank options.schedule"),
     )
-    if parallel.pipeline is None:
-        if stages > 1:
-            ways = [_A_DIM.format("pipeline"), "remove parallel.options.stages_per_rank"]
-            yield Problem(
-                "options.stages_per_rank",
-                "no effect without parallel.pipeline",
-                "parallel.pipeline",
-                ways,
-                given,
-            )
-    elif schedule not in _MANY_STAGES and stages > 1:
+    if stages > 1 and parallel.pipeline is None:
+        what, expected = "no effect without parallel.pipeline", "parallel.pipeline"
+        ways = [_A_DIM.format("pipeline"), f"remove parallel.{key}"]
+    elif stages > 1 and schedule not in _MANY_STAGES:
         what = f"no effect with schedule = {toml(schedule)}, which runs one stage on each rank"
         expected = f"schedule = {' or '.join(map(toml, _MANY_STAGES))}"
         ways = [
             *(f"parallel.options.schedule = {toml(name)}" for name in _MANY_STAGES),
-            "parallel.options.stages_per_rank = 1",
+            f"parallel.{key} = 1",
         ]
-        yield Problem("options.stages_per_rank", what, expected, ways, given)
-    elif schedule in _MANY_STAGES and stages < 2:
-        ways = ["parallel.options.stages_per_rank = 2", 'parallel.options.schedule = "1f1b"']
-        yield Problem(
-            "options.stages_per_rank",
-            f"{schedule} needs several stages on each rank",
-            "2 or more",
-            ways,
-            given,
-        )
+    elif stages == 1 and schedule in _MANY_STAGES and parallel.pipeline is not None:
+        what, expected = f"{schedule} needs several stages on each rank", "2 or more"
+        ways = [f"parallel.{key} = 2", 'parallel.options.schedule = "1f1b"']
+    else:
+        return
+    yield Problem(key, what, expected, ways, parallel.written(f"{key} options.schedule"))
 
 
 class ParallelOptions(Section):
@@ -102,7 +86,10 @@ class ParallelOptions(Section):
 
 
 class ParallelConfig(Section):
-    """`[parallel]`: which dim of the mesh plays which part in training."""
+    """`[parallel]`: which dim of the mesh plays which part in training.
+
+    In its methods `sizes` are as from MeshConfig.sizes, and `views` as of a mesh or a layout.
+    """
 
     place = "parallel"
     rules = (_one_part_each, _kept_in_halves, _stages_of_the_schedule)
@@ -111,12 +98,7 @@ class ParallelConfig(Section):
         NoEffect("options.schedule", "pipeline", way=_A_DIM.format("pipeline")),
         NoEffect("options.attention", "context", way=_A_DIM.format("context")),
         # fully_shard reduces the gradients of one block at once.
-        NoEffect(
-            "options.bucket_mb",
-            "shard",
-            (None,),
-            why=" with parallel.shard: gradients are reduced block by block",
-        ),
+        NoEffect("options.bucket_mb", "shard", (None,), why=_BY_BLOCK),
         NoEffect("options.bucket_mb", "data context shard", way=_A_DIM.format("data")),
         NoEffect("options.reduce_dtype options.reshard", "shard", way=_A_DIM.format("shard")),
     )
@@ -155,7 +137,7 @@ class ParallelConfig(Section):
     def shard_dims(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """The dims along which weights that are no expert's are sharded, as one: shard's and context's.
 
-        sizes: of the base, outermost first; of several dims only those of size above 1 are given, in this order.
+        Of several dims only those of size above 1, in the order of `sizes`.
         """
         if self.shard is None:
             return ()
@@ -163,17 +145,13 @@ class ParallelConfig(Section):
         return run or (self.shard,)
 
     def expert_view(self, views: Mapping[str, Mapping[str, int]]) -> str | None:
-        """The view that the expert's dim is in; None where no dim plays that part.
-
-        views: as of a mesh or a layout.
-        """
+        """The view that the expert's dim is in; None where no dim plays that part."""
         return next((view for view, sizes in views.items() if self.expert in sizes), None)
 
     def expert_gradient_dims(self, views: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:
         """The dims along which gradients of experts' weights are summed.
 
-        What the expert's view has beside the dims of expert, pipeline and tensor. Where no dim
-        plays that part, experts are like all weights. views: as of a mesh or a layout.
+        What the expert's view has beside the dims of expert, pipeline and tensor. Without one, experts are like all weights.
         """
         view = self.expert_view(views)
         if view is None:
@@ -185,22 +163,16 @@ class ParallelConfig(Section):
         return ranks == 1 if self.options.reshard is None else self.options.reshard
 
     def size(self, part: ParallelRole, sizes: Mapping[str, int]) -> int:
-        """Number of ranks along a part's dim, 1 where no dim plays it.
-
-        sizes: as from MeshConfig.sizes; for expert, those of its view.
-        """
+        """Number of ranks along a part's dim, 1 where no dim plays it. For expert, `sizes` are those of its view."""
         dim = self.parts.get(part)
         return 1 if dim is None else sizes[dim]
 
     def copies(self, sizes: Mapping[str, int]) -> int:
-        """In how many parts a batch's samples are split. `sizes`: as from MeshConfig.sizes."""
+        """In how many parts a batch's samples are split."""
         return math.prod(sizes[dim] for dim in self.data_dims)
 
     def stages(self, sizes: Mapping[str, int]) -> int:
-        """Parts of the layers over all ranks; 1 where the pipeline has one rank and nothing is split.
-
-        sizes: as from MeshConfig.sizes.
-        """
+        """Parts of the layers over all ranks; 1 where the pipeline has one rank and nothing is split."""
         ranks = self.size("pipeline", sizes)
         return 1 if ranks == 1 else ranks * self.options.stages_per_rank
 

@@ -76,13 +76,15 @@ def _yaml(text: str, label: str) -> Any:
         hint = "pip install 'meshcomm[yaml]'"
         expected = "PyYAML beside meshcomm; TOML and JSON need nothing"
         raise ConfigError(what, given=label, expected=expected, hint=hint) from None
-    own = {"yaml_implicit_resolvers": {}, "compose_node": _compose_node}
-    loader: Any = type("Loader", (yaml.SafeLoader,), own)
+    loader: Any = type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
     for tag, pattern, first in _CORE:
         loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), [*first, ""])
     loader.add_constructor("tag:yaml.org,2002:map", _yaml_table)
     loader.add_constructor("tag:yaml.org,2002:int", _yaml_int)
     try:
+        for event in yaml.parse(text, loader):
+            if isinstance(event, yaml.AliasEvent):
+                raise yaml.MarkedYAMLError(problem="aliases are not read", problem_mark=event.start_mark)
         return yaml.load(text, loader)
     except yaml.MarkedYAMLError as error:
         said = " ".join(part for part in (error.context, error.problem) if part)
@@ -91,22 +93,12 @@ def _yaml(text: str, label: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-def _compose_node(loader: Any, parent: Any, index: Any) -> Any:
-    yaml = import_module("yaml")
-    if loader.check_event(yaml.AliasEvent):
-        mark = loader.peek_event().start_mark
-        raise yaml.MarkedYAMLError(problem="aliases are not read", problem_mark=mark)
-    return yaml.SafeLoader.compose_node(loader, parent, index)
-
-
 def _yaml_table(loader: Any, node: Any) -> Any:
-    seen: list[Any] = []
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if key in seen:
-            said = f"the key {key} is there twice"
-            raise import_module("yaml").MarkedYAMLError(problem=said, problem_mark=key_node.start_mark)
-        seen.append(key)
+    keys = [loader.construct_object(key_node, deep=True) for key_node, _ in node.value]
+    for place, key in enumerate(keys):
+        if key in keys[:place]:
+            said, mark = f"the key {key} is there twice", node.value[place][0].start_mark
+            raise import_module("yaml").MarkedYAMLError(problem=said, problem_mark=mark)
     return loader.construct_mapping(node, deep=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -131,22 +132,16 @@ _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
 _LATER_LAYERS = 28
 
 
-def sizes_of(folder: Path) -> dict[str, Any]:
-    """The settings of `[model]` that follow from `folder`/config.json.
-
-    Raises OSError where there is none, ValueError where its type is none of TYPES.
-    """
-    path, said = _said(folder)
+def sizes_of(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `[model]` that follow from a config.json; none where its type is none of TYPES."""
     kind = TYPES.get(said.get("model_type", ""))
     if kind is None:
-        raise ValueError(f"{path} has a model_type that is not known")
-    found = {}
+        return {}
+    found: dict[str, Any] = {}
     for ours, theirs in kind.names.items():
-        value = next((said[name] for name in theirs if said.get(name) is not None), None)
-        if value is None and not any(name in said for name in theirs):
-            value = kind.left_out.get(ours)
-        if value is not None:
-            found[ours] = value
+        values = [said[name] for name in theirs if name in said] or [kind.left_out.get(ours)]
+        if known := [value for value in values if value is not None]:
+            found[ours] = known[0]
     found.setdefault("num_kv_heads", found["num_heads"])
     if said["model_type"] == "gpt2":
         found.setdefault("intermediate_size", 4 * found["hidden_size"])
@@ -155,19 +150,15 @@ def sizes_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def misunderstood(folder: Path) -> Iterator[Problem]:
-    """What `folder`/config.json says that nobody here honours: its type, or keys of it. Raises as `_said`."""
-    path, said = _said(folder)
+def misunderstood(path: Path, said: Mapping[str, Any]) -> Iterator[Problem]:
+    """What the config.json at `path` says that nobody here honours: its type, or keys of it."""
     name = said.get("model_type")
     kind = TYPES.get(name or "")
     if kind is None:
         of_others = frozenset().union(*(each.keys for each in TYPES.values()))
         given = ", ".join([_written("model_type", name), *_unknown(said, of_others)]) + f" in {path}"
-        what, expected = (
-            f"meshcomm does not know how to split a {name}",
-            f"model_type one of {', '.join(TYPES)}",
-        )
-        yield Problem("pretrained", what, expected, [_A_SPEC], given)
+        what = f"meshcomm does not know how to split a {name}"
+        yield Problem("pretrained", what, f"model_type one of {', '.join(TYPES)}", [_A_SPEC], given)
         return
     windows = [said.get("use_sliding_window", False), said.get("sliding_window", 4096)]
     switched = "layer_types" in kind.keys and "use_sliding_window" in kind.keys
@@ -207,23 +198,20 @@ def _written(key: str, value: Any) -> str:
     return f"{key} = {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}"
 
 
-def dropouts_of(folder: Path) -> dict[str, float]:
-    """The shares above 0 that `folder`/config.json says are dropped in training, by their names. Raises as `sizes_of`."""
-    _, said = _said(folder)
+def dropouts_of(folder: str | None) -> dict[str, float]:
+    """The shares above 0 that `folder`/config.json says are dropped in training, by their names."""
+    said = said_in(folder)
     # A summary is what no causal language model computes.
     dropped = [name for name in said if name.endswith(_HARMLESS_ENDS) and not name.startswith("summary")]
     return {name: said[name] for name in dropped if said[name]}
 
 
-def windows_of(folder: Path, num_layers: int) -> tuple[int | None, ...]:
-    """Of each layer, the sliding window that `folder`/config.json says, as transformers reads it. Raises as `sizes_of`."""
-    _, said = _said(folder)
-    kind, window = said.get("model_type"), said.get("sliding_window")
-    if kind == "mistral":
-        window = said.get("sliding_window", 4096)
-    if kind in _SWITCHED:
-        window = said.get("sliding_window", 4096) if said.get("use_sliding_window") else None
-    elif kind not in ("mistral", "mixtral"):
+def windows_of(folder: str | Path | None, num_layers: int) -> tuple[int | None, ...]:
+    """Of each layer, the sliding window that `folder`/config.json says, as transformers reads it."""
+    said = said_in(folder)
+    kind = said.get("model_type")
+    window = said.get("sliding_window", None if kind == "mixtral" else 4096)
+    if kind not in ("mistral", "mixtral") and not (kind in _SWITCHED and said.get("use_sliding_window")):
         window = None
     if kind not in _SWITCHED[:2]:
         return (window,) * num_layers
@@ -234,14 +222,16 @@ def windows_of(folder: Path, num_layers: int) -> tuple[int | None, ...]:
     return tuple(window if each == "sliding_attention" else None for each in named)
 
 
-def is_gated(folder: Path) -> bool:
-    """Whether a feed-forward block has a gate beside up and down. Raises as `sizes_of`."""
-    return _said(folder)[1].get("model_type") != "gpt2"
+def said_in(folder: str | Path | None) -> dict[str, Any]:
+    """What `folder`/config.json says; nothing without a folder, or where it cannot be read."""
+    with suppress(ValueError, OSError):
+        return {} if folder is None else read(Path(folder) / "config.json")
+    return {}
 
 
-def _said(folder: Path) -> tuple[Path, dict[str, Any]]:
-    path = folder / "config.json"
-    return path, _read(path, path.stat().st_mtime_ns)
+def read(path: Path) -> dict[str, Any]:
+    """The config.json at `path`. Raises OSError where there is none, ValueError where it is no object of JSON."""
+    return _read(path, path.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=16)

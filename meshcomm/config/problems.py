@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from textwrap import indent
@@ -13,12 +13,13 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from meshcomm.config.write import key_path, plain, toml
-from meshcomm.errors import ConfigError, MeshcommError
+from meshcomm.errors import ConfigError, LayoutError, MeshcommError
 from meshcomm.layout.names import nearest_name
 
 Path: TypeAlias = tuple[str | int, ...]
 PydanticError: TypeAlias = Mapping[str, Any]
 
+_OPTIONS: Final = "attention bucket_mb reduce_dtype reshard schedule sequence_parallel stages_per_rank"
 # Old key -> new key, below the same section. An old key is refused with the new one.
 RENAMED: Final[dict[str, str]] = {
     "data.sequence": "seq_len",
@@ -34,18 +35,7 @@ RENAMED: Final[dict[str, str]] = {
     "train.microbatch": "micro_batch_size",
     "train.nonfinite": "on_nonfinite",
     "train.recompute": "activation_checkpointing",
-    **{
-        f"parallel.{key}": f"options.{key}"
-        for key in (
-            "attention",
-            "bucket_mb",
-            "reduce_dtype",
-            "reshard",
-            "schedule",
-            "sequence_parallel",
-            "stages_per_rank",
-        )
-    },
+    **{f"parallel.{key}": f"options.{key}" for key in _OPTIONS.split()},
 }
 
 
@@ -70,11 +60,6 @@ class Problem:
     tries: Sequence[str | Fit] = ()
     given: str | None = None
 
-    @classmethod
-    def of(cls, key: str, error: MeshcommError) -> Problem:
-        """An error of another layer as a problem of the setting `key`."""
-        return cls(key, error.what, error.expected, [error.hint] if error.hint else [], error.given)
-
     @property
     def hint(self) -> str | None:
         """The ways out as one text; None where there is none."""
@@ -93,6 +78,16 @@ def report(source: str, problems: Iterable[Problem]) -> ConfigError:
     """All problems of `source` (a file's name, as it was given) as one error."""
     listed = [indent(str(problem), "  ") for problem in problems]
     return ConfigError("\n".join([f"{source}: {len(listed)} problem{'s' * (len(listed) > 1)}", *listed]))
+
+
+def refused(key: str, make: Callable[..., object], *args: Any, **options: Any) -> list[Problem]:
+    """What keeps a layout, or a part of one, from being made, as a problem of the setting `key`."""
+    try:
+        make(*args, **options)
+    except LayoutError as error:
+        ways = [error.hint] if error.hint else []
+        return [Problem(key, error.what, error.expected, ways, error.given)]
+    return []
 
 
 def nearest(value: int, fitting: Iterable[int], most: int = 2) -> list[int]:
@@ -294,6 +289,6 @@ def _is_taken(model: type[BaseModel], data: Mapping[str, Any], path: Path, value
     try:
         model.model_validate(changed)
     except ValidationError as error:
-        refused = [_located(changed, each)[0] for each in error.errors(include_url=False)]
-        return not any(place[: len(path)] == path[: len(place)] for place in refused)
+        wrong = [_located(changed, each)[0] for each in error.errors(include_url=False)]
+        return not any(place[: len(path)] == path[: len(place)] for place in wrong)
     return True

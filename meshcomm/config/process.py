@@ -32,9 +32,8 @@ def _no_number(value: object) -> object:
 
 
 def _host_and_port(address: str) -> str:
-    host = re.match(r"\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]/]+", address)
-    port = re.fullmatch(r":([0-9]{1,5})", address[host.end() if host else 0 :])
-    if not (host and port and 1 <= int(port[1]) <= 65535):
+    match = re.fullmatch(r"(?:\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]/]+):([0-9]{1,5})", address)
+    if match is None or not 1 <= int(match[1]) <= 65535:
         raise PydanticCustomError("address", _ADDRESS)
     return address
 
@@ -137,24 +136,14 @@ class Links(Section):
     """Between ranks of two nodes. None: not known."""
 
 
-def _links(topology: TopologyConfig) -> Iterator[Problem]:
-    links = topology.links
-    if not topology.ranks_per_node and any(dict(links).values()):
-        ways = ["topology.ranks_per_node = 8", "remove topology.links"]
-        what, given = "no effect without topology.ranks_per_node", topology.written("links ranks_per_node")
-        yield Problem("links", what, "topology.ranks_per_node", ways, given)
-    if links.rack is not None and topology.nodes_per_rack is None:
-        ways = ["topology.nodes_per_rack = 4", "remove topology.links.rack"]
-        what, given = "no effect without topology.nodes_per_rack", topology.written("links nodes_per_rack")
-        yield Problem("links.rack", what, "topology.nodes_per_rack", ways, given)
-
-
 class TopologyConfig(Section):
     """`[topology]`: how the ranks lie on machines. Default: not known."""
 
     place = "topology"
-    rules = (_links,)
-    no_effect = (NoEffect("nodes_per_rack", "ranks_per_node", way="ranks_per_node = 8"),)
+    no_effect = (
+        NoEffect("links nodes_per_rack", "ranks_per_node", way="ranks_per_node = 8"),
+        NoEffect("links.rack", "nodes_per_rack", way="nodes_per_rack = 4"),
+    )
     ranks_per_node: int | None = Field(default=None, ge=1)
     """Ranks r with equal r // ranks_per_node share a node. None: not known."""
     nodes_per_rack: int | None = Field(default=None, ge=1)

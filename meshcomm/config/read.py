@@ -143,17 +143,13 @@ def near_file(path: Path) -> str:
 
 def _anchor(data: dict[str, Any], folder: Path) -> None:
     """Make model.pretrained and the paths of `[data]` start at `folder`, where they are texts at all."""
-    model = data.get("model")
-    if isinstance(model, dict) and isinstance(named := model.get("pretrained"), str) and named:
-        model["pretrained"] = str(folder / named)
-    section = data.get("data")
-    if not isinstance(section, dict):
-        return
-    if isinstance(named := section.get("tokenizer"), str) and named and named != BYTES:
-        section["tokenizer"] = str(folder / named)
+    model, texts = (data[name] if isinstance(data.get(name), dict) else {} for name in ("model", "data"))
+    for section, key, word in ((model, "pretrained", ""), (texts, "tokenizer", BYTES)):
+        if isinstance(named := section.get(key), str) and named not in ("", word):
+            section[key] = str(folder / named)
     for key in ("files", "tokens", "validation_files"):
-        if isinstance(files := section.get(key), list):
-            section[key] = [_anchored(name, folder) for name in files]
+        if isinstance(files := texts.get(key), list):
+            texts[key] = [_anchored(name, folder) for name in files]
 
 
 def _anchored(name: Any, folder: Path) -> Any:

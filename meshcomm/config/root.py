@@ -53,9 +53,6 @@ class Config(Section):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Config) and self.__dict__ == other.__dict__
 
-    def __hash__(self) -> int:
-        return hash(tuple(self.__dict__.items()))
-
     @property
     def source(self) -> str:
         """What it was read from, with the overrides; `Config` where it was made in Python."""
@@ -72,7 +69,6 @@ class Config(Section):
 
     def layout(self, world: int | None) -> Layout:
         """Who sits where, on `world` processes. Raises ConfigError where they do not fit."""
-        self._check(world)
         return self._grouped(world).layout(world)
 
     def plan(self, world: int | None) -> Plan:
@@ -81,10 +77,10 @@ class Config(Section):
         Those of weights that are sharded along two dims at once are a merged dim, also where [mesh] has none.
         world: None where it is not known and every size is given.
         """
-        self._check(world)
         return self._grouped(world).plan(world)
 
     def _grouped(self, world: int | None) -> MeshConfig:
+        self._check(world)
         if self.parallel is None or self.train is None:
             return self.mesh
         return self.mesh.merging(self.parallel.shard_dims(self.mesh.sizes(world)))

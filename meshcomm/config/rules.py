@@ -134,16 +134,14 @@ def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way
         return [way]
     part = next(part for part in PARTS if part == way.part)
     dim, mesh = resolved.dim(part), resolved.config.mesh
-    known = {other.what for other in run(rules, resolved)} - {problem.what}
-    known_of_mesh = {other.what for other in mesh.problems()}
+    dims = mesh.__dict__.get("dims", {})  # where they are wrong, a view may have a dim of this name
+    known = {other.what for other in chain(run(rules, resolved), mesh.problems())} - {problem.what}
     fitting: list[int] = []
     size = resolved.sizes[dim]
     for candidate in nearest(size, range(max(1, size - _MOST_SIZE), size + _MOST_SIZE), 2 * _MOST_SIZE):
         changed = replace(resolved, sizes={**resolved.sizes, dim: candidate})
-        if not known.issuperset(other.what for other in run(rules, changed)):
-            continue
-        other_mesh = mesh.model_copy(update={"dims": Table({**mesh.dims, dim: candidate})})
-        if known_of_mesh.issuperset(other.what for other in other_mesh.problems()):
+        other_mesh = mesh.model_copy(update={"dims": Table({**dims, dim: candidate})})
+        if known.issuperset(other.what for other in chain(run(rules, changed), other_mesh.problems())):
             fitting.append(candidate)
         if len(fitting) == way.most:
             break
@@ -212,17 +210,11 @@ def _tokenizer(resolved: Resolved) -> Iterator[Problem]:
         what = "no effect without a tokenizer: bytes have no token for it"
         yield Problem("data.eos", what, "data.tokenizer", ways, data.written("eos"))
     if data.tokenizer is None and model is not None and model.reads_weights:
-        yield Problem(
-            "data.tokenizer",
-            "the weights were trained on tokens of a tokenizer, which their folder does not have",
-            'a tokenizer.json; or "bytes", if a byte is a token of these weights',
-            [
-                'data.tokenizer = "FOLDER"',
-                'data.tokenizer = "bytes"',
-                "data.tokens, with the tokens of these texts",
-            ],
-            f"no tokenizer.json in {pretrained}",
-        )
+        what = "the weights were trained on tokens of a tokenizer, which their folder does not have"
+        expected = 'a tokenizer.json; or "bytes", if a byte is a token of these weights'
+        ways = [f'data.tokenizer = "{text}"' for text in ("FOLDER", "bytes")]
+        ways.append("data.tokens, with the tokens of these texts")
+        yield Problem("data.tokenizer", what, expected, ways, f"no tokenizer.json in {pretrained}")
 
 
 def _evaluation(resolved: Resolved) -> Iterator[Problem]:
@@ -245,19 +237,15 @@ def _parts(resolved: Resolved) -> Iterator[Problem]:
     """Parts have dims of the base; dims of the base that no part uses make all their ranks do the same."""
     mesh, parallel = resolved.config.mesh, resolved.parallel
     # The expert's dim is one of a view.
-    unknown = [
-        _unknown_dim(mesh, part, dim)
-        for part, dim in parallel.parts.items()
-        if part != "expert" and dim not in mesh.dims
-    ]
+    used = {part: dim for part, dim in parallel.parts.items() if part != "expert"}
+    unknown = [_unknown_dim(mesh, part, dim) for part, dim in used.items() if dim not in mesh.dims]
     yield from unknown
     if unknown or resolved.config.train is None:
         return
     free = [part for part in PARTS if part not in parallel.parts and part != "expert"]
-    used = [dim for part, dim in parallel.parts.items() if part != "expert"]
     for dim in mesh.dims:
         size = resolved.sizes.get(dim, 1)
-        if size > 1 and dim not in used:
+        if size > 1 and dim not in used.values():
             played = ", ".join(f"{part} = {toml(name)}" for part, name in parallel.parts.items())
             what = f"no part of the training uses {dim}: its {size} ranks would all do the same"
             ways = [f"mesh.dims.{dim} = 1", *(f'parallel.{part} = "{dim}"' for part in free)]
@@ -306,15 +294,13 @@ def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
 def _expert_view(resolved: Resolved) -> Iterator[Problem]:
     """Along pipeline and tensor experts are split as all weights are; with shard, along two dims at most."""
     mesh, parallel, _ = resolved.config.mesh, resolved.parallel, resolved.train
-    view = parallel.expert_view(mesh.views)
-    if view is None or parallel.expert is None or parallel.expert in mesh.dims:
+    view = _present(parallel.expert_view(mesh.views))
+    if parallel.expert in mesh.dims:
         return
     sizes, path = mesh.views[view], f"mesh.views.{view}"
     given = f"views.{view} = {toml(sizes)}"
-    kept: tuple[ParallelRole, ...] = ("pipeline", "tensor")
-    for part in kept:
-        dim = parallel.parts.get(part)
-        if dim is not None and dim in mesh.dims and dim not in sizes:
+    for part, dim in parallel.parts.items():
+        if part in ("pipeline", "tensor") and dim in mesh.dims and dim not in sizes:
             what, dims = f"does not hold {dim}, which plays {part}", toml(mesh.dims)
             expected = f"{dim} = {mesh.dims[dim]} in it: experts are split along {part} as all weights are"
             listed = f"{given}, mesh.dims = {dims}, {part} = {toml(dim)}"
@@ -323,10 +309,9 @@ def _expert_view(resolved: Resolved) -> Iterator[Problem]:
     copied = [dim for dim in parallel.expert_gradient_dims(mesh.views) if sizes[dim] != 1]
     if parallel.shard is not None and len(copied) > 2:
         what = f"has {', '.join(copied)} next to the dims of expert, pipeline and tensor"
+        expected = "at most two: experts are sharded along one and copied along the other"
         ways, given = [_A_VIEW, "remove parallel.shard"], f"{given}, {parallel.written('shard expert')}"
-        yield Problem(
-            path, what, "at most two: experts are sharded along one and copied along the other", ways, given
-        )
+        yield Problem(path, what, expected, ways, given)
 
 
 # -- samples and tokens -----------------------------------------------------------------------------
@@ -363,11 +348,9 @@ def _microbatches(resolved: Resolved) -> Iterator[Problem]:
     dim = resolved.dim("pipeline")
     arithmetic = f"{batch}/{copies}/{micro} = {number}"
     if number < ranks:
-        what = f"fewer micro-batches than stages: {arithmetic} < {ranks}"
-        expected = "at least one micro-batch for each stage of 1f1b"
-        if schedule != "1f1b":
-            what = f"fewer micro-batches than ranks along {dim}: {arithmetic} < {ranks}"
-            expected = f"at least one micro-batch for each rank of {schedule}"
+        few, one = ("stages", "stage") if schedule == "1f1b" else (f"ranks along {dim}", "rank")
+        what = f"fewer micro-batches than {few}: {arithmetic} < {ranks}"
+        expected = f"at least one micro-batch for each {one} of {schedule}"
     elif schedule == "interleaved_1f1b":
         what = f"micro-batches are not a multiple of {dim}: {arithmetic}, {remainder(number, ranks)}"
         expected = f"full rounds of {ranks} micro-batches, one for each rank along {dim}"
@@ -381,9 +364,8 @@ def _microbatches(resolved: Resolved) -> Iterator[Problem]:
         f"train.global_batch_size = {-(-number // ranks) * ranks * copies * micro}",
         f'parallel.options.schedule = "gpipe"{one_stage}',
     ]
-    given = resolved.written(
-        "train.micro_batch_size train.global_batch_size data shard pipeline parallel.options.schedule"
-    )
+    names = "train.micro_batch_size train.global_batch_size data shard pipeline parallel.options.schedule"
+    given = resolved.written(names)
     yield Problem("train.micro_batch_size", what, expected, ways, given)
 
 
@@ -431,60 +413,45 @@ def _split_along_tensor(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _stages(resolved: Resolved) -> Iterator[Problem]:
-    num_layers, ranks, each = (
-        resolved.model.num_layers,
-        resolved.size("pipeline"),
-        resolved.parallel.options.stages_per_rank,
-    )
-    if num_layers is not None and ranks > 1 and num_layers < ranks * each:
+    num_layers, ranks = _present(resolved.model.num_layers), resolved.size("pipeline")
+    each = resolved.parallel.options.stages_per_rank
+    if ranks > 1 and num_layers < ranks * each:
         stages = str(ranks) if each == 1 else f"{ranks}*{each} = {ranks * each}"
-        fewer = (
-            [f"parallel.options.stages_per_rank = {num_layers // ranks}"] if num_layers // ranks > 1 else []
-        )
-        ways: list[str | Fit] = [f"model.num_layers = {ranks * each}", *fewer, Fit("pipeline")]
+        ways: list[str | Fit] = [f"model.num_layers = {ranks * each}", Fit("pipeline")]
+        if num_layers // ranks > 1:
+            ways.insert(1, f"parallel.options.stages_per_rank = {num_layers // ranks}")
         given = resolved.written("model.num_layers pipeline parallel.options.stages_per_rank")
         what = f"fewer layers than stages: {num_layers} < {stages}"
         yield Problem("model.num_layers", what, "at least one layer for each stage", ways, given)
 
 
 def _ulysses(resolved: Resolved) -> Iterator[Problem]:
-    model, tensor, context = resolved.model, resolved.size("tensor"), resolved.size("context")
-    if (
-        resolved.parallel.options.attention != "ulysses"
-        or context == 1
-        or None in (model.num_heads, model.num_kv_heads)
-    ):
+    tensor, context, dim = resolved.size("tensor"), resolved.size("context"), resolved.dim("context")
+    heads = [_present(resolved.model.num_heads), _present(resolved.model.num_kv_heads)]
+    if resolved.parallel.options.attention != "ulysses" or context == 1 or any(n % tensor for n in heads):
         return
-    if model.num_heads % tensor or model.num_kv_heads % tensor:
-        return
-    num_heads, num_kv_heads, dim = (
-        model.num_heads // tensor,
-        model.num_kv_heads // tensor,
-        resolved.dim("context"),
-    )
+    num_heads, num_kv_heads = (number // tensor for number in heads)
     ways: list[str | Fit] = [Fit("context"), 'parallel.options.attention = "ring"']
     given = resolved.written("model.num_heads model.num_kv_heads tensor context parallel.options.attention")
     if num_heads % context:
-        arithmetic = f"{quotient(model.num_heads, tensor)}{remainder(num_heads, context)}"
-        what = f"a rank's heads are not divisible by {dim}: {arithmetic}"
+        what = f"a rank's heads are not divisible by {dim}: "
+        what += quotient(heads[0], tensor) + remainder(num_heads, context)
         expected = (
             f"equally many heads for each of the {context} ranks along {dim}: they exchange tokens for heads"
         )
         yield Problem("model.num_heads", what, expected, ways, given)
     elif num_kv_heads % context and context % num_kv_heads:
-        arithmetic = quotient(model.num_kv_heads, tensor) + remainder(num_kv_heads, context)
+        arithmetic = quotient(heads[1], tensor) + remainder(num_kv_heads, context)
         what = f"neither a rank's num_kv_heads nor {dim} divides the other: {arithmetic}, {remainder(context, num_kv_heads)}"
         expected = f"equally many for each of the {context} ranks along {dim}, or each on equally many"
         yield Problem("model.num_kv_heads", what, expected, ways, given)
 
 
 def _windows(resolved: Resolved) -> Iterator[Problem]:
-    model, dim = resolved.model, resolved.parallel.context
-    if dim is None or resolved.parallel.options.attention != "ring" or model.pretrained is None:
-        return
-    seq_len, ranks = resolved.data.seq_len, resolved.size("context")
+    model, dim, ring = resolved.model, resolved.dim("context"), resolved.parallel.options.attention == "ring"
+    seq_len, _ = resolved.data.seq_len, _present(model.num_layers)
     short = [window for window in model.windows if window is not None and window < seq_len]
-    if ranks > 1 and short:
+    if ring and short and resolved.size("context") > 1:
         what = "a sliding window is not passed around a ring"
         given = resolved.written("model.pretrained data.seq_len context parallel.options.attention")
         given += f", a window of {min(short)} tokens in the folder's config.json"
@@ -494,17 +461,14 @@ def _windows(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _experts(resolved: Resolved) -> Iterator[Problem]:
-    model, parallel, _ = resolved.model, resolved.parallel, resolved.train
-    if parallel.expert is None:
-        return
+    model, dim, _ = resolved.model, resolved.dim("expert"), resolved.train
     if not model.experts:
         _present(resolved.config.expert_view)
-        size = resolved.sizes.get(parallel.expert, 1)
+        size = resolved.sizes.get(dim, 1)
         ways: list[str | Fit] = [f"model.experts = {-(-8 // size) * size}", "remove parallel.expert"]
         what, given = "no effect: the model has no experts", resolved.written("parallel.expert model.experts")
         yield Problem("parallel.expert", what, "model.experts of 1 or more", ways, given)
     elif model.experts % (size := resolved.size("expert")):
-        dim = resolved.dim("expert")
         what = f"experts is not divisible by {dim}: {remainder(model.experts, size)}"
         expected = f"equally many experts for each of the {size} ranks along {dim}"
         ways = [f"model.experts = {n}" for n in multiples(model.experts, size)]
@@ -517,9 +481,8 @@ def _experts(resolved: Resolved) -> Iterator[Problem]:
 def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
     # torch 2.13 refuses modules from torch.compile here; compiled in place, the backward graph
     # ran twice for each micro-batch, once for the inputs and once for the weights.
-    if not resolved.train.compile or resolved.parallel.options.schedule != "zero_bubble":
-        return
-    if resolved.parallel.pipeline is not None and resolved.sizes.get(resolved.parallel.pipeline) != 1:
+    halves = resolved.parallel.options.schedule == "zero_bubble"
+    if resolved.train.compile and halves and resolved.sizes.get(resolved.dim("pipeline")) != 1:
         what = "cannot compile for zero_bubble: a compiled block's backward pass is one piece, and this schedule "
         what += "runs the halves for inputs and weights at different times"
         ways = ["train.compile = false", 'parallel.options.schedule = "interleaved_1f1b"']

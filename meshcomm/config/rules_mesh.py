@@ -6,9 +6,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from meshcomm.config.problems import Problem
+from meshcomm.config.problems import Problem, refused
 from meshcomm.config.section import run
 from meshcomm.config.write import key_path, toml
 from meshcomm.errors import LayoutError
@@ -51,7 +52,7 @@ def _factorisation(key: str, sizes: Mapping[str, int], what: str) -> Iterator[Pr
         yield Problem(key, "no dim", "at least one dim", [way], f"{key} = {{}}")
     for name, size in sizes.items():
         path = f"{key}.{key_path([name])}"
-        yield from _name(name, "dim", path)
+        yield from refused(path, check_name, name, "dim")
         if size < 1 and size != -1:
             expected = "a whole number of 1 or more, or -1 on one dim"
             yield Problem(path, f"{size} is not a size", expected, [f"mesh.{path} = 1"], f"{name} = {size}")
@@ -59,17 +60,7 @@ def _factorisation(key: str, sizes: Mapping[str, int], what: str) -> Iterator[Pr
         fault, expected = f"too many ranks: {times(sizes)}", f"sizes that multiply to at most {MOST_RANKS}"
         yield Problem(key, fault, expected, ["smaller sizes"], f"{key} = {toml_dims(sizes)}")
     if list(sizes.values()).count(-1) > 1:
-        try:
-            resolve(sizes, None, what, f"mesh.{key}")
-        except LayoutError as error:
-            yield Problem.of(key, error)
-
-
-def _name(name: str, what: str, path: str) -> Iterator[Problem]:
-    try:
-        check_name(name, what)
-    except LayoutError as error:
-        yield Problem.of(path, error)
+        yield from refused(key, resolve, sizes, None, what, f"mesh.{key}")
 
 
 def _ranks(mesh: MeshConfig) -> Iterator[Problem]:
@@ -112,21 +103,17 @@ def _fits(mesh: MeshConfig) -> Iterator[Problem]:
     number = mesh.count(mesh._world)
     if number is None:
         return
-    try:
-        base = resolve(mesh.dims, number, where="mesh.dims")
-    except LayoutError as error:
-        if mesh.ranks is None and mesh._world is not None:
-            yield Problem.of("dims", error)
-            return
+    misfit = refused("dims", resolve, mesh.dims, number, where="mesh.dims")
+    if misfit and (mesh.ranks is not None or mesh._world is None):
         name = "rank_order" if mesh.ranks is None else "ranks"
-        yield Problem(
-            "dims",
-            f"the mesh does not fit its ranks: {times(mesh.dims)}, {name} lists {number}",
-            f"sizes that multiply to {number}",
-            [f"mesh.dims = {toml_dims(fit)}" for fit in nearest_fits(mesh.dims, number)],
-            f"dims = {toml_dims(mesh.dims)}, {name} = {toml(getattr(mesh, name))}",
-        )
+        what = f"the mesh does not fit its ranks: {times(mesh.dims)}, {name} lists {number}"
+        ways = [f"mesh.dims = {toml_dims(fit)}" for fit in nearest_fits(mesh.dims, number)]
+        given = f"dims = {toml_dims(mesh.dims)}, {name} = {toml(getattr(mesh, name))}"
+        misfit = [Problem("dims", what, f"sizes that multiply to {number}", ways, given)]
+    if misfit:
+        yield from misfit
         return
+    base = resolve(mesh.dims, number)
     fitting: dict[str, dict[str, int]] = {}
     for view, sizes in mesh.views.items():
         key = key_path(["views", view])
@@ -137,23 +124,13 @@ def _fits(mesh: MeshConfig) -> Iterator[Problem]:
         except LayoutError:
             fits = nearest_fits(sizes, number, limit=None)
             # A dim that the base has too means the same ranks there.
-            shared = [fit for fit in fits if not _clash(base, {view: fit}, [])]
+            shared = [fit for fit in fits if not refused(key, Layout, base, views={view: fit})]
             ways = [f"mesh.{key} = {toml_dims(fit)}" for fit in (shared or fits)[:3]]
             what = f"does not fit the mesh: {times(sizes)}, the mesh has {number} rank{'s' * (number > 1)}"
             yield Problem(key, what, f"sizes that multiply to {number}", ways, f"{key} = {toml_dims(sizes)}")
     # A view may clash with the base, or only with another view: try each, then all.
-    clashes = [
-        clash for view, sizes in fitting.items() for clash in _clash(base, {view: sizes}, ["views", view])
-    ]
-    yield from clashes or _clash(base, fitting, ["views"])
-
-
-def _clash(base: Mapping[str, int], views: Mapping[str, Mapping[str, int]], path: list[str]) -> list[Problem]:
-    try:
-        Layout(base, views=views)
-    except LayoutError as error:
-        return [Problem.of(key_path(path), error)]
-    return []
+    each = [refused(key_path(["views", view]), Layout, base, views={view: fitting[view]}) for view in fitting]
+    yield from chain.from_iterable(each if any(each) else [refused("views", Layout, base, views=fitting)])
 
 
 # -- names ------------------------------------------------------------------------------------------
@@ -163,7 +140,7 @@ def _merged(mesh: MeshConfig) -> Iterator[Problem]:
     """Problems that a layout finds in the names of dims and views, with sizes of 1."""
     dims = dict.fromkeys(mesh.dims, 1)
     views = {view: dict.fromkeys(sizes, 1) for view, sizes in mesh.views.items()}
-    if _clash(dims, views, []):
+    if refused("", Layout, dims, views=views):
         return  # of names that are reported by themselves
     for name, parts in mesh.merge.items():
         path, given = key_path(["merge", name]), f"{name} = {toml(parts)}"
@@ -191,7 +168,7 @@ def _options(mesh: MeshConfig) -> Iterator[Problem]:
 def _view_names(mesh: MeshConfig) -> Iterator[Problem]:
     for view in mesh.views:
         path = key_path(["views", view])
-        yield from _name(view, "view", path)
+        yield from refused(path, check_name, view, "view")
         if view in mesh.dims or any(view in sizes for sizes in mesh.views.values()):
             way = f"rename it, as in mesh.views.{view}_view"
             given = f"the view {view}, and the dim {view}"

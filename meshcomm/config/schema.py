@@ -34,9 +34,8 @@ def schema() -> dict[str, Any]:
     return {
         "$schema": DIALECT,
         "title": "meshcomm configuration",
-        **{key: value for key, value in found.items() if key not in ("$defs", "properties")},
+        **found,
         "properties": properties,
-        "$defs": found["$defs"],
     }
 
 

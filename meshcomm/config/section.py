@@ -65,9 +65,6 @@ class Table(dict[K, V]):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (dict(self),)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Table[K, V]:
-        return self
-
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse(f"the table {dict(self)}")
 
@@ -117,7 +114,8 @@ class NoEffect(NamedTuple):
         place, names = section.place, self.needs.split()
         for field in self.fields.split():
             value = section.at(field)
-            if not section.given(field) or value is False or value in ((), {}):
+            asked = any(dict(value).values()) if isinstance(value, Section) else value
+            if not section.given(field) or asked is False or asked in ((), {}):
                 continue
             held = [section.at(name) for name in names]
             if any(each in self.values if self.values else each for each in held):
@@ -216,6 +214,24 @@ class Section(BaseModel):
 
 
 M = TypeVar("M", bound=Section)
+
+
+def too_large(section: Section, field: str, limit: str, why: str) -> Iterator[Problem]:
+    """The setting `field`, where it is above the first of those in `limit`; a report shows them all."""
+    most = limit.partition(" ")[0]
+    value, largest = section.at(field), section.at(most)
+    if value > largest:
+        ways = [f"{section.place}.{field} = {largest}", f"{section.place}.{most} = {value}"]
+        given = section.written(f"{field} {limit}")
+        yield Problem(field, f"{why}: {value} > {largest}", f"at most {largest}", ways, given)
+
+
+def one_of(section: Section, fields: str, what: str) -> Iterator[Problem]:
+    """The last of `fields` that is set, where another one is set too. what: the name of several of them."""
+    named = [field for field in fields.split() if section.at(field)]
+    if len(named) > 1:
+        ways, given = [f"remove {section.place}.{field}" for field in named], section.written(" ".join(named))
+        yield Problem(named[-1], f"{len(named)} {what}: {', '.join(named)}", "one of them", ways, given)
 
 
 def run(rules: Iterable[Rule], subject: Any) -> Iterator[Problem]:

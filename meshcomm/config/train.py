@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -21,6 +22,8 @@ from meshcomm.config.section import (
     Section,
     Table,
     Text,
+    one_of,
+    too_large,
 )
 from meshcomm.config.write import toml
 
@@ -32,21 +35,6 @@ BYTES: Final = "bytes"
 
 _WITH_BETAS: Final = ("adamw", "adam", "nadam", "radam", "adamax")
 _WITH_EPS: Final = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta")
-
-
-def _one_source(data: DataConfig) -> Iterator[Problem]:
-    return _one_of(data, "sources of data", ("files", "tokens", "build"))
-
-
-def _one_validation(data: DataConfig) -> Iterator[Problem]:
-    return _one_of(data, "kinds of validation", ("validation", "validation_files"))
-
-
-def _one_of(data: DataConfig, what: str, names: tuple[str, ...]) -> Iterator[Problem]:
-    named = [name for name in names if getattr(data, name)]
-    if len(named) > 1:
-        ways, given = [f"remove data.{name}" for name in named], data.written(" ".join(named))
-        yield Problem(named[-1], f"{len(named)} {what}: {', '.join(named)}", "one of them", ways, given)
 
 
 def _token_weights(data: DataConfig) -> Iterator[Problem]:
@@ -64,7 +52,11 @@ class DataConfig(Section):
     """`[data]`: text, as bytes or through a tokenizer, token files, or what a function returns."""
 
     place = "data"
-    rules = (_one_source, _one_validation, _token_weights)
+    rules = (
+        partial(one_of, fields="files tokens build", what="sources of data"),
+        partial(one_of, fields="validation validation_files", what="kinds of validation"),
+        _token_weights,
+    )
     no_effect = (
         NoEffect("token_type weights", "tokens"),
         NoEffect("tokenizer max_bytes", "source", ("files",), why=" without text"),
@@ -129,13 +121,6 @@ class GroupConfig(Section):
     """What the weight decay is multiplied by."""
 
 
-def _warm_up(train: TrainConfig) -> Iterator[Problem]:
-    if train.warmup_steps > train.steps:
-        what = f"the warm-up is longer than the training: {train.warmup_steps} > {train.steps}"
-        ways = [f"train.warmup_steps = {train.steps}", f"train.steps = {train.warmup_steps}"]
-        yield Problem("warmup_steps", what, f"0 to {train.steps}", ways, train.written("warmup_steps steps"))
-
-
 def _decay(train: TrainConfig) -> Iterator[Problem]:
     most = train.steps - train.warmup_steps
     if train.decay_steps is not None and train.decay_steps > most >= 0:
@@ -150,17 +135,10 @@ def _decay(train: TrainConfig) -> Iterator[Problem]:
 def _selective(train: TrainConfig) -> Iterator[Problem]:
     if train.compile and train.activation_checkpointing == "selective":
         what = "a compiled block is one operator: which results in it to keep cannot be said"
-        ways, given = (
-            ["train.activation_checkpointing = true", "train.compile = false"],
-            train.written("compile activation_checkpointing"),
-        )
-        yield Problem(
-            "compile",
-            what,
-            "activation_checkpointing that keeps nothing of a block, or no compile",
-            ways,
-            given,
-        )
+        expected = "activation_checkpointing that keeps nothing of a block, or no compile"
+        ways = ["train.activation_checkpointing = true", "train.compile = false"]
+        given = train.written("compile activation_checkpointing")
+        yield Problem("compile", what, expected, ways, given)
 
 
 def _some_steps(train: TrainConfig) -> Iterator[Problem]:
@@ -184,7 +162,12 @@ class TrainConfig(Section):
     """`[train]`: steps on batches whose size does not depend on the mesh."""
 
     place = "train"
-    rules = (_warm_up, _decay, _selective, _some_steps, _each_sink_once)
+    rules = (
+        partial(
+            too_large, field="warmup_steps", limit="steps", why="the warm-up is longer than the training"
+        ),
+        *(_decay, _selective, _some_steps, _each_sink_once),
+    )
     no_effect = (
         NoEffect("betas", "optimizer", _WITH_BETAS, 'optimizer = "adamw"'),
         NoEffect("eps", "optimizer", _WITH_EPS, 'optimizer = "adamw"'),

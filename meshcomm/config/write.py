@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from pydantic import BaseModel
@@ -34,9 +35,9 @@ def key_path(parts: Iterable[str | int]) -> str:
     for part in parts:
         if isinstance(part, int):
             text += f"[{part}]"
-            continue
-        plain = re.fullmatch(r"[A-Za-z0-9_-]+", part)
-        text += ("." if text else "") + (part if plain else json.dumps(part, ensure_ascii=False))
+        else:
+            bare = re.fullmatch(r"[A-Za-z0-9_-]+", part)
+            text += "." * bool(text) + (part if bare else json.dumps(part, ensure_ascii=False))
     return text
 
 
@@ -52,11 +53,7 @@ def toml(value: Any) -> str:
 
 def whole_toml(value: Any) -> str:
     """As `toml`, however long it is: what a file may hold."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
+    if isinstance(value, (str, bool, NoneType)):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, BaseModel):
         return whole_toml(value.model_dump(exclude_unset=True))
