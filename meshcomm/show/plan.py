@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 
 from meshcomm.config import TopologyConfig
@@ -12,13 +10,8 @@ from meshcomm.layout import Family, Layout, Plan
 from meshcomm.layout.sizes import coords_text, fold
 from meshcomm.predict.links import slowest_level, span
 from meshcomm.predict.machine import Machine, machine
-from meshcomm.show.page import Cells, Column, Line, PagePart, page_view
+from meshcomm.show.page import Cells, Column, Facts, Line, PagePart, View, page_view
 from meshcomm.show.units import count
-
-if TYPE_CHECKING:
-    from rich.console import Group
-
-Facts = dict[str, Any]
 
 
 def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | None = None) -> Facts:
@@ -125,7 +118,7 @@ def rank_facts(plan: Plan, rank: int, topology: TopologyConfig | None = None) ->
     }
 
 
-def plan_view(plan: Plan, rank: int | None = None, topology: TopologyConfig | None = None) -> Group:
+def plan_view(plan: Plan, rank: int | None = None, topology: TopologyConfig | None = None) -> View:
     """Everything that `plan_facts` says, for a rich console."""
     return page_view(plan_page(plan_facts(plan, rank, topology)))
 
