@@ -83,15 +83,11 @@ class Workload:
 
     def layers_again(self, sizes: Sizes) -> int:
         """Layers of that rank whose whole forward pass runs a second time; none where it does so selectively."""
-        activation_checkpointing, layers = self.train.activation_checkpointing, self.layers_of_rank(sizes)
-        if isinstance(activation_checkpointing, bool) or activation_checkpointing == "selective":
-            return layers if activation_checkpointing is True else 0
+        every, layers = self.train.activation_checkpointing, self.layers_of_rank(sizes)
+        if isinstance(every, bool) or every == "selective":
+            return layers if every is True else 0
         # Which layers of a stage those are follows from their place in the model.
-        return (
-            layers // activation_checkpointing
-            if sizes.pipeline == 1
-            else -(-layers // activation_checkpointing)
-        )
+        return layers // every if sizes.pipeline == 1 else -(-layers // every)
 
     def shards(self, sizes: Sizes) -> int:
         """Ranks that weights are sharded over: those of shard and, with them, of context."""
@@ -109,10 +105,8 @@ class Workload:
         computed again.
         """
         layer = sum(self.costs.layers) / self.model.num_layers
-        macs = (
-            6 * (self.layers_of_rank(sizes) * layer + self.costs.head) + 2 * self.layers_again(sizes) * layer
-        )
-        return self.tokens(sizes) * macs / sizes.tensor
+        once = self.layers_of_rank(sizes) * layer + self.costs.head
+        return self.tokens(sizes) * (6 * once + 2 * self.layers_again(sizes) * layer) / sizes.tensor
 
 
 def workload(settings: Config) -> Workload:
@@ -125,8 +119,18 @@ def workload(settings: Config) -> Workload:
             expected="all four sections: bytes and memory follow from them",
             hint="configs/quickstart.toml has them all",
         )
-    model = model.sized("bytes and memory")
-    _check_mesh(settings, parallel)
+    model, mesh = model.sized("bytes and memory"), settings.mesh
+    # What would not fit other sizes, or would undo another order.
+    fixed = [f"mesh.{name}" for name in ("ranks", "rank_order") if getattr(mesh, name) is not None]
+    fixed += [f"mesh.views.{name}" for name in mesh.views if name != settings.expert_view]
+    fixed += [f"mesh.dims.{dim}" for dim in mesh.dims if dim not in parallel.parts.values()]
+    if fixed:
+        raise ConfigError(
+            f"{fixed[0]} belongs to one mesh, and tune looks for another",
+            given=f"{settings.source} with {fixed[0]}",
+            expected="dims that play the parts of [parallel], and the view of its expert, alone",
+            hint=f"--set {fixed[0]}=   (nothing behind = removes it)",
+        )
     return Workload(
         parts=tuple(parallel.parts),
         parallel=parallel,
@@ -139,21 +143,6 @@ def workload(settings: Config) -> Workload:
         weight_bytes=_BYTES[train.dtype],
         reduced_bytes=_BYTES[parallel.options.reduce_dtype or train.dtype],
     )
-
-
-def _check_mesh(settings: Config, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for what would not fit other sizes, or would undo another order."""
-    mesh = settings.mesh
-    fixed = [f"mesh.{name}" for name in ("ranks", "rank_order") if getattr(mesh, name) is not None]
-    fixed += [f"mesh.views.{name}" for name in mesh.views if name != settings.expert_view]
-    fixed += [f"mesh.dims.{dim}" for dim in mesh.dims if dim not in parallel.parts.values()]
-    if fixed:
-        raise ConfigError(
-            f"{fixed[0]} belongs to one mesh, and tune looks for another",
-            given=f"{settings.source} with {fixed[0]}",
-            expected="dims that play the parts of [parallel], and the view of its expert, alone",
-            hint=f"--set {fixed[0]}=   (nothing behind = removes it)",
-        )
 
 
 # -- memory -----------------------------------------------------------------------------------------

@@ -72,22 +72,24 @@ def footprint(settings: Config, plan: Plan, world: int) -> Footprint:
     The default group is idle unless a group of the plan is the whole world: Gloo then opens no
     connection for it, and NCCL, which connects at the first call, takes no memory.
     """
-    sizes: dict[str, list[int]] = {"nccl": [], "gloo": []}
-    undecided = 0
-    for family in plan.families:
-        if family.creates:
-            backend = chosen(settings.mesh, family.options.backend)
-            undecided += backend is None
-            sizes.setdefault(backend or "nccl", []).append(family.size)
+    created = [f for f in plan.families if f.creates]
+    backends = [chosen(settings.mesh, family.options.backend) for family in created]
+    nccl, gloo = (
+        [
+            family.size
+            for family, backend in zip(created, backends, strict=True)
+            if (backend or "nccl") == name
+        ]
+        for name in ("nccl", "gloo")
+    )
     default = chosen(settings.mesh, settings.mesh.backend) or "nccl"
-    nccl, gloo = sizes["nccl"], sizes["gloo"]
     idle_gloo = default == "gloo" and world > 1
     return Footprint(
         nccl=len(nccl) + (default == "nccl" and world > 1),
         gloo=len(gloo) + idle_gloo,
         nccl_mb=sum(NCCL_MB_OF_TWO if size == 2 else NCCL_MB for size in nccl),
         descriptors=1 + GLOO_DESCRIPTORS * (len(gloo) + idle_gloo) + sum(size - 1 for size in gloo),
-        undecided=undecided,
+        undecided=backends.count(None),
     )
 
 

@@ -167,7 +167,7 @@ class _Model:
     def __init__(self, work: Workload, world: int, machine: Machine, tflops: float) -> None:
         self.work, self.tflops = work, tflops
         self.span: Callable[[_Dims], Span] = cache(lambda dims: span(strided(dims, world, machine), machine))
-        self._lines: dict[tuple[Operation, _Dims], list[tuple[float, float]]] = {}
+        self._lines = cache(self._in_floats)
 
     def steps(self, sizes: Sizes) -> list[tuple[_Order, float]]:
         """Seconds of a step for every order of these sizes."""
@@ -222,11 +222,12 @@ class _Model:
 
     def _seconds(self, flow: Flow, dims: _Dims) -> float:
         """Of a flow's calls in a micro-batch or a step: `fastest`, in floats."""
-        if (flow.operation, dims) not in self._lines:
-            exact = backend_lines(flow.operation, self.span(dims).route)
-            self._lines[flow.operation, dims] = [(float(line.fixed_s), float(line.byte_s)) for line in exact]
-        lines = self._lines[flow.operation, dims]
+        lines = self._lines(flow.operation, dims)
         return flow.calls * min(fixed_s + byte_s * flow.size_bytes for fixed_s, byte_s in lines)
+
+    def _in_floats(self, operation: Operation, dims: _Dims) -> list[tuple[float, float]]:
+        exact = backend_lines(operation, self.span(dims).route)
+        return [(float(line.fixed_s), float(line.byte_s)) for line in exact]
 
 
 def place_config(
@@ -325,25 +326,20 @@ def _factors(world: int, count: int) -> Iterator[Sequence[int]]:
 
 def _splits(work: Workload, sizes: Sizes) -> bool:
     """Whether heads, layers and tokens can be split so: the rules of meshcomm.config.rules."""
-    model, tensor, context, pipeline = work.model, sizes.tensor, sizes.context, sizes.pipeline
-    whole = 0 if not model.is_built_in else model.vocab_size
-    if any(
-        number % tensor for number in (model.num_heads, model.num_kv_heads, model.intermediate_size, whole)
-    ):
-        return False
-    if pipeline > 1 and model.num_layers < pipeline * work.parallel.options.stages_per_rank:
-        return False
-    if work.seq_len % (context * (2 if context > 1 and not work.ulysses else 1)):
-        return False
-    if work.parallel.options.sequence_parallel and work.seq_len // context % tensor:
-        return False
-    if context > 1 and not work.ulysses and any(w is not None and w < work.seq_len for w in model.windows):
-        return False
-    if work.ulysses and context > 1:
+    model, options, tensor, context = work.model, work.parallel.options, sizes.tensor, sizes.context
+    vocab_size = model.vocab_size if model.is_built_in else 0
+    split = (model.num_heads, model.num_kv_heads, model.intermediate_size, vocab_size)
+    ring, kv_heads = context > 1 and not work.ulysses, model.num_kv_heads // tensor
+    return not (
+        any(number % tensor for number in split)
+        or (sizes.pipeline > 1 and model.num_layers < sizes.pipeline * options.stages_per_rank)
+        or work.seq_len % (context * (1 + ring))
+        or (options.sequence_parallel and work.seq_len // context % tensor)
+        or (ring and any(window is not None and window < work.seq_len for window in model.windows))
         # Heads are split evenly, and kv heads too or each equally often.
-        mine = model.num_kv_heads // tensor
-        return model.num_heads // tensor % context == 0 and (mine % context == 0 or context % mine == 0)
-    return True
+        or (work.ulysses and model.num_heads // tensor % context)
+        or (work.ulysses and kv_heads % context and context % kv_heads)
+    )
 
 
 # -- as a file ---------------------------------------------------------------------------------------
@@ -366,35 +362,26 @@ def write_placement(settings: Config, ranking: Ranking, path: Path) -> Config:
 
 def placed_data(settings: Config, placement: Placement) -> dict[str, Any]:
     """`settings` as a mapping, with the dims, and the expert's view, of `placement`: the same training on them."""
-    parallel = settings.parallel
-    if parallel is None:
-        raise ConfigError(
-            "a configuration without training cannot be placed",
-            given=settings.source,
-            expected="[parallel], [model], [data] and [train]",
-            hint="configs/quickstart.toml has them all",
-        )
+    parallel = workload(settings).parallel
     data: dict[str, Any] = plain(settings.model_dump(exclude_unset=True))
     data["mesh"]["dims"] = {parallel.parts[part]: size for part, size in placement.dims.items()}
     if parallel.expert is not None and settings.expert_view is not None:
-        data["mesh"]["views"] = {settings.expert_view: _expert_view(settings, placement)}
+        old, dims = settings.mesh.views[settings.expert_view], (*settings.mesh.dims, parallel.expert)
+        copies = next((name for name in old if name not in dims), _COPIES_NAME)
+        view = _expert_view(parallel.parts, copies, placement)
+        data["mesh"]["views"] = {settings.expert_view: view}
     return data
 
 
-def _expert_view(settings: Config, placement: Placement) -> dict[str, int]:
+def _expert_view(names: Mapping[ParallelRole, str], copies: str, placement: Placement) -> dict[str, int]:
     """The view in which the block of data, shard and context is factored into copies and experts."""
-    parallel = settings.parallel
-    assert parallel is not None and parallel.expert is not None
-    old = settings.mesh.views[settings.expert_view or ""]
-    kept = {parallel.pipeline, parallel.tensor, parallel.expert}
-    copies = next((name for name in old if name not in kept and name not in settings.mesh.dims), _COPIES_NAME)
     total = prod(placement.dims.get(part, 1) for part in _BLOCK)
-    pair = {copies: total // placement.expert, parallel.expert: placement.expert}
+    pair = {copies: total // placement.expert, names["expert"]: placement.expert}
     found: dict[str, int] = {}
     inside = [part for part in _BLOCK if placement.dims.get(part, 1) > 1]
     for part, size in placement.dims.items():
         if part in inside:
             found |= pair
         elif part in ("pipeline", "tensor"):
-            found[parallel.parts[part]] = size
+            found[names[part]] = size
     return found if inside else {**pair, **found}

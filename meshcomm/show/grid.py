@@ -81,18 +81,6 @@ def grid_facts(
     }
 
 
-def headlines(facts: Facts) -> list[str]:
-    """What is drawn, what the colours and what the lines mean."""
-    where = f" of view {facts['view']}" if facts["view"] else ""
-    drawn = f"{coords_text(facts['dims'])}{where}, by {facts['by']}"
-    lines = [f"{drawn}: {count(facts['groups'], 'group')} of {facts['size']:,}"]
-    nodes, each = facts["nodes"], facts["ranks_per_node"]
-    if nodes is None:
-        return [*lines, "nodes are not known: topology.ranks_per_node says which ranks share one"]
-    full = "" if nodes * each == facts["world_size"] else "up to "
-    return [*lines, f"lines part nodes: {count(nodes, 'node')}, {full}{each:,} ranks on each"]
-
-
 class Room(NamedTuple):
     """Columns or lines: all there are, of one rank, between ranks of a block, between blocks."""
 
@@ -251,9 +239,18 @@ class RankGrid:
         """Headlines, the picture, a legend, and a note on omitted ranks."""
         from rich.text import Text
 
+        facts = self.facts
         coloured = console.color_system is not None and not console.no_color
-        picture = _Picture(self.facts, options.max_width, coloured)
-        yield from map(Text, headlines(self.facts))
+        picture = _Picture(facts, options.max_width, coloured)
+        view = f" of view {facts['view']}" if facts["view"] else ""
+        groups = f"{count(facts['groups'], 'group')} of {facts['size']:,}"
+        yield Text(f"{coords_text(facts['dims'])}{view}, by {facts['by']}: {groups}")
+        nodes, each = facts["nodes"], facts["ranks_per_node"]
+        if nodes is None:
+            yield Text("nodes are not known: topology.ranks_per_node says which ranks share one")
+        else:
+            full = "" if nodes * each == facts["world_size"] else "up to "
+            yield Text(f"lines part nodes: {count(nodes, 'node')}, {full}{each:,} ranks on each")
         for line in picture.lines():
             if options.ascii_only:
                 line.plain = line.plain.translate(_ASCII)
@@ -262,13 +259,13 @@ class RankGrid:
             line.no_wrap = True
             yield line
         entries, notes = picture.legend()
-        width = max(len(picture.letters(group)) for group, _ in entries)
+        width = max(1, *(len(picture.letters(group)) for group, _ in entries))
         for group, text in entries:
-            swatch = Text(f" {picture.letters(group):<{max(width, 1)}} ", picture.style(group))
+            swatch = Text(f" {picture.letters(group):<{width}} ", picture.style(group))
             yield swatch.append(f" {text}", "default on default")
         yield from map(Text, notes)
-        if self.facts["rank"] is not None:
-            yield Text(f"[ ] rank {self.facts['rank']}")
+        if facts["rank"] is not None:
+            yield Text(f"[ ] rank {facts['rank']}")
 
     def __str__(self) -> str:
         return as_text(self)
