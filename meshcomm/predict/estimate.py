@@ -171,9 +171,8 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
     """Experts are split along expert and tensor, the others along tensor; a pipeline puts the two tables on two ranks."""
     model, layers = work.model, work.layers_of_rank(sizes)
     with_experts, norms = work.with_experts(layers), 2 * model.hidden_size
-    attention = (
-        model.hidden_size * model.head_size * (2 * model.num_heads + 2 * model.num_kv_heads) / sizes.tensor
-    )
+    heads = 2 * model.num_heads + 2 * model.num_kv_heads
+    attention = model.hidden_size * model.head_size * heads / sizes.tensor
     dense = model.ff_matrices * model.hidden_size * model.intermediate_size / sizes.tensor
     experts = model.experts * dense / sizes.expert
     tables = model.hidden_size * model.vocab_size * (1 if sizes.pipeline > 1 or model.tied_embeddings else 2)
@@ -230,16 +229,15 @@ def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float
 def _activations(work: Workload, sizes: Sizes) -> float:
     """The larger of two ranks of a pipeline: the first has the most micro-batches in flight, the last has the logits."""
     entry, selective, everything = layer_activations(work, sizes)
-    layers, again, parallel = work.layers_of_rank(sizes), work.layers_again(sizes), work.parallel
+    layers, again, options = work.layers_of_rank(sizes), work.layers_again(sizes), work.parallel.options
     usual = selective if work.train.activation_checkpointing == "selective" else everything
     kept = (layers - again) * usual + again * entry
     recomputed = everything - (entry if again else usual)
     split = 1 if work.model.vocab_size % sizes.tensor else sizes.tensor
     logits = work.tokens(sizes) * work.model.vocab_size / split * max(4, work.activation_bytes)
-    first = microbatches_held(
-        parallel.options.schedule, sizes.pipeline, parallel.options.stages_per_rank, sizes.microbatches
-    )
-    last = first if parallel.options.schedule in ("gpipe", "zero_bubble") else 1
+    schedule, stages = options.schedule, options.stages_per_rank
+    first = microbatches_held(schedule, sizes.pipeline, stages, sizes.microbatches)
+    last = first if schedule in ("gpipe", "zero_bubble") else 1
     # Logits, their logarithms and gradients.
     return max(first * kept, last * (kept + 2 * logits) + logits) + recomputed
 

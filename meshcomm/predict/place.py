@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import permutations
@@ -103,7 +104,6 @@ class _Found(NamedTuple):
     step_s: float
     order: tuple[int, ...]
     row: int
-    also: int
 
 
 def rank_placements(
@@ -142,23 +142,18 @@ def rank_placements(
             hint="train.activation_checkpointing = true, parallel.shard, a smaller train.micro_batch_size, or more ranks",
         )
     model = _Model(work, world, machine, tflops)
-    found: list[_Found] = []
-    meshes = 0
+    # Orders whose times differ only by rounding are one entry, under the first of them.
+    alike: Counter[_Found] = Counter()
     for row, sizes in enumerate(fitting):
-        steps = model.steps(sizes)
-        meshes += len(steps)
-        # Orders whose times differ only by rounding are one entry, under the first of them.
         of_row: list[_Found] = []
-        for order, step_s in steps:
-            same = (i for i, each in enumerate(of_row) if abs(step_s - each.step_s) <= _SAME * step_s)
-            if (at := next(same, None)) is not None:
-                of_row[at] = of_row[at]._replace(also=of_row[at].also + 1)
-            else:
-                of_row.append(_Found(step_s, tuple(map(BASE.index, order)), row, 0))
-        found += of_row
-    best = tuple(model.explained(fitting[each.row], each) for each in sorted(found)[:top])
+        for order, step_s in model.steps(sizes):
+            new = _Found(step_s, tuple(map(BASE.index, order)), row)
+            same = next((each for each in of_row if abs(step_s - each.step_s) <= _SAME * step_s), new)
+            of_row += [new] if same is new else []
+            alike[same] += 1
+    best = tuple(model.explained(fitting[each.row], each, alike[each] - 1) for each in sorted(alike)[:top])
     too_large = len(legal) - len(fitting)
-    return Ranking(best, meshes, len(legal), too_large, world, machine, tflops, memory_gb, assumed)
+    return Ranking(best, alike.total(), len(legal), too_large, world, machine, tflops, memory_gb, assumed)
 
 
 class _Model:
@@ -182,7 +177,7 @@ class _Model:
             found.append((order, each_s[True] * (sizes.microbatches + idle) + each_s[False]))
         return found
 
-    def explained(self, sizes: Sizes, found: _Found) -> Placement:
+    def explained(self, sizes: Sizes, found: _Found, also: int) -> Placement:
         """A mesh with all that its time is made of."""
         order = tuple(BASE[at] for at in found.order)
         compute_s, idle = self._compute(sizes)
@@ -203,14 +198,13 @@ class _Model:
             bubble_s=of_microbatch * idle,
             shares=tuple(shares),
             memory_bytes=memory(self.work, sizes)._asdict(),
-            also=found.also,
+            also=also,
         )
 
     def _compute(self, sizes: Sizes) -> tuple[float, float]:
         """Seconds of one micro-batch's arithmetic, and how many micro-batches' time a rank stands idle."""
-        idle = bubble(
-            self.work.parallel.options.schedule, sizes.pipeline, self.work.parallel.options.stages_per_rank
-        )
+        options = self.work.parallel.options
+        idle = bubble(options.schedule, sizes.pipeline, options.stages_per_rank)
         return self.work.flops(sizes) / (self.tflops * 1e12), idle
 
     def _calls(self, listed: Sequence[Flow], sizes: Sizes, order: _Order) -> Iterator[tuple[Flow, _Dims]]:
@@ -273,9 +267,7 @@ def trainable(work: Workload, world: int) -> Iterator[Sizes]:
         if rest or not _splits(work, sizes):
             continue
         sizes = sizes._replace(microbatches=number)
-        if "pipeline" in work.parts and not runs(
-            work.parallel.options.schedule, sizes.microbatches, sizes.pipeline
-        ):
+        if "pipeline" in work.parts and not runs(work.parallel.options.schedule, number, sizes.pipeline):
             continue
         experts = divisors(copies * sizes.context) if "expert" in work.parts else [1]
         yield from (sizes._replace(expert=n) for n in experts if n == 1 or work.model.experts % n == 0)
