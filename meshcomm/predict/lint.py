@@ -72,16 +72,9 @@ def footprint(settings: Config, plan: Plan, world: int) -> Footprint:
     The default group is idle unless a group of the plan is the whole world: Gloo then opens no
     connection for it, and NCCL, which connects at the first call, takes no memory.
     """
-    created = [f for f in plan.families if f.creates]
-    backends = [chosen(settings.mesh, family.options.backend) for family in created]
-    nccl, gloo = (
-        [
-            family.size
-            for family, backend in zip(created, backends, strict=True)
-            if (backend or "nccl") == name
-        ]
-        for name in ("nccl", "gloo")
-    )
+    created = [(f.size, chosen(settings.mesh, f.options.backend)) for f in plan.families if f.creates]
+    nccl = [size for size, backend in created if backend in ("nccl", None)]
+    gloo = [size for size, backend in created if backend == "gloo"]
     default = chosen(settings.mesh, settings.mesh.backend) or "nccl"
     idle_gloo = default == "gloo" and world > 1
     return Footprint(
@@ -89,7 +82,7 @@ def footprint(settings: Config, plan: Plan, world: int) -> Footprint:
         gloo=len(gloo) + idle_gloo,
         nccl_mb=sum(NCCL_MB_OF_TWO if size == 2 else NCCL_MB for size in nccl),
         descriptors=1 + GLOO_DESCRIPTORS * (len(gloo) + idle_gloo) + sum(size - 1 for size in gloo),
-        undecided=backends.count(None),
+        undecided=sum(backend is None for _, backend in created),
     )
 
 

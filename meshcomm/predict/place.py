@@ -233,12 +233,7 @@ def place_config(
     """
     work = workload(settings)
     known_machine(topology, settings.source)
-    return rank_placements(work, world, topology, _kept(settings, keep), top)
-
-
-def _kept(settings: Config, keep: Sequence[str]) -> dict[ParallelRole, int]:
-    assert settings.parallel is not None
-    parts = {dim: part for part, dim in settings.parallel.parts.items()}
+    parts = {dim: part for part, dim in work.parallel.parts.items()}
     sizes = {**settings.mesh.dims, **settings.mesh.views.get(settings.expert_view or "", {})}
     for dim in keep:
         if dim not in parts or sizes[dim] == -1:
@@ -249,7 +244,7 @@ def _kept(settings: Config, keep: Sequence[str]) -> dict[ParallelRole, int]:
                 expected="a dim with a size" if open_size else "one of " + ", ".join(parts),
                 hint=f"--set mesh.dims.{dim}=2" if open_size else did_you_mean(dim, parts),
             )
-    return {parts[dim]: sizes[dim] for dim in keep}
+    return rank_placements(work, world, topology, {parts[dim]: sizes[dim] for dim in keep}, top)
 
 
 # -- which meshes ------------------------------------------------------------------------------------

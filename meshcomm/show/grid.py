@@ -346,10 +346,11 @@ class _Picture:
         facts = self.facts
         drawn = {facts["group"][place]: place for place in self.places[self.places >= 0].tolist()}
         ranks, groups = np.array(facts["ranks"]), np.array(facts["group"])
-        entries = [
-            (index, f"{self._group_name(drawn[index])} {fold(ranks[groups == index])}")
-            for index in sorted(drawn)[:_LEGEND]
-        ]
+        entries = []
+        for index in sorted(drawn)[:_LEGEND]:
+            coords = _digits(facts["dims"], drawn[index])
+            common = coords_text({dim: coords[dim] for dim in coords if dim not in facts["by_dims"]})
+            entries.append((index, f"{facts['by']}[{common}] {fold(ranks[groups == index])}"))
         rest = facts["groups"] - len(entries)
         notes = [f"and {rest:,} more groups"] if rest else []
         if len(self.down.sizes) > 1:
@@ -360,11 +361,6 @@ class _Picture:
         }
         left_out = [f"{left:,} of {size:,} along {name}" for name, (left, size) in hidden.items() if left]
         return entries, [*notes, f"not drawn: {'; '.join(left_out)}"] if left_out else notes
-
-    def _group_name(self, place: int) -> str:
-        coords = _digits(self.facts["dims"], place).items()
-        common = {name: coord for name, coord in coords if name not in self.facts["by_dims"]}
-        return f"{self.facts['by']}[{coords_text(common)}]"
 
     def _row_labels(self, row: Slot) -> tuple[str, str]:
         """Left of a row: the name of the block that begins there, or "", and the row's own label."""
