@@ -83,15 +83,11 @@ class Workload:
 
     def layers_again(self, sizes: Sizes) -> int:
         """Layers of that rank whose whole forward pass runs a second time; none where it does so selectively."""
-        activation_checkpointing, layers = self.train.activation_checkpointing, self.layers_of_rank(sizes)
-        if isinstance(activation_checkpointing, bool) or activation_checkpointing == "selective":
-            return layers if activation_checkpointing is True else 0
+        every, layers = self.train.activation_checkpointing, self.layers_of_rank(sizes)
+        if isinstance(every, bool) or every == "selective":
+            return layers if every is True else 0
         # Which layers of a stage those are follows from their place in the model.
-        return (
-            layers // activation_checkpointing
-            if sizes.pipeline == 1
-            else -(-layers // activation_checkpointing)
-        )
+        return layers // every if sizes.pipeline == 1 else -(-layers // every)
 
     def shards(self, sizes: Sizes) -> int:
         """Ranks that weights are sharded over: those of shard and, with them, of context."""
@@ -109,10 +105,8 @@ class Workload:
         computed again.
         """
         layer = sum(self.costs.layers) / self.model.num_layers
-        macs = (
-            6 * (self.layers_of_rank(sizes) * layer + self.costs.head) + 2 * self.layers_again(sizes) * layer
-        )
-        return self.tokens(sizes) * macs / sizes.tensor
+        once = self.layers_of_rank(sizes) * layer + self.costs.head
+        return self.tokens(sizes) * (6 * once + 2 * self.layers_again(sizes) * layer) / sizes.tensor
 
 
 def workload(settings: Config) -> Workload:
@@ -125,8 +119,18 @@ def workload(settings: Config) -> Workload:
             expected="all four sections: bytes and memory follow from them",
             hint="configs/quickstart.toml has them all",
         )
-    model = model.sized("bytes and memory")
-    _check_mesh(settings, parallel)
+    model, mesh = model.sized("bytes and memory"), settings.mesh
+    # What would not fit other sizes, or would undo another order.
+    fixed = [f"mesh.{name}" for name in ("ranks", "rank_order") if getattr(mesh, name) is not None]
+    fixed += [f"mesh.views.{name}" for name in mesh.views if name != settings.expert_view]
+    fixed += [f"mesh.dims.{dim}" for dim in mesh.dims if dim not in parallel.parts.values()]
+    if fixed:
+        raise ConfigError(
+            f"{fixed[0]} belongs to one mesh, and tune looks for another",
+            given=f"{settings.source} with {fixed[0]}",
+            expected="dims that play the parts of [parallel], and the view of its expert, alone",
+            hint=f"--set {fixed[0]}=   (nothing behind = removes it)",
+        )
     return Workload(
         parts=tuple(parallel.parts),
         parallel=parallel,
@@ -139,21 +143,6 @@ def workload(settings: Config) -> Workload:
         weight_bytes=_BYTES[train.dtype],
         reduced_bytes=_BYTES[parallel.options.reduce_dtype or train.dtype],
     )
-
-
-def _check_mesh(settings: Config, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for what would not fit other sizes, or would undo another order."""
-    mesh = settings.mesh
-    fixed = [f"mesh.{name}" for name in ("ranks", "rank_order") if getattr(mesh, name) is not None]
-    fixed += [f"mesh.views.{name}" for name in mesh.views if name != settings.expert_view]
-    fixed += [f"mesh.dims.{dim}" for dim in mesh.dims if dim not in parallel.parts.values()]
-    if fixed:
-        raise ConfigError(
-            f"{fixed[0]} belongs to one mesh, and tune looks for another",
-            given=f"{settings.source} with {fixed[0]}",
-            expected="dims that play the parts of [parallel], and the view of its expert, alone",
-            hint=f"--set {fixed[0]}=   (nothing behind = removes it)",
-        )
 
 
 # -- memory -----------------------------------------------------------------------------------------
@@ -182,9 +171,8 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
     """Experts are split along expert and tensor, the others along tensor; a pipeline puts the two tables on two ranks."""
     model, layers = work.model, work.layers_of_rank(sizes)
     with_experts, norms = work.with_experts(layers), 2 * model.hidden_size
-    attention = (
-        model.hidden_size * model.head_size * (2 * model.num_heads + 2 * model.num_kv_heads) / sizes.tensor
-    )
+    heads = 2 * model.num_heads + 2 * model.num_kv_heads
+    attention = model.hidden_size * model.head_size * heads / sizes.tensor
     dense = model.ff_matrices * model.hidden_size * model.intermediate_size / sizes.tensor
     experts = model.experts * dense / sizes.expert
     tables = model.hidden_size * model.vocab_size * (1 if sizes.pipeline > 1 or model.tied_embeddings else 2)
@@ -241,16 +229,15 @@ def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float
 def _activations(work: Workload, sizes: Sizes) -> float:
     """The larger of two ranks of a pipeline: the first has the most micro-batches in flight, the last has the logits."""
     entry, selective, everything = layer_activations(work, sizes)
-    layers, again, parallel = work.layers_of_rank(sizes), work.layers_again(sizes), work.parallel
+    layers, again, options = work.layers_of_rank(sizes), work.layers_again(sizes), work.parallel.options
     usual = selective if work.train.activation_checkpointing == "selective" else everything
     kept = (layers - again) * usual + again * entry
     recomputed = everything - (entry if again else usual)
     split = 1 if work.model.vocab_size % sizes.tensor else sizes.tensor
     logits = work.tokens(sizes) * work.model.vocab_size / split * max(4, work.activation_bytes)
-    first = microbatches_held(
-        parallel.options.schedule, sizes.pipeline, parallel.options.stages_per_rank, sizes.microbatches
-    )
-    last = first if parallel.options.schedule in ("gpipe", "zero_bubble") else 1
+    schedule, stages = options.schedule, options.stages_per_rank
+    first = microbatches_held(schedule, sizes.pipeline, stages, sizes.microbatches)
+    last = first if schedule in ("gpipe", "zero_bubble") else 1
     # Logits, their logarithms and gradients.
     return max(first * kept, last * (kept + 2 * logits) + logits) + recomputed
 

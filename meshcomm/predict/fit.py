@@ -99,21 +99,17 @@ def fit_links(times: Sequence[Time], plan: Plan, machine: Machine) -> Fitted:
     """
     by_dim: dict[str, list[tuple[Time, Work]]] = {}
     left_out: dict[tuple[str, str], str] = {}
-    classes: dict[str, list[str]] = {level.name: [] for level in machine.levels}
+    spans = {time.dim: span(plan.layout.groups(time.dim), machine) for time in times}
     for time in times:
         family = plan.family(time.dim)
         backend = family.options.backend
-        found = span(plan.layout.groups(time.dim), machine)
-        assert found.slowest is not None
         if assumed(backend, time.operation) is None:
             left_out[time.dim, time.operation] = f"{backend}'s algorithm for it is not in the model"
-        elif time.operation == "all_to_all" and len(found.route.hops) > 1:
+        elif time.operation == "all_to_all" and len(spans[time.dim].route.hops) > 1:
             left_out[time.dim, time.operation] = "its messages cross links of two classes"
         else:
             done = work(backend, time.operation, time.size_bytes, family.size)
             by_dim.setdefault(time.dim, []).append((time, done))
-            if time.dim not in classes[found.slowest]:
-                classes[found.slowest].append(time.dim)
     if not by_dim:
         raise ConfigError(
             "no operation was measured from which latency and bandwidth follow",
@@ -121,14 +117,14 @@ def fit_links(times: Sequence[Time], plan: Plan, machine: Machine) -> Fitted:
             expected="an operation whose algorithm is known on this backend",
             hint="--op all_reduce --op all_gather --op sendrecv",
         )
-
-    def together(dims: Sequence[str]) -> Fit:
-        chosen, works = zip(*(each for dim in dims for each in by_dim[dim]), strict=True)
-        return fit(chosen, works)
-
+    links: dict[str, list[tuple[Time, Work]]] = {level.name: [] for level in machine.levels}
+    for dim, pairs in by_dim.items():
+        slowest = spans[dim].slowest
+        assert slowest is not None
+        links[slowest] += pairs
     return Fitted(
-        dims={dim: together([dim]) for dim in by_dim},
-        links={name: together(dims) for name, dims in classes.items() if dims},
+        dims={dim: fit(*zip(*pairs, strict=True)) for dim, pairs in by_dim.items()},
+        links={name: fit(*zip(*pairs, strict=True)) for name, pairs in links.items() if pairs},
         left_out=tuple((*key, why) for key, why in left_out.items()),
     )
 

@@ -72,22 +72,17 @@ def footprint(settings: Config, plan: Plan, world: int) -> Footprint:
     The default group is idle unless a group of the plan is the whole world: Gloo then opens no
     connection for it, and NCCL, which connects at the first call, takes no memory.
     """
-    sizes: dict[str, list[int]] = {"nccl": [], "gloo": []}
-    undecided = 0
-    for family in plan.families:
-        if family.creates:
-            backend = chosen(settings.mesh, family.options.backend)
-            undecided += backend is None
-            sizes.setdefault(backend or "nccl", []).append(family.size)
+    created = [(f.size, chosen(settings.mesh, f.options.backend)) for f in plan.families if f.creates]
+    nccl = [size for size, backend in created if backend in ("nccl", None)]
+    gloo = [size for size, backend in created if backend == "gloo"]
     default = chosen(settings.mesh, settings.mesh.backend) or "nccl"
-    nccl, gloo = sizes["nccl"], sizes["gloo"]
     idle_gloo = default == "gloo" and world > 1
     return Footprint(
         nccl=len(nccl) + (default == "nccl" and world > 1),
         gloo=len(gloo) + idle_gloo,
         nccl_mb=sum(NCCL_MB_OF_TWO if size == 2 else NCCL_MB for size in nccl),
         descriptors=1 + GLOO_DESCRIPTORS * (len(gloo) + idle_gloo) + sum(size - 1 for size in gloo),
-        undecided=undecided,
+        undecided=sum(backend is None for _, backend in created),
     )
 
 

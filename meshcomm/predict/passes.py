@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, assert_never
+from itertools import accumulate, chain
+from typing import Literal, NamedTuple, TypeAlias
 
 from meshcomm.config.parallel import PipelineSchedule
 
@@ -101,14 +102,8 @@ class Timeline:
 
         They are kept from the forward pass to the end of the backward pass for the weights.
         """
-        most = now = 0
-        for slot in self.ranks[rank]:
-            if slot.work.kind == "F":
-                now += 1
-                most = max(most, now)
-            elif slot.work.kind in "BW":
-                now -= 1
-        return most
+        kinds = (slot.work.kind for slot in self.ranks[rank])
+        return max(accumulate((kind == "F") - (kind in "BW") for kind in kinds))
 
 
 def timeline(orders: Sequence[Sequence[Pass]], costs: Sequence[Costs] | None = None) -> Timeline:
@@ -175,16 +170,13 @@ def _order(schedule: PipelineSchedule, rank: int, ranks: int, each: int, microba
     turn = microbatches // max(1, microbatches // ranks) if each > 1 else microbatches
     forwards = _passes("F", rank, ranks, each, microbatches, turn)
     backwards = _passes("B", rank, ranks, each, microbatches, turn)
-    behind = ranks - 1 - rank  # ranks between this one and the last
-    if schedule == "gpipe":
-        return forwards + backwards
-    if schedule == "1f1b":
-        return _alternate(forwards, backwards, behind)
-    if schedule == "interleaved_1f1b":
-        return _alternate(forwards, backwards, (each - 1) * turn + 2 * behind)
-    if schedule == "zero_bubble":
-        return _halve(_alternate(forwards, backwards, (each - 1) * turn + behind), rank)
-    assert_never(schedule)
+    # Ranks between this one and the last count once, or twice where stages are interleaved.
+    behind = (ranks - 1 - rank) * (2 if schedule == "interleaved_1f1b" else 1)
+    warm_up = len(forwards) if schedule == "gpipe" else (each - 1) * turn + behind
+    # So many forward passes ahead, then one forward, one backward; then what is left.
+    steady = [*chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))]
+    order = [*forwards[:warm_up], *steady, *backwards[len(steady) // 2 :]]
+    return _halve(order, rank) if schedule == "zero_bubble" else order
 
 
 def _passes(kind: Kind, rank: int, ranks: int, each: int, microbatches: int, turn: int) -> list[Pass]:
@@ -196,14 +188,6 @@ def _passes(kind: Kind, rank: int, ranks: int, each: int, microbatches: int, tur
         for stage in (stages if kind == "F" else reversed(stages))
         for microbatch in range(start, start + turn)
     ]
-
-
-def _alternate(forwards: list[Pass], backwards: list[Pass], warm_up: int) -> list[Pass]:
-    """`warm_up` forward passes ahead, then one forward, one backward; then what is left."""
-    ahead = min(warm_up, len(forwards))
-    pairs = zip(forwards[ahead:], backwards, strict=False)
-    steady = [each for pair in pairs for each in pair]
-    return [*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :]]
 
 
 def _halve(order: list[Pass], delay: int) -> list[Pass]:

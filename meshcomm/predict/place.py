@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import permutations
@@ -103,7 +104,6 @@ class _Found(NamedTuple):
     step_s: float
     order: tuple[int, ...]
     row: int
-    also: int
 
 
 def rank_placements(
@@ -142,23 +142,18 @@ def rank_placements(
             hint="train.activation_checkpointing = true, parallel.shard, a smaller train.micro_batch_size, or more ranks",
         )
     model = _Model(work, world, machine, tflops)
-    found: list[_Found] = []
-    meshes = 0
+    # Orders whose times differ only by rounding are one entry, under the first of them.
+    alike: Counter[_Found] = Counter()
     for row, sizes in enumerate(fitting):
-        steps = model.steps(sizes)
-        meshes += len(steps)
-        # Orders whose times differ only by rounding are one entry, under the first of them.
         of_row: list[_Found] = []
-        for order, step_s in steps:
-            same = (i for i, each in enumerate(of_row) if abs(step_s - each.step_s) <= _SAME * step_s)
-            if (at := next(same, None)) is not None:
-                of_row[at] = of_row[at]._replace(also=of_row[at].also + 1)
-            else:
-                of_row.append(_Found(step_s, tuple(map(BASE.index, order)), row, 0))
-        found += of_row
-    best = tuple(model.explained(fitting[each.row], each) for each in sorted(found)[:top])
+        for order, step_s in model.steps(sizes):
+            new = _Found(step_s, tuple(map(BASE.index, order)), row)
+            same = next((each for each in of_row if abs(step_s - each.step_s) <= _SAME * step_s), new)
+            of_row += [new] if same is new else []
+            alike[same] += 1
+    best = tuple(model.explained(fitting[each.row], each, alike[each] - 1) for each in sorted(alike)[:top])
     too_large = len(legal) - len(fitting)
-    return Ranking(best, meshes, len(legal), too_large, world, machine, tflops, memory_gb, assumed)
+    return Ranking(best, alike.total(), len(legal), too_large, world, machine, tflops, memory_gb, assumed)
 
 
 class _Model:
@@ -167,7 +162,7 @@ class _Model:
     def __init__(self, work: Workload, world: int, machine: Machine, tflops: float) -> None:
         self.work, self.tflops = work, tflops
         self.span: Callable[[_Dims], Span] = cache(lambda dims: span(strided(dims, world, machine), machine))
-        self._lines: dict[tuple[Operation, _Dims], list[tuple[float, float]]] = {}
+        self._lines = cache(self._in_floats)
 
     def steps(self, sizes: Sizes) -> list[tuple[_Order, float]]:
         """Seconds of a step for every order of these sizes."""
@@ -182,7 +177,7 @@ class _Model:
             found.append((order, each_s[True] * (sizes.microbatches + idle) + each_s[False]))
         return found
 
-    def explained(self, sizes: Sizes, found: _Found) -> Placement:
+    def explained(self, sizes: Sizes, found: _Found, also: int) -> Placement:
         """A mesh with all that its time is made of."""
         order = tuple(BASE[at] for at in found.order)
         compute_s, idle = self._compute(sizes)
@@ -203,14 +198,13 @@ class _Model:
             bubble_s=of_microbatch * idle,
             shares=tuple(shares),
             memory_bytes=memory(self.work, sizes)._asdict(),
-            also=found.also,
+            also=also,
         )
 
     def _compute(self, sizes: Sizes) -> tuple[float, float]:
         """Seconds of one micro-batch's arithmetic, and how many micro-batches' time a rank stands idle."""
-        idle = bubble(
-            self.work.parallel.options.schedule, sizes.pipeline, self.work.parallel.options.stages_per_rank
-        )
+        options = self.work.parallel.options
+        idle = bubble(options.schedule, sizes.pipeline, options.stages_per_rank)
         return self.work.flops(sizes) / (self.tflops * 1e12), idle
 
     def _calls(self, listed: Sequence[Flow], sizes: Sizes, order: _Order) -> Iterator[tuple[Flow, _Dims]]:
@@ -222,11 +216,12 @@ class _Model:
 
     def _seconds(self, flow: Flow, dims: _Dims) -> float:
         """Of a flow's calls in a micro-batch or a step: `fastest`, in floats."""
-        if (flow.operation, dims) not in self._lines:
-            exact = backend_lines(flow.operation, self.span(dims).route)
-            self._lines[flow.operation, dims] = [(float(line.fixed_s), float(line.byte_s)) for line in exact]
-        lines = self._lines[flow.operation, dims]
+        lines = self._lines(flow.operation, dims)
         return flow.calls * min(fixed_s + byte_s * flow.size_bytes for fixed_s, byte_s in lines)
+
+    def _in_floats(self, operation: Operation, dims: _Dims) -> list[tuple[float, float]]:
+        exact = backend_lines(operation, self.span(dims).route)
+        return [(float(line.fixed_s), float(line.byte_s)) for line in exact]
 
 
 def place_config(
@@ -238,12 +233,7 @@ def place_config(
     """
     work = workload(settings)
     known_machine(topology, settings.source)
-    return rank_placements(work, world, topology, _kept(settings, keep), top)
-
-
-def _kept(settings: Config, keep: Sequence[str]) -> dict[ParallelRole, int]:
-    assert settings.parallel is not None
-    parts = {dim: part for part, dim in settings.parallel.parts.items()}
+    parts = {dim: part for part, dim in work.parallel.parts.items()}
     sizes = {**settings.mesh.dims, **settings.mesh.views.get(settings.expert_view or "", {})}
     for dim in keep:
         if dim not in parts or sizes[dim] == -1:
@@ -254,7 +244,7 @@ def _kept(settings: Config, keep: Sequence[str]) -> dict[ParallelRole, int]:
                 expected="a dim with a size" if open_size else "one of " + ", ".join(parts),
                 hint=f"--set mesh.dims.{dim}=2" if open_size else did_you_mean(dim, parts),
             )
-    return {parts[dim]: sizes[dim] for dim in keep}
+    return rank_placements(work, world, topology, {parts[dim]: sizes[dim] for dim in keep}, top)
 
 
 # -- which meshes ------------------------------------------------------------------------------------
@@ -272,9 +262,7 @@ def trainable(work: Workload, world: int) -> Iterator[Sizes]:
         if rest or not _splits(work, sizes):
             continue
         sizes = sizes._replace(microbatches=number)
-        if "pipeline" in work.parts and not runs(
-            work.parallel.options.schedule, sizes.microbatches, sizes.pipeline
-        ):
+        if "pipeline" in work.parts and not runs(work.parallel.options.schedule, number, sizes.pipeline):
             continue
         experts = divisors(copies * sizes.context) if "expert" in work.parts else [1]
         yield from (sizes._replace(expert=n) for n in experts if n == 1 or work.model.experts % n == 0)
@@ -325,25 +313,20 @@ def _factors(world: int, count: int) -> Iterator[Sequence[int]]:
 
 def _splits(work: Workload, sizes: Sizes) -> bool:
     """Whether heads, layers and tokens can be split so: the rules of meshcomm.config.rules."""
-    model, tensor, context, pipeline = work.model, sizes.tensor, sizes.context, sizes.pipeline
-    whole = 0 if not model.is_built_in else model.vocab_size
-    if any(
-        number % tensor for number in (model.num_heads, model.num_kv_heads, model.intermediate_size, whole)
-    ):
-        return False
-    if pipeline > 1 and model.num_layers < pipeline * work.parallel.options.stages_per_rank:
-        return False
-    if work.seq_len % (context * (2 if context > 1 and not work.ulysses else 1)):
-        return False
-    if work.parallel.options.sequence_parallel and work.seq_len // context % tensor:
-        return False
-    if context > 1 and not work.ulysses and any(w is not None and w < work.seq_len for w in model.windows):
-        return False
-    if work.ulysses and context > 1:
+    model, options, tensor, context = work.model, work.parallel.options, sizes.tensor, sizes.context
+    vocab_size = model.vocab_size if model.is_built_in else 0
+    split = (model.num_heads, model.num_kv_heads, model.intermediate_size, vocab_size)
+    ring, kv_heads = context > 1 and not work.ulysses, model.num_kv_heads // tensor
+    return not (
+        any(number % tensor for number in split)
+        or (sizes.pipeline > 1 and model.num_layers < sizes.pipeline * options.stages_per_rank)
+        or work.seq_len % (context * (1 + ring))
+        or (options.sequence_parallel and work.seq_len // context % tensor)
+        or (ring and any(window is not None and window < work.seq_len for window in model.windows))
         # Heads are split evenly, and kv heads too or each equally often.
-        mine = model.num_kv_heads // tensor
-        return model.num_heads // tensor % context == 0 and (mine % context == 0 or context % mine == 0)
-    return True
+        or (work.ulysses and model.num_heads // tensor % context)
+        or (work.ulysses and kv_heads % context and context % kv_heads)
+    )
 
 
 # -- as a file ---------------------------------------------------------------------------------------
@@ -366,35 +349,26 @@ def write_placement(settings: Config, ranking: Ranking, path: Path) -> Config:
 
 def placed_data(settings: Config, placement: Placement) -> dict[str, Any]:
     """`settings` as a mapping, with the dims, and the expert's view, of `placement`: the same training on them."""
-    parallel = settings.parallel
-    if parallel is None:
-        raise ConfigError(
-            "a configuration without training cannot be placed",
-            given=settings.source,
-            expected="[parallel], [model], [data] and [train]",
-            hint="configs/quickstart.toml has them all",
-        )
+    parallel = workload(settings).parallel
     data: dict[str, Any] = plain(settings.model_dump(exclude_unset=True))
     data["mesh"]["dims"] = {parallel.parts[part]: size for part, size in placement.dims.items()}
     if parallel.expert is not None and settings.expert_view is not None:
-        data["mesh"]["views"] = {settings.expert_view: _expert_view(settings, placement)}
+        old, dims = settings.mesh.views[settings.expert_view], (*settings.mesh.dims, parallel.expert)
+        copies = next((name for name in old if name not in dims), _COPIES_NAME)
+        view = _expert_view(parallel.parts, copies, placement)
+        data["mesh"]["views"] = {settings.expert_view: view}
     return data
 
 
-def _expert_view(settings: Config, placement: Placement) -> dict[str, int]:
+def _expert_view(names: Mapping[ParallelRole, str], copies: str, placement: Placement) -> dict[str, int]:
     """The view in which the block of data, shard and context is factored into copies and experts."""
-    parallel = settings.parallel
-    assert parallel is not None and parallel.expert is not None
-    old = settings.mesh.views[settings.expert_view or ""]
-    kept = {parallel.pipeline, parallel.tensor, parallel.expert}
-    copies = next((name for name in old if name not in kept and name not in settings.mesh.dims), _COPIES_NAME)
     total = prod(placement.dims.get(part, 1) for part in _BLOCK)
-    pair = {copies: total // placement.expert, parallel.expert: placement.expert}
+    pair = {copies: total // placement.expert, names["expert"]: placement.expert}
     found: dict[str, int] = {}
     inside = [part for part in _BLOCK if placement.dims.get(part, 1) > 1]
     for part, size in placement.dims.items():
         if part in inside:
             found |= pair
         elif part in ("pipeline", "tensor"):
-            found[parallel.parts[part]] = size
+            found[names[part]] = size
     return found if inside else {**pair, **found}

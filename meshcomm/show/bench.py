@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshcomm.layout.sizes import coords_text
 from meshcomm.predict.fit import Fit, Fitted
 from meshcomm.predict.times import Operation
 from meshcomm.show.costs import bandwidths
-from meshcomm.show.page import Cells, Line, PagePart, page_view
+from meshcomm.show.page import Cells, Facts, Line, PagePart, View, page_view
 from meshcomm.show.units import seconds_text, size_text
-
-if TYPE_CHECKING:
-    from rich.console import Group
-
-Facts = dict[str, Any]
 
 _NOTE = """\
 time, torch (torch.distributed's): medians of the rounds; algbw, busbw: GB/s of
@@ -70,7 +65,7 @@ def _fit_facts(found: Fit) -> Facts:
     }
 
 
-def bench_view(facts: Mapping[str, Any]) -> Group:
+def bench_view(facts: Mapping[str, Any]) -> View:
     """`measured_facts` for a rich console, with fit: that of `fit_facts`, or None."""
     machine, mesh = facts["machine"], facts["mesh"]
     head = (

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from operator import itemgetter
 
 from meshcomm.layout import Plan
 from meshcomm.predict.links import span
 from meshcomm.predict.machine import Machine
 from meshcomm.predict.times import Operation, best, bus_factor, fastest_by_size, lines
-from meshcomm.show.page import Cells, Line, page_view
+from meshcomm.show.page import Cells, Facts, Line, View, page_view
 from meshcomm.show.units import bytes_text, seconds_text, size_text
-
-if TYPE_CHECKING:
-    from rich.console import Group
-
-Facts = dict[str, Any]
 
 
 def bandwidths(operation: Operation, ranks: int, size_bytes: int, seconds: float) -> Facts:
@@ -49,10 +45,10 @@ def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], si
             levels = [hop.ranks for hop in found.route.hops]
             listed.append(facts | {"levels": levels, "rows": rows, "from_bytes": crossings})
     call_us = float(machine.call_s * 10**6)
-    return {"links": [str(level) for level in machine.levels], "call_us": call_us, "dims": listed}
+    return {"links": list(map(str, machine.levels)), "call_us": call_us, "dims": listed}
 
 
-def cost_view(facts: Facts) -> Group:
+def cost_view(facts: Facts) -> View:
     """`cost_facts` for a rich console."""
     table = Cells.of(
         [each | row for each in facts["dims"] for row in each["rows"]],
@@ -79,10 +75,5 @@ def cost_view(facts: Facts) -> Group:
 
 def _crossings(found: list[Facts]) -> str:
     """`tree, ring from 3.2 MB`: algorithms by size, their numbers of chunks left out."""
-    parts: list[str] = []
-    last = None
-    for each in found:
-        if each["algorithm"] != last:
-            last = each["algorithm"]
-            parts.append(f"{last} from {bytes_text(each['bytes'])}" if each["bytes"] else str(last))
-    return ", ".join(parts)
+    alike = ((name, next(same)["bytes"]) for name, same in groupby(found, itemgetter("algorithm")))
+    return ", ".join(f"{name} from {bytes_text(size)}" if size else name for name, size in alike)

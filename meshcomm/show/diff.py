@@ -11,9 +11,7 @@ from meshcomm.config import Config
 from meshcomm.config.write import key_path, toml
 from meshcomm.layout import Layout, Plan, Ranks
 from meshcomm.layout.sizes import coords_text, fold
-from meshcomm.show.page import Cells, Line, PagePart
-
-Facts = dict[str, Any]
+from meshcomm.show.page import Cells, Facts, Line, PagePart
 
 # Ranks, and groups of one name, that are listed as examples.
 _RANKS: Final = 8

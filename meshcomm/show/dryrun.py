@@ -4,36 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from itertools import groupby
+from operator import itemgetter
+from typing import Final
 
 from meshcomm.layout.sizes import fold, times
-from meshcomm.show.page import Cells, Line, PagePart, page_view
-from meshcomm.show.units import bytes_text, count, seconds_text
-
-if TYPE_CHECKING:
-    from rich.console import Group
-
-Facts = dict[str, Any]
+from meshcomm.show.page import Cells, Column, Facts, Line, PagePart, View, page_view
+from meshcomm.show.units import bytes_text, count, decimal_unit, seconds_text
 
 # Findings that are shown with their lines; the rest is counted.
 _SHOWN: Final = 12
 # A scale, one row and the letters: without a pipeline there is nothing to see.
 _ALONE: Final = 3
-_UNITS: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 
 
-def dry_view(facts: Facts) -> Group:
+def dry_view(facts: Facts) -> View:
     """The facts of a dry run for a rich console."""
-    return page_view(list(_page(facts)))
+    return page_view([*_page(facts)])
 
 
 def _page(facts: Facts) -> Iterator[PagePart]:
-    ran = facts["ran"]
-    world = facts["world_size"]
+    ran, world = facts["ran"], facts["world_size"]
     whole = len(ran) == world
-    head = f"{world:,} ranks, {times(facts['dims'])}: {facts['part']} of " + (
-        "each" if whole else f"{len(ran)} of them, {fold(ran)}"
-    )
+    of = "each" if whole else f"{len(ran)} of them, {fold(ran)}"
+    head = f"{world:,} ranks, {times(facts['dims'])}: {facts['part']} of {of}"
     yield Line(f"{head}; {seconds_text(facts['took_s'])}")
     yield from _verdicts(facts, whole)
     yield from _memory(facts["memory"])
@@ -48,20 +42,19 @@ def _page(facts: Facts) -> Iterator[PagePart]:
 
 def _verdicts(facts: Facts, whole: bool) -> Iterator[PagePart]:
     findings = facts["findings"]
-    if not findings:
-        rest = "" if whole else "; every other rank is taken to call what the ranks of its stage do"
-        yield Line(
-            f"all calls meet: same operation, shape, dtype and root on the ranks of each group, nobody waits in vain{rest}"
-        )
-    else:
+    if findings:
         yield Line(f"{count(len(findings), 'thing')} that would go wrong")
         for each in findings[:_SHOWN]:
             more = f" (in {each['groups']} groups that were looked at)" if each["groups"] > 1 else ""
-            yield Line(
-                "\n".join([f"{each['what']}{more}", *(f"    {line}" for line in each["lines"])]), drawing=True
-            )
+            lines = "".join(f"\n    {line}" for line in each["lines"])
+            yield Line(f"{each['what']}{more}{lines}", drawing=True)
         if len(findings) > _SHOWN:
             yield Line(f"and {len(findings) - _SHOWN} more: --json has all")
+    else:
+        met = "all calls meet: same operation, shape, dtype and root on the ranks of each group, nobody waits in vain"
+        yield Line(
+            met + ("" if whole else "; every other rank is taken to call what the ranks of its stage do")
+        )
     if facts["unseen"]:
         yield Line(f"not compared: {count(facts['unseen'], 'call')} on groups that are none of the mesh's")
     for text in facts["unlike"][:_SHOWN]:
@@ -71,19 +64,15 @@ def _verdicts(facts: Facts, whole: bool) -> Iterator[PagePart]:
 def _memory(memory: Facts) -> Iterator[PagePart]:
     stages = memory["stages"]
     top = next(each for each in stages if each["stage"] == memory["largest_stage"])
-    names = [name for name in stages[0]["parts"] if any(each["parts"][name] for each in stages)]
+    names = [name for name in top["parts"] if any(each["parts"][name] for each in stages)]
     # Stages one after the other that hold as much have one row.
     rows: list[Facts] = []
-    for each in stages:
-        if rows and rows[-1]["parts"] == each["parts"]:
-            rows[-1]["last"] = each["stage"]
-        else:
-            rows.append({**each, "last": each["stage"]})
+    for _, (first, *others) in groupby(stages, itemgetter("parts")):
+        last = f" to {others[-1]['stage']}" if others else ""
+        rows.append({**first, "stages": f"{first['stage']}{last}"})
     # In one unit: a column is no wider than its name.
-    unit, size = next((each for each in _UNITS if top["peak_bytes"] >= 0.9995 * each[1]), _UNITS[-1])
-    columns: dict[str, Any] = {}
-    if len(stages) > 1:
-        columns[">stage"] = _stages
+    unit, size = decimal_unit(top["peak_bytes"])
+    columns: dict[str, Column] = {">stage": "stages"} if len(stages) > 1 else {}
     columns |= {">rank": "rank", ">peak": ("peak_bytes", partial(_in_unit, size))}
     columns |= {f">{name}": (f"parts.{name}", partial(_in_unit, size)) for name in names}
     most = "the rank that holds most" + ("" if len(stages) == 1 else " in each stage")
@@ -99,10 +88,6 @@ def _memory(memory: Facts) -> Iterator[PagePart]:
         fits = "fits in" if memory["fits"] else "does NOT fit in"
         told = f"it {fits} {bytes_text(memory['limit_bytes'])}; {told}"
     yield Line(told)
-
-
-def _stages(row: Facts) -> str:
-    return f"{row['stage']}" if row["stage"] == row["last"] else f"{row['stage']} to {row['last']}"
 
 
 def _in_unit(size: float, number: float) -> str:

@@ -7,13 +7,12 @@ Two inner dims make a block of rows and columns, the outer ones lay out the bloc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 from operator import itemgetter
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,17 +21,17 @@ from meshcomm.config import TopologyConfig
 from meshcomm.config.write import check_ending, write_whole
 from meshcomm.layout import Dims, Plan
 from meshcomm.layout.sizes import coords_text, fold
-from meshcomm.show.page import as_text, svg_of
+from meshcomm.show.page import Facts, as_text, svg_of
 from meshcomm.show.units import count
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
-Facts = dict[str, Any]
 # Column, text, style.
 Piece: TypeAlias = tuple[int, str, str]
 Lines = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.int64]
 
 # Okabe and Ito's palette (Color Universal Design, 2008), a grey in place of its black: colours that tell eight
 # groups apart, also for people who do not see all colours.
@@ -82,18 +81,6 @@ def grid_facts(
     }
 
 
-def headlines(facts: Facts) -> list[str]:
-    """What is drawn, what the colours and what the lines mean."""
-    where = f" of view {facts['view']}" if facts["view"] else ""
-    drawn = f"{coords_text(facts['dims'])}{where}, by {facts['by']}"
-    lines = [f"{drawn}: {count(facts['groups'], 'group')} of {facts['size']:,}"]
-    nodes, each = facts["nodes"], facts["ranks_per_node"]
-    if nodes is None:
-        return [*lines, "nodes are not known: topology.ranks_per_node says which ranks share one"]
-    full = "" if nodes * each == facts["world_size"] else "up to "
-    return [*lines, f"lines part nodes: {count(nodes, 'node')}, {full}{each:,} ranks on each"]
-
-
 class Room(NamedTuple):
     """Columns or lines: all there are, of one rank, between ranks of a block, between blocks."""
 
@@ -103,55 +90,32 @@ class Room(NamedTuple):
     outer: int
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(NamedTuple):
     """One direction of the picture: a dim, several merged ones, or none (size 1).
 
     sizes: its dims, outermost first. stride: places from one coord to the next.
     coords: the drawn ones, in order, with None where coords are left out.
     """
 
+    name: str
+    size: int
     sizes: dict[str, int]
     stride: int
     coords: list[int | None]
-
-    @property
-    def size(self) -> int:
-        """Number of coords."""
-        return prod(self.sizes.values())
-
-    @property
-    def name(self) -> str:
-        """The dims' names."""
-        return " ".join(self.sizes)
-
-    @property
-    def left_out(self) -> int:
-        """Number of coords that are not drawn."""
-        return self.size - sum(coord is not None for coord in self.coords)
-
-    def label(self, coord: int) -> str:
-        """Its dims' coords, as in `pp=1`; "" for an axis of size 1."""
-        return coords_text(_digits(self.sizes, coord))
 
 
 class Slot(NamedTuple):
     """One row or column of the picture.
 
-    offset: its part of the place of a cell; None: coords are left out here. coord, block: labels.
+    offset: its part of the place of a cell; below 0: coords are left out here. coord, block: labels.
     """
 
     at: int
     size: int
-    offset: int | None
+    offset: int
     coord: str
     block: str
     starts_block: bool
-
-
-def _place(row: Slot, column: Slot) -> int | None:
-    """Index in the facts of what is drawn there; None where ranks are left out."""
-    return None if row.offset is None or column.offset is None else row.offset + column.offset
 
 
 def _between(slots: Sequence[Slot]) -> list[int]:
@@ -159,13 +123,6 @@ def _between(slots: Sequence[Slot]) -> list[int]:
     middles = [after.at - (after.at - before.at - before.size + 1) // 2 for before, after in pairwise(slots)]
     # A cell ends with a blank: the last line is there.
     return [slots[0].at - 1, *middles, slots[-1].at + slots[-1].size]
-
-
-def _widest_label(facts: Facts) -> int:
-    """Characters of the longest text in the margin."""
-    *labelled, columns = _directions(facts)
-    last = [coords_text({name: size - 1 for name, size in sizes.items()}) for sizes in labelled]
-    return max(map(len, [" ".join(columns), *last]))
 
 
 def tag(index: int) -> str:
@@ -213,13 +170,14 @@ def _axes(facts: Facts, width: Room, height: Room) -> tuple[Axis, Axis, Axis, Ax
 def _axis(sizes: dict[str, int], stride: int, drawn: int, place: int) -> Axis:
     """`drawn` coords of the dims: the first ones, the last one, and the coord of `place`."""
     size = prod(sizes.values())
+    marked = place // stride % size
     chosen = [*range(drawn - 1), size - 1] if drawn > 1 else [0]
-    if place // stride % size not in chosen:
-        chosen[max(drawn - 2, 0)] = place // stride % size
+    if marked not in chosen:
+        chosen[max(drawn - 2, 0)] = marked
     coords: list[int | None] = []
     for before, coord in pairwise([-1, *sorted(chosen), size]):
         coords += [coord] if coord == before + 1 else [None, coord]
-    return Axis(sizes, stride, coords[:-1])
+    return Axis(" ".join(sizes), size, sizes, stride, coords[:-1])
 
 
 def _drawn(inside: int, blocks: int, room: Room, gaps: int) -> tuple[int, int]:
@@ -249,9 +207,9 @@ def _slots(blocks: Axis, inside: Axis, room: Room) -> list[Slot]:
     for block in blocks.coords:
         for index, coord in enumerate([None] if block is None else inside.coords):
             at += 0 if not slots else room.inner if index else room.outer
-            label = "…" if block is None else blocks.label(block)
+            label = "…" if block is None else coords_text(_digits(blocks.sizes, block))
             if block is None or coord is None:
-                slots.append(Slot(at, 1, None, "" if block is None else "…", label, index == 0))
+                slots.append(Slot(at, 1, _LEFT_OUT, "" if block is None else "…", label, index == 0))
             else:
                 offset = block * blocks.stride + coord * inside.stride
                 slots.append(Slot(at, room.cell, offset, str(coord), label, index == 0))
@@ -259,7 +217,7 @@ def _slots(blocks: Axis, inside: Axis, room: Room) -> list[Slot]:
     return slots
 
 
-def _parted(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> Lines:
+def _parted(a: Numbers, b: Numbers) -> Lines:
     left_out, outside = (a == _LEFT_OUT) | (b == _LEFT_OUT), (a == _OUTSIDE) | (b == _OUTSIDE)
     parted: Lines = np.where(left_out, outside, a != b)
     return parted
@@ -281,9 +239,18 @@ class RankGrid:
         """Headlines, the picture, a legend, and a note on omitted ranks."""
         from rich.text import Text
 
+        facts = self.facts
         coloured = console.color_system is not None and not console.no_color
-        picture = _Picture(self.facts, options.max_width, coloured)
-        yield from map(Text, headlines(self.facts))
+        picture = _Picture(facts, options.max_width, coloured)
+        view = f" of view {facts['view']}" if facts["view"] else ""
+        groups = f"{count(facts['groups'], 'group')} of {facts['size']:,}"
+        yield Text(f"{coords_text(facts['dims'])}{view}, by {facts['by']}: {groups}")
+        nodes, each = facts["nodes"], facts["ranks_per_node"]
+        if nodes is None:
+            yield Text("nodes are not known: topology.ranks_per_node says which ranks share one")
+        else:
+            full = "" if nodes * each == facts["world_size"] else "up to "
+            yield Text(f"lines part nodes: {count(nodes, 'node')}, {full}{each:,} ranks on each")
         for line in picture.lines():
             if options.ascii_only:
                 line.plain = line.plain.translate(_ASCII)
@@ -292,13 +259,13 @@ class RankGrid:
             line.no_wrap = True
             yield line
         entries, notes = picture.legend()
-        width = max(len(picture.letters(group)) for group, _ in entries)
+        width = max(1, *(len(picture.letters(group)) for group, _ in entries))
         for group, text in entries:
-            swatch = Text(f" {picture.letters(group):<{max(width, 1)}} ", picture.style(group))
+            swatch = Text(f" {picture.letters(group):<{width}} ", picture.style(group))
             yield swatch.append(f" {text}", "default on default")
         yield from map(Text, notes)
-        if self.facts["rank"] is not None:
-            yield Text(f"[ ] rank {self.facts['rank']}")
+        if facts["rank"] is not None:
+            yield Text(f"[ ] rank {facts['rank']}")
 
     def __str__(self) -> str:
         return as_text(self)
@@ -325,7 +292,9 @@ class _Picture:
         self.coloured = coloured
         self.lettered = not coloured or facts["groups"] > len(PALETTE)
         edge = int(facts["node"] is not None)
-        self.left = 1 + _widest_label(facts) + edge
+        *labelled, innermost = _directions(facts)
+        labels = [coords_text({name: size - 1 for name, size in sizes.items()}) for sizes in labelled]
+        self.left = 1 + max(map(len, [" ".join(innermost), *labels])) + edge
         letters = len(self.letters(facts["groups"] - 1))
         # A bracket or a blank before and behind.
         cell = len(str(max(facts["ranks"]))) + letters + 2
@@ -335,6 +304,9 @@ class _Picture:
         self.rows = _slots(self.down, self.inside_rows, high)
         self.columns = _slots(self.across, self.inside_columns, wide)
         self.bars = _between(self.columns)
+        # Index in the facts of what is drawn; below 0 where ranks are left out.
+        rows, columns = np.ix_(*([slot.offset for slot in slots] for slots in (self.rows, self.columns)))
+        self.places = np.where(np.minimum(rows, columns) < 0, _LEFT_OUT, rows + columns)
 
     def letters(self, group: int) -> str:
         """A group's letters, where colours alone do not tell groups apart."""
@@ -355,53 +327,52 @@ class _Picture:
             coords = [(slot.at, slot.coord.center(slot.size), "bold") for slot in self.columns]
             yield self._line(self.inside_columns.name, coords)
         left, above = self._node_lines()
+        crossings = left[:-1] + 2 * left[1:] + 4 * above[:, :-1] + 8 * above[:, 1:]
         for number, row in enumerate(self.rows):
             block, label = self._row_labels(row)
             if block or above[number].any() or (row.starts_block and number > 0):
-                yield self._border(block, left[number : number + 2].tolist(), above[number].tolist())
+                yield self._border(block, crossings[number], above[number])
             pieces: list[Piece] = [
                 (at, _NODE_LINES[3], "") for at, bar in zip(self.bars, left[number + 1], strict=True) if bar
             ]
-            if row.offset is not None:
-                pieces += [self._cell(row, column) for column in self.columns]
+            if row.offset >= 0:
+                pieces += map(self._cell, self.places[number].tolist(), self.columns)
             yield self._line(label, sorted(pieces, key=itemgetter(0)))
         if above[-1].any():
-            yield self._border("", left[-2:].tolist(), above[-1].tolist())
+            yield self._border("", crossings[-1], above[-1])
 
     def legend(self) -> tuple[list[tuple[int, str]], list[str]]:
         """Index, and name and ranks in coord order, of the first groups that are drawn; and notes on what is not."""
         facts = self.facts
-        places = [_place(row, column) for row in self.rows for column in self.columns]
-        drawn = {facts["group"][place]: place for place in places if place is not None}
+        drawn = {facts["group"][place]: place for place in self.places[self.places >= 0].tolist()}
         ranks, groups = np.array(facts["ranks"]), np.array(facts["group"])
-        entries = [
-            (index, f"{self._group_name(drawn[index])} {fold(ranks[groups == index])}")
-            for index in sorted(drawn)[:_LEGEND]
-        ]
+        entries = []
+        for index in sorted(drawn)[:_LEGEND]:
+            coords = _digits(facts["dims"], drawn[index])
+            common = coords_text({dim: coords[dim] for dim in coords if dim not in facts["by_dims"]})
+            entries.append((index, f"{facts['by']}[{common}] {fold(ranks[groups == index])}"))
         rest = facts["groups"] - len(entries)
         notes = [f"and {rest:,} more groups"] if rest else []
         if len(self.down.sizes) > 1:
             notes.append(f"more than four dims: {self.down.name} go downwards as one")
         axes = (self.down, self.across, self.inside_rows, self.inside_columns)
-        left_out = [f"{axis.left_out:,} of {axis.size:,} along {axis.name}" for axis in axes if axis.left_out]
+        hidden = {
+            axis.name: (axis.size - sum(c is not None for c in axis.coords), axis.size) for axis in axes
+        }
+        left_out = [f"{left:,} of {size:,} along {name}" for name, (left, size) in hidden.items() if left]
         return entries, [*notes, f"not drawn: {'; '.join(left_out)}"] if left_out else notes
-
-    def _group_name(self, place: int) -> str:
-        coords = _digits(self.facts["dims"], place).items()
-        common = {name: coord for name, coord in coords if name not in self.facts["by_dims"]}
-        return f"{self.facts['by']}[{coords_text(common)}]"
 
     def _row_labels(self, row: Slot) -> tuple[str, str]:
         """Left of a row: the name of the block that begins there, or "", and the row's own label."""
-        if row.offset is None:
+        if row.offset < 0:
             return "", "⋮"
         if self.inside_rows.size == 1:
             return "", row.block
         return row.block if row.starts_block else "", f"{self.inside_rows.name}={row.coord}"
 
-    def _cell(self, row: Slot, column: Slot) -> Piece:
-        place, width = _place(row, column), column.size
-        if place is None:
+    def _cell(self, place: int, column: Slot) -> Piece:
+        width = column.size
+        if place < 0:
             return column.at, "…".center(width), ""
         rank, group = self.facts["ranks"][place], self.facts["group"][place]
         name = f"{rank}{self.letters(group)}"
@@ -416,19 +387,17 @@ class _Picture:
         Next to coords that are left out a line is only at the edge of the picture.
         """
         known = self.facts["node"]
-        places = [[_place(row, column) for column in self.columns] for row in self.rows]
-        drawn = [[_LEFT_OUT if p is None or known is None else known[p] for p in row] for row in places]
+        drawn = np.full_like(self.places, _LEFT_OUT)
+        if known is not None:
+            drawn = np.where(self.places < 0, _LEFT_OUT, np.array(known)[self.places])
         nodes = np.pad(drawn, 1, constant_values=_LEFT_OUT if known is None else _OUTSIDE)
         return _parted(nodes[:, :-1], nodes[:, 1:]), _parted(nodes[:-1], nodes[1:])
 
-    def _border(self, label: str, left: list[list[bool]], above: list[bool]) -> Text:
-        """The line above a row. left: next to the row before it, and next to the row."""
+    def _border(self, label: str, crossings: Numbers, above: Lines) -> Text:
+        """The line above a row."""
         drawn = ""
-        for column, at in enumerate(self.bars):
-            drawn = drawn.ljust(at - self.bars[0], _NODE_LINES[12 * above[column]])
-            drawn += _NODE_LINES[
-                left[0][column] + 2 * left[1][column] + 4 * above[column] + 8 * above[column + 1]
-            ]
+        for at, crossing, before in zip(self.bars, crossings, above, strict=False):
+            drawn = drawn.ljust(at - self.bars[0], _NODE_LINES[12 * before]) + _NODE_LINES[crossing]
         return self._line(label, [(self.bars[0], drawn.rstrip(), "")])
 
     def _line(self, label: str, pieces: Iterable[Piece]) -> Text:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from meshcomm.config import Config, TopologyConfig
 from meshcomm.layout import Plan
 from meshcomm.predict.lint import LintFinding, footprint
 from meshcomm.predict.machine import machine
+from meshcomm.show.page import Facts
 from meshcomm.show.units import count
 
 
 def lint_facts(
     settings: Config, plan: Plan, topology: TopologyConfig, findings: Sequence[LintFinding]
-) -> dict[str, Any]:
+) -> Facts:
     """What `meshcomm lint` shows, as data that JSON can hold: levels, footprint of a rank, findings."""
     where = machine(topology)
     return {
@@ -25,7 +25,7 @@ def lint_facts(
     }
 
 
-def lint_text(source: str, facts: dict[str, Any], findings: Sequence[LintFinding]) -> str:
+def lint_text(source: str, facts: Facts, findings: Sequence[LintFinding]) -> str:
     """The facts for a person."""
     rank = facts["rank"]
     lines = [f"{count(len(findings), 'finding')} on {count(facts['world_size'], 'rank')}: {source}"]

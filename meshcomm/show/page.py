@@ -34,11 +34,11 @@ _SVG: Final = """\
 </svg>
 """
 
+# What is shown, as data that JSON can hold.
+Facts: TypeAlias = dict[str, Any]
 # A column of a table: the key of a cell in its item ("a.b" is inside of "a"), a template with keys in braces, a key and
 # how its value is written, or how the cell follows from the item.
 Column: TypeAlias = str | tuple[str, Callable[[Any], str]] | Callable[[Any], object]
-
-
 # What stands before the text of a line of an error.
 _LABEL: Final = re.compile(r" *(?:(?:given|expected|try): +)?")
 
@@ -135,6 +135,8 @@ class Cells:
 
 
 PagePart: TypeAlias = Line | Cells
+# What views return: for a rich console.
+View: TypeAlias = "Group"
 
 
 def _cell(column: Column, item: Any) -> str:
@@ -160,8 +162,8 @@ def _packed(items: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-def page_view(parts: Sequence[PagePart]) -> Group:
-    """For a rich console."""
+def page_view(parts: Sequence[PagePart]) -> View:
+    """The parts one below the other."""
     from rich.console import Group
 
     return Group(*parts)
@@ -175,7 +177,7 @@ def terminal(width: int = _WIDTH) -> Console:
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=width)
 
 
-def as_text(what: RenderableType, width: int = 100) -> str:
+def as_text(what: RenderableType, width: int = _WIDTH) -> str:
     """What a console of `width` columns without colour would show, without blanks at the ends of lines."""
     from rich.console import Console
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshcomm.layout.sizes import coords_text
-from meshcomm.show.page import Cells, Line, page_view
-
-if TYPE_CHECKING:
-    from rich.console import Group
+from meshcomm.show.page import Cells, Line, View, page_view
 
 _ROWS = 10
 
 
-def parity_view(facts: Mapping[str, Any]) -> Group:
+def parity_view(facts: Mapping[str, Any]) -> View:
     """The worst of each quantity, the ten worst parameters, the verdict. facts: as of `Parity.facts`."""
     worst = sorted(facts["differences"], key=_size, reverse=True)
     rows = [next(one for one in worst if one["kind"] == kind) for kind in ("loss", "gradient norm")]

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 from meshcomm.config.parallel import ParallelRole
 from meshcomm.layout.sizes import coords_text
 from meshcomm.predict.place import Placement, Ranking, Share
-from meshcomm.show.page import Cells, Column, Line, page_view
+from meshcomm.show.page import Cells, Column, Facts, Line, View, page_view
 from meshcomm.show.units import bytes_text, count, seconds_text
-
-if TYPE_CHECKING:
-    from rich.console import Group
-
-Facts = dict[str, Any]
 
 
 def place_facts(ranking: Ranking, names: Mapping[ParallelRole, str]) -> Facts:
@@ -60,7 +54,7 @@ def _call(share: Share, along: Mapping[str, str]) -> Facts:
     }
 
 
-def place_view(facts: Facts) -> Group:
+def place_view(facts: Facts) -> View:
     """`place_facts` for a rich console: the ranking, then why the first one takes what it takes."""
     left = f" ({facts['too_large']:,} of them too large for memory)" if facts["too_large"] else ""
     assumed = {key: f" (of an H100, as topology.{key} is not set)" for key in facts["assumed"]}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 
 from meshcomm.config import TopologyConfig
@@ -11,14 +9,9 @@ from meshcomm.config.rules_mesh import DEFAULTS
 from meshcomm.layout import Family, Layout, Plan
 from meshcomm.layout.sizes import coords_text, fold
 from meshcomm.predict.links import slowest_level, span
-from meshcomm.predict.machine import Machine, machine
-from meshcomm.show.page import Cells, Column, Line, PagePart, page_view
+from meshcomm.predict.machine import Level, Machine, machine
+from meshcomm.show.page import Cells, Column, Facts, Line, PagePart, View, page_view
 from meshcomm.show.units import count
-
-if TYPE_CHECKING:
-    from rich.console import Group
-
-Facts = dict[str, Any]
 
 
 def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | None = None) -> Facts:
@@ -39,16 +32,14 @@ def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | N
         "device": plan.device,
         "groups": sum(family.count for family in created),
         "groups_per_rank": len(created),
-        "dims": [_dim_facts(plan.layout, family, topology, where) for family in plan.families],
+        "dims": [_dim_facts(plan.layout, family, where) for family in plan.families],
     }
     if rank is not None:
         facts["rank"] = rank_facts(plan, rank, topology)
     return facts
 
 
-def _dim_facts(
-    layout: Layout, family: Family, topology: TopologyConfig | None, where: Machine | None
-) -> Facts:
+def _dim_facts(layout: Layout, family: Family, where: Machine | None) -> Facts:
     facts: Facts = {
         "name": family.name,
         "kind": family.kind,
@@ -60,11 +51,11 @@ def _dim_facts(
         **family.options.facts(),
         "shares": family.shares,
     }
-    if topology is not None and where is not None:
+    if where is not None:
         found = span(layout.groups(family.name), where)
         facts["nodes"] = {"fewest": found.fewest, "most": found.most}
         facts["crosses"] = found.crosses
-        facts["link"] = None if family.size == 1 else _link(topology, slowest_level(found, where).name)
+        facts["link"] = None if family.size == 1 else _link(slowest_level(found, where))
     return facts
 
 
@@ -79,12 +70,10 @@ def _stride(layout: Layout, family: Family) -> int | None:
     return int(steps.flat[0]) if (steps == steps.flat[0]).all() else None
 
 
-def _link(topology: TopologyConfig, name: str) -> Facts:
+def _link(level: Level) -> Facts:
     """A link class with its speed; None where nobody has said it."""
-    links = topology.links
-    link = {"node": links.node, "rack": links.rack or links.network, "network": links.network}[name]
-    speeds = ("latency_us", "bandwidth_gbytes_s")
-    return {"name": name, **{key: None if link is None else getattr(link, key) for key in speeds}}
+    speeds = {"latency_us": level.alpha_s * 10**6, "bandwidth_gbytes_s": 1 / level.beta_s / 10**9}
+    return {"name": level.name, **{key: None if level.assumed else float(n) for key, n in speeds.items()}}
 
 
 def _on_its_device(plan: Plan) -> Plan:
@@ -125,7 +114,7 @@ def rank_facts(plan: Plan, rank: int, topology: TopologyConfig | None = None) ->
     }
 
 
-def plan_view(plan: Plan, rank: int | None = None, topology: TopologyConfig | None = None) -> Group:
+def plan_view(plan: Plan, rank: int | None = None, topology: TopologyConfig | None = None) -> View:
     """Everything that `plan_facts` says, for a rich console."""
     return page_view(plan_page(plan_facts(plan, rank, topology)))
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from string import ascii_letters
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Final, final
 
 from meshcomm.config import Config
 from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError
 from meshcomm.predict.passes import orders, timeline
 from meshcomm.predict.stages import model_stages, part_costs
+from meshcomm.show.page import Facts
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
-
-Facts = dict[str, Any]
 
 _COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
 # Bands of a long schedule that are drawn.

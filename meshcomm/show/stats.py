@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from meshcomm.show.page import Cells, Column, Line, PagePart, page_view
+from meshcomm.show.page import Cells, Column, Line, PagePart, View, page_view
 from meshcomm.show.units import bytes_text, seconds_text
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 Facts = Mapping[str, Any]
 
@@ -20,10 +17,8 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[PagePart]:
 
     steps: show calls, bytes and seconds of one of so many steps.
     """
-    each = steps or 1
-    rows = facts["rows"]
+    rows, each, whole = facts["rows"], steps or 1, facts["seconds"] or 1.0
     spent = "in each step" if steps else f"in {seconds_text(facts['seconds'])}"
-    whole = facts["seconds"] or 1.0
     columns: dict[str, Column] = {
         ">calls": lambda row: _number(row["calls"] / each),
         ">bytes": lambda row: bytes_text(row["nbytes"] / each) if row["nbytes"] else None,
@@ -60,7 +55,7 @@ def spread_page(facts: Facts) -> list[PagePart]:
     return [Line(title), _table(columns, facts["rows"])]
 
 
-def traffic_view(facts: Facts) -> Group:
+def traffic_view(facts: Facts) -> View:
     """Calls and bytes by dim and operation. facts: as `simulate_script` gives them."""
     schedules = facts["schedules"]
     tried = "" if schedules == 1 else f", {schedules} schedules tried, traffic of the first"
@@ -82,11 +77,8 @@ def traffic_view(facts: Facts) -> Group:
 def _table(columns: Mapping[str, Column], rows: Sequence[Facts]) -> PagePart:
     if not rows:
         return Line("no call along a dim of two ranks or more")
-    return Cells.of(rows, {"dim": "dim", "call": _call, **columns}, once=1)
-
-
-def _call(row: Facts) -> str:
-    return f"{row['call']}, async" if row["async_op"] else str(row["call"])
+    call = {"dim": "dim", "call": lambda row: row["call"] + ", async" * row["async_op"]}
+    return Cells.of(rows, {**call, **columns}, once=1)
 
 
 def _by(who: str, row: Facts) -> str | None:

@@ -7,16 +7,13 @@ from fractions import Fraction
 
 from meshcomm.errors import ConfigError
 
-_BYTES = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-}
+_DECIMAL = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3, "B": 1}
+_BINARY = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+
+
+def decimal_unit(number: float) -> tuple[str, float]:
+    """The unit in which so many bytes have few digits, and its size."""
+    return next((unit, size) for unit, size in _DECIMAL.items() if number >= 0.9995 * size or unit == "B")
 
 
 def bytes_text(number: float) -> str:
@@ -25,10 +22,8 @@ def bytes_text(number: float) -> str:
     >>> bytes_text(512), bytes_text(3_200_000)
     ('512 B', '3.2 MB')
     """
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size * 0.9995:
-            return f"{number / size:.3g} {unit}" if number < 1000 * size else f"{number / size:,.0f} {unit}"
-    return f"{number:.3g} B"
+    unit, size = decimal_unit(number)
+    return f"{number / size:{'.3g' if number < 1000 * size else ',.0f'}} {unit}"
 
 
 def size_text(number: int) -> str:
@@ -38,7 +33,7 @@ def size_text(number: int) -> str:
     >>> size_text(65536), size_text(64_000_000), size_text(4092)
     ('64 KiB', '64 MB', '4.09 kB')
     """
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, size in _BINARY.items():
         if size <= number < 1024 * size and number % size == 0:
             return f"{number // size} {unit}"
     return bytes_text(number)
@@ -75,13 +70,14 @@ def read_bytes(text: str) -> int:
     (64000000, 1572864, 4096)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = None if match is None else _BYTES.get(match[2].upper())
-    size = Fraction(0) if match is None or unit is None else Fraction(match[1]) * unit
+    units = {unit.upper(): size for unit, size in (_DECIMAL | _BINARY).items()}
+    unit = 0 if match is None else units.get(match[2].upper() or "B", 0)
+    size = Fraction(0) if match is None else Fraction(match[1]) * unit
     if size < 1 or size.denominator != 1:
         raise ConfigError(
             f"{text!r} is not a number of bytes",
             given=text,
-            expected="a whole number of 1 or more, in B, kB, MB, GB, KiB, MiB or GiB",
+            expected="a whole number of 1 or more, in B, kB, MB, GB, TB, KiB, MiB or GiB",
             hint="--bytes 64MB",
         )
     return int(size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -11,10 +11,8 @@ from meshcomm.config import TopologyConfig
 from meshcomm.errors import LayoutError
 from meshcomm.layout import Layout, Plan
 from meshcomm.layout.sizes import check_coord, coords_text, fold
-from meshcomm.show.page import Cells, Column, Line, PagePart
+from meshcomm.show.page import Cells, Facts, Line, PagePart
 from meshcomm.show.plan import rank_facts, rank_page
-
-Facts = dict[str, Any]
 
 # Ranks that are listed where several have the coords.
 _LISTED: Final = 16
@@ -29,19 +27,16 @@ def read_place(text: str) -> int | dict[str, int]:
     if re.fullmatch(r"\s*-?\d+\s*", text):
         return int(text)
     coords: dict[str, int] = {}
-    for part in filter(None, re.split(r"[,\s]+", text)):
+    for part in re.findall(r"[^,\s]+", text) or [text]:
         match = re.fullmatch(r"(\w+)=(\d+)", part)
         if match is None or match[1] in coords:
             raise LayoutError(
                 f"{part!r} is not a coord" if match is None else f"{match[1]} is there twice",
-                given=text,
+                given=repr(text),
                 expected="a rank, or DIM=COORD pairs, each dim once, with commas between",
                 hint="5, or pp=1,dp=0,tp=1",
             )
         coords[match[1]] = int(match[2])
-    if not coords:
-        wanted = "a rank, or DIM=COORD pairs"
-        raise LayoutError("neither a rank nor coords", given=repr(text), expected=wanted, hint="pp=1")
     return coords
 
 
@@ -111,12 +106,9 @@ def _several(facts: Facts) -> list[PagePart]:
     asked, ranks, listed = coords_text(facts["asked"]), facts["ranks"], facts["listed"]
     if not ranks:
         return [Line(f"no rank has {asked}")]
-    columns: dict[str, Column] = {
-        ">rank": ("rank", str),
-        "coords": ("coords", coords_text),
-        ">node": ("node", str),
-    }
-    parts: list[PagePart] = [Line(f"{len(ranks):,} ranks have {asked}: {fold(ranks)}")]
-    parts.append(Cells.of(listed, columns))
+    table = Cells.of(
+        listed, {">rank": ("rank", str), "coords": ("coords", coords_text), ">node": ("node", str)}
+    )
     left = len(ranks) - len(listed)
-    return [*parts, Line(f"and {left:,} more; --json has all of them")] if left else parts
+    more = [Line(f"and {left:,} more; --json has all of them")] if left else []
+    return [Line(f"{len(ranks):,} ranks have {asked}: {fold(ranks)}"), table, *more]

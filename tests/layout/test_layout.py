@@ -146,6 +146,17 @@ def test_sharing_is_decided_by_the_ranks_themselves() -> None:
             assert family.shares == (None if same[0] == family.name else same[0])
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_group_s_label_is_that_of_no_other_group_of_the_plan(seed: int) -> None:
+    rng = random.Random(seed)
+    dims, order = random_layout(rng)
+    names, world = list(dims), math.prod(dims.values())
+    merge = {f"m{i}": tuple(rng.sample(names, rng.randint(2, len(names)))) for i in range(3) if names[1:]}
+    views = {view: {f"{view}x": math.gcd(world, rng.randint(2, 12)), f"{view}y": -1} for view in "vw"}
+    labels = [group.label for group in Plan(Layout(dims, order, merge=merge, views=views)).groups()]
+    assert len(labels) == len(set(labels)) and (labels or world == 1)
+
+
 def test_the_plan_lists_every_group_once_in_one_order() -> None:
     plan = Plan(Layout({"pp": 2, "dp": 2, "tp": 2}, merge={"model": ("pp", "tp")}))
     groups = list(plan.groups())

@@ -157,6 +157,59 @@ def test_the_estimate_is_near_a_step_that_is_run(case: str) -> None:
         assert nbytes == pytest.approx(counted, rel=OFF), dim
 
 
+# By hand, for SMALL in float32 with 256 tokens: a layer of 4 has attention 64 * 16 * (2 * 4 + 2 * 2), two norms of 64,
+# and 3 * 64 * 192; then come two tables of 64 * 256 and a norm of 64. A micro-batch has 2 * 64 tokens, a step four of them.
+WEIGHTS = 4 * (4 * (12_288 + 2 * 64 + 36_864) + 2 * 64 * 256 + 64)
+PLAIN = WEIGHTS - 4 * 4 * 36_864 + 4 * 4 * 64 * 4
+TOKENS = 4 * 2 * 64 * 64
+CALLS: dict[str, list[tuple[str, str, int, float]]] = {
+    # name of a case: along which dim, the call, how often in a step, bytes of each
+    "data": [("dp", "all_reduce", 1, WEIGHTS)],
+    # Four layers and the tables: gathered twice in each micro-batch, scattered once in a step.
+    "fsdp": [("fs", "all_gather", 4 * 2 * 5, WEIGHTS / 5), ("fs", "reduce_scatter", 5, WEIGHTS / 5)],
+    "hsdp": [
+        ("fs", "all_gather", 4 * 2 * 5, WEIGHTS / 5),
+        ("fs", "reduce_scatter", 5, WEIGHTS / 5),
+        ("dp", "all_reduce", 5, WEIGHTS / 5 / 2),
+    ],
+    # Four in each layer, and one for each table.
+    "tensor": [("tp", "all_reduce", 4 * (4 * 4 + 2), TOKENS)],
+    "tensor, sequence": [
+        ("tp", "all_gather", 4 * (4 * 4 + 2), TOKENS),
+        ("tp", "reduce_scatter", 4 * (4 * 4 + 2), TOKENS),
+    ],
+    # A stage inside has two neighbours, with an activation and a gradient for each; of two ranks each has one.
+    "1f1b": [("pp", "sendrecv", 4 * 4, TOKENS)],
+    "interleaved": [("pp", "sendrecv", 4 * (2 * 4 - 2), TOKENS)],
+    # Keys and values of two heads of 16 go round forward and backward; their gradients make one turn more.
+    "ring": [
+        ("cp", "sendrecv", 4 * 4 * 2 * 3, TOKENS / 4),
+        ("cp", "sendrecv", 4 * 4 * 4, TOKENS / 4),
+        ("cp", "all_reduce", 1, WEIGHTS),
+    ],
+    # Four heads of q, two of k and v; then four of results.
+    "ulysses": [
+        ("cp", "all_to_all", 4 * 4 * 2, TOKENS / 2 * 2),
+        ("cp", "all_to_all", 4 * 4 * 2, TOKENS / 2),
+        ("cp", "all_reduce", 1, WEIGHTS),
+    ],
+    # Two experts a token, there and back, forward and backward; half of four experts on a rank.
+    "experts": [
+        ("ep", "all_to_all", 4 * 4 * 4, 2 * TOKENS),
+        ("dp", "all_reduce", 1, PLAIN),
+        ("edp", "all_reduce", 1, 4 * 4 * 2 * 36_864),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_what_each_kind_of_parallelism_sends_along_which_dim(case: str) -> None:
+    dims, parallel, train, more = CASES[case]
+    config = config_of(dims, parallel, train, {**SMALL, **more})
+    found = expected(config, math.prod(config.mesh.dims.values()))
+    assert [(" ".join(f.along), f.operation, f.calls, f.size_bytes) for f in found] == CALLS[case]
+
+
 # Sizes as published, and the weights that these models are published to have.
 LLAMA = {
     "num_layers": 126,

@@ -316,7 +316,7 @@ def test_a_place_is_read_and_refused() -> None:
     for wrong, said in (
         ("five", "'five' is not a coord"),
         ("pp=1,pp=0", "pp is there twice"),
-        (" ", "neither a rank"),
+        (" ", "' ' is not a coord"),
     ):
         with pytest.raises(LayoutError, match=said):
             read_place(wrong)
