@@ -77,7 +77,7 @@ def traffic_view(facts: Facts) -> View:
 def _table(columns: Mapping[str, Column], rows: Sequence[Facts]) -> PagePart:
     if not rows:
         return Line("no call along a dim of two ranks or more")
-    call = {"dim": "dim", "call": lambda row: row["call"] + ", async" * row["async_op"]}
+    call: dict[str, Column] = {"dim": "dim", "call": lambda row: row["call"] + ", async" * row["async_op"]}
     return Cells.of(rows, {**call, **columns}, once=1)
 
 
