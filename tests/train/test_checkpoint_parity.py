@@ -74,7 +74,7 @@ def test_losses_after_a_resume(
     pool: Pool, saved: str, tmp_path: Path, figures: Callable[[str], None]
 ) -> None:
     model, places = GROUPS[saved]
-    whole = pool.run(losses, job(saved, model, tmp_path / "whole"), timeout_s=100)[0]
+    whole = pool.run(losses, job(saved, model, tmp_path / "whole"), timeout_s=300)[0]
     assert len(whole) == 8
     for place in places.split(", "):
         out = tmp_path / place.replace(" ", "-")
@@ -82,7 +82,7 @@ def test_losses_after_a_resume(
         shutil.rmtree(out / "checkpoints" / "step-000008")
         (out / "checkpoints" / "latest").write_text("step-000004\n")
         config = job(place, model, out, resume=True)
-        found = pool.run(losses, config, ranks=1 if place == "one process" else 8, timeout_s=100)
+        found = pool.run(losses, config, ranks=1 if place == "one process" else 8, timeout_s=300)
         assert len(set(found)) == 1
         assert found[0][:4] == whole[:4]
         worst = max(abs(a - b) for a, b in zip(found[0], whole, strict=True))
