@@ -127,6 +127,8 @@ _ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "longrope", "llama
 _SHOWN: Final = 60
 _A_SPEC: Final = 'model.build = "module:function", which returns a meshcomm.models.ModelSpec'
 
+# Sizes that no model is without.
+_NEEDED: Final = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 # The layers of these have a window each by `use_sliding_window`; of the first two those from `max_window_layers` on.
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
 _LATER_LAYERS = 28
@@ -142,8 +144,9 @@ def sizes_of(said: Mapping[str, Any]) -> dict[str, Any]:
         values = [said[name] for name in theirs if name in said] or [kind.left_out.get(ours)]
         if known := [value for value in values if value is not None]:
             found[ours] = known[0]
-    found.setdefault("num_kv_heads", found["num_heads"])
-    if said["model_type"] == "gpt2":
+    if "num_heads" in found:
+        found.setdefault("num_kv_heads", found["num_heads"])
+    if said["model_type"] == "gpt2" and "hidden_size" in found:
         found.setdefault("intermediate_size", 4 * found["hidden_size"])
     if not found.get("experts"):
         found = {name: value for name, value in found.items() if not name.startswith("experts")}
@@ -160,6 +163,16 @@ def misunderstood(path: Path, said: Mapping[str, Any]) -> Iterator[Problem]:
         what = f"meshcomm does not know how to split a {name}"
         yield Problem("pretrained", what, f"model_type one of {', '.join(TYPES)}", [_A_SPEC], given)
         return
+    for name in (
+        name for ours in _NEEDED for name in kind.names[ours] if name in said and said[name] is None
+    ):
+        yield Problem(
+            "pretrained",
+            f"config.json has no {name}",
+            "a number of 1 or more",
+            [f"{name} in {path}"],
+            f"{name} = null",
+        )
     windows = [said.get("use_sliding_window", False), said.get("sliding_window", 4096)]
     switched = "layer_types" in kind.keys and "use_sliding_window" in kind.keys
     for layer_type in dict.fromkeys(said.get("layer_types") or ()) if switched else ():

@@ -121,6 +121,8 @@ def test_keys_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
         ("llama", {"rope_parameters": {"rope_type": "default", "mrope_section": [2]}}, "mrope_section = [2]"),
         ("qwen2", {"use_mrope": True}, "use_mrope = true"),
         ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder = true"),
+        ("llama", {"num_attention_heads": None}, "num_attention_heads = null"),
+        ("gpt2", {"n_embd": None}, "n_embd = null"),
         ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, "auto_map"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
