@@ -47,7 +47,7 @@ class FlightRecorder:
     under_way: what a call was given while it is under way; None while none is.
     ordered:   calls run after they have returned, in the order of the calls.
     work:      the Work of the last collective made past the mesh; where calls are ordered, of the last call of any kind,
-               `message` where that is one. over: the number of a collective that is known to be over, as all before it.
+               `message` where that is one. captured: whether a CUDA graph has captured a call. over: the number of a collective that is known to be over, as all before it.
     left:      when the program went on after each of the calls in the ring, on this host's monotonic clock.
     counters:    the counters of all calls. messages: the group's messages, which are counted by peer.
     refused:   numbers of calls of which nothing was sent, as the ranks were about to make different ones.

@@ -24,7 +24,7 @@ class Algorithm(Protocol):
     def run(self, comm: Any, flat: Tensor, op: str) -> None: ...
 
 
-# An option whose value ranks need not share, or that `_facts` or the call's name tells of in words of its own.
+# Marks an option that may differ between ranks, or that `_facts` or the name of the call covers.
 _OWN: Final = {"own": True}
 # The fields that the fast path knows: all others that a caller can give are options.
 _KNOWN: Final = ("comm", "row", "x", "async_op", "op", "root", "axis", "concat", "out")

@@ -424,13 +424,14 @@ class _Past(NamedTuple):
 class Queued(NamedTuple):
     """A call that was queued on its backend. number: of the collective, or of the last one before the message; 0: unknown.
 
-    work: None of a blocking call on NCCL.
+    work: None of a blocking call on NCCL, which has its number in torch's flight recorder: record.
     """
 
     work: Any
     message: PendingMessage | None
     number: int
     since: float
+    record: int | None = None
 
 
 @dataclass(slots=True)
@@ -491,7 +492,7 @@ class CallTimer:
 def _queued(
     recorder: FlightRecorder,
     before: Queued | None,
-    asked: Callable[[], Mapping[str, Sequence[str]]],
+    asked: Callable[[], Mapping[str, Sequence[tuple[int, str]]]],
     now: float,
 ) -> Queued | None:
     """The call that the backend has queued and not ended: `before` again while it is that one."""
@@ -500,13 +501,15 @@ def _queued(
     work, message, number = recorder.work, recorder.message, recorder.started
     if work is not None:
         return None if work.is_completed() else Queued(work, message, number, now)
-    names = asked().get(recorder.group_name, ()) if number else ()
-    if not names:
+    calls = asked().get(recorder.group_name, ()) if number else ()
+    if not calls:
         return None
-    number = max(1, number - len(names) + 1)
-    if not _has_recorded(recorder, number, names[0]):
-        number = 0
-    return before if before is not None and before.number == number else Queued(None, None, number, now)
+    # Not by our own number: without hooks of torch that stays as it is while others make one call after the other.
+    record, name = calls[0]
+    if before is not None and before.record == record:
+        return before
+    number = max(1, number - len(calls) + 1)
+    return Queued(None, None, number if _has_recorded(recorder, number, name) else 0, now, record)
 
 
 def _has_recorded(recorder: FlightRecorder, number: int, name: str) -> bool:

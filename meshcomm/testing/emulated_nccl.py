@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from operator import itemgetter
 from queue import SimpleQueue
 from types import FrameType, SimpleNamespace
@@ -122,7 +123,7 @@ class _Item:
         self.run = run
         self.memory = [(*span_of(x), written) for x, written in tensors if x.numel()]
         self.kept = [x for x, _ in tensors]
-        self.number = 0
+        self.number = self.record = 0
         self.queued_at = 0.0
         self.after: list[_Item] = []
         self.over = threading.Event()
@@ -438,7 +439,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
     def submit(self, item: _Item) -> None:
         """Give the queue one more item."""
-        item.queued_at = time.monotonic()
+        item.queued_at, item.record = time.monotonic(), next(_emulation().records)
         _emulation().pending.append(item)
         self._items.put(item)
 
@@ -505,6 +506,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         self.pending: list[_Item] = []
         self.graph: Graph | None = None
         self.graphs: WeakSet[Graph] = WeakSet()
+        self.records = count(1)
         self.strict = self.at_once = False
         self.syncs = 0
         self._dump_s = dump_s
@@ -599,6 +601,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
                 "process_group": [item.queue.group_name, ""],
                 "is_p2p": item.name in ("SEND", "RECV"),
                 "profiling_name": f"nccl:{item.name.lower()}",
+                "record_id": item.record,
                 "state": "scheduled",
             }
             for item in list(self.pending)

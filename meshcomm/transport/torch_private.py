@@ -169,8 +169,10 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def unfinished_collectives() -> dict[str, list[str]]:
+def unfinished_collectives() -> dict[str, list[tuple[int, str]]]:
     """The collectives of each group, by its name, that NCCL has queued and not ended, in order; from torch's flight recorder.
+
+    Each by its number in the recorder, which no other call of the process has, and its name there.
 
     Since torch 2.8 a blocking call on NCCL returns no Work that could be asked (`asyncOp ? work : nullptr` in
     ProcessGroupNCCL.cpp). Empty where TORCH_FR_BUFFER_SIZE=0 turns the recorder off.
@@ -178,11 +180,12 @@ def unfinished_collectives() -> dict[str, list[str]]:
     dump = getattr(bindings, "_dump_nccl_trace_json", None)
     if dump is None:
         return {}
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[tuple[int, str]]] = {}
     for each in json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", ()):
         # The messages of an exchange stay "scheduled" for good; together they are one more entry.
         if not each["is_p2p"] and each["state"] != "completed" and "coalesced" not in each["profiling_name"]:
-            found.setdefault(each["process_group"][0], []).append(each["profiling_name"])
+            calls = found.setdefault(each["process_group"][0], [])
+            calls.append((each["record_id"], each["profiling_name"]))
     return found
 
 

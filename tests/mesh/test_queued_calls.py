@@ -11,7 +11,8 @@ import pytest
 from meshcomm.comm.counters import counter_of
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import MeshcommError
-from meshcomm.mesh.watchdog import _queued
+from meshcomm.mesh import watchdog
+from meshcomm.mesh.watchdog import CallTimer, _queued
 from meshcomm.testing import Pool
 from meshcomm.transport.torch_private import bindings, unfinished_collectives
 from tests.forked_jobs import Job
@@ -57,12 +58,14 @@ RECORDED = """{"entries": [
 
 def test_what_nccl_has_not_ended_is_read_from_torch_s_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bindings, "_dump_nccl_trace_json", lambda **given: RECORDED.encode(), raising=False)
-    assert unfinished_collectives() == {"meshcomm1/dp/0": ["nccl:all_reduce"]}
+    assert unfinished_collectives() == {"meshcomm1/dp/0": [(59, "nccl:all_reduce")]}
     monkeypatch.delattr(bindings, "_dump_nccl_trace_json")
     assert unfinished_collectives() == {}
 
 
-def test_without_hooks_a_call_that_no_recorder_knows_is_not_taken_for_the_last_one_that_it_does() -> None:
+def test_without_hooks_a_call_that_no_recorder_knows_is_not_taken_for_the_last_one_that_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """torch 2.13 and older tell of no call outside the mesh, such as FSDP's on its group."""
     recorder = FlightRecorder("fsdp", [0, 1], lambda *_: MeshcommError("?"))
     recorder.ordered, recorder.group_name = True, "meshcomm1/fsdp/0"
@@ -75,10 +78,17 @@ def test_without_hooks_a_call_that_no_recorder_knows_is_not_taken_for_the_last_o
         (["nccl:all_reduce", "nccl:all_reduce"], 2),
         (["nccl:_all_gather_base"], 0),
     ):
-        found = _queued(recorder, None, lambda names=names: {"meshcomm1/fsdp/0": names}, 1.0)
+        calls = {"meshcomm1/fsdp/0": list(enumerate(names, 7))}
+        found = _queued(recorder, None, calls.copy, 1.0)
         assert found is not None and found.number == number
-        assert _queued(recorder, found, lambda names=names: {"meshcomm1/fsdp/0": names}, 2.0) is found
+        assert _queued(recorder, found, calls.copy, 2.0) is found
     assert _queued(recorder, found, dict, 3.0) is None
+    # A training queues one unknown call after the other: each look meets another one, and none is stuck.
+    timer, recorder.timeout_s = CallTimer(), lambda: 8.0
+    for second in range(60):
+        queued = {"meshcomm1/fsdp/0": [(second if second < 30 else 30, "nccl:_all_gather_base")]}
+        monkeypatch.setattr(watchdog, "unfinished_collectives", queued.copy)
+        assert bool(timer.stuck([recorder], float(second))) is (second > 38)
 
 
 @pytest.mark.parametrize(("fault", "calls"), ROWS)
