@@ -9,7 +9,7 @@ from meshcomm.algorithms.all_reduce import (
     two_level,
 )
 from meshcomm.algorithms.formulas import Cost
-from meshcomm.algorithms.schedule import Receive, Schedule, ScheduleStep, Send, Traffic, interpret
+from meshcomm.algorithms.schedule import Receive, Schedule, ScheduleStep, Send
 
 __all__ = [
     "Cost",
@@ -17,10 +17,8 @@ __all__ = [
     "Schedule",
     "ScheduleStep",
     "Send",
-    "Traffic",
     "double_tree",
     "halving_doubling",
-    "interpret",
     "recursive_doubling",
     "ring",
     "tree",

@@ -9,7 +9,7 @@ from meshcomm.algorithms.schedule import check_counts, check_inner
 
 
 class Cost(NamedTuple):
-    """Counts of one all-reduce; what `interpret` counts where the bytes divide evenly into the chunks.
+    """Counts of one all-reduce, exact where the bytes divide evenly into the chunks.
 
     steps: messages in the longest chain that wait for each other: the latency term; path_bytes: bytes along it.
     busiest_bytes: that the busiest rank sends: the bandwidth term; total_bytes: that all ranks send.

@@ -19,7 +19,6 @@ from meshcomm.algorithms import (
     double_tree,
     formulas,
     halving_doubling,
-    interpret,
     recursive_doubling,
     ring,
     tree,
@@ -32,6 +31,7 @@ from meshcomm.errors import AutogradError, CallMismatchError, LayoutError, Unmat
 from meshcomm.mesh import Mesh
 from meshcomm.simulator.run import run_ranks
 from meshcomm.testing import Pool
+from tests.algorithms.interpret import interpret
 from tests.documents import tool
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "costs.md"

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from meshcomm.algorithms import (
     double_tree,
     halving_doubling,
-    interpret,
     recursive_doubling,
     ring,
     tree,
@@ -40,6 +39,7 @@ from meshcomm.predict.times import (
     named_operations,
 )
 from meshcomm.show.units import bytes_text, read_bytes, seconds_text
+from tests.algorithms.interpret import interpret
 from tests.documents import tool
 
 ROOT = Path(__file__).parents[2]
