@@ -42,7 +42,7 @@ def messages(mesh: Mesh, x: Tensor, open_line: bool) -> None:
     assert_type(mesh.shift("cp", x, wrap=open_line), Tensor | None)
     assert_type(mesh.exchange("dp", [(x, 0)], [(x, 1)]), list[Tensor])
     assert_type(mesh.exchange("dp", [(x, 0)], async_op=True), Handle[list[Tensor]])
-    assert_type(mesh.recv("pp", x, src=0), Tensor)
+    assert_type(mesh.recv("pp", src=0), Tensor)
     assert_type(mesh.isend("pp", x, dst=1), Handle[None])
     assert_type(mesh.irecv("pp", x, src=1).wait(), Tensor)
 
