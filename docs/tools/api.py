@@ -106,7 +106,7 @@ def _packages() -> list[str]:
         "",
         "## Packages",
         "",
-        "The public names beside those above, each imported from its package: `from meshcomm.predict.passes import orders`. `help(orders)`, or an editor, shows",
+        "The public names beside those above, each imported from its package: `from meshcomm.predict.lint import lint`. `help(lint)`, or an editor, shows",
         "the rest of the docstring.",
         "",
         "| name | |",

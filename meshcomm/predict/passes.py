@@ -1,32 +1,14 @@
-"""Which pass of which stage runs when? Orders, their timeline, and in closed form what a rank waits and keeps.
+"""What a schedule of passes asks of backward, and in closed form how long a rank waits and how much it keeps.
 
-The orders are those in which the schedules of torch.distributed.pipelining run them (torch 2.13):
-GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019), interleaved 1F1B (Narayanan et al. 2021),
-zero-bubble in its ZB-H1 form on interleaved stages (Qi et al. 2024).
+The schedules are those of torch.distributed.pipelining (torch 2.13): GPipe (Huang et al. 2019), 1F1B (Narayanan et al.
+2019), interleaved 1F1B (Narayanan et al. 2021), zero-bubble in its ZB-H1 form on interleaved stages (Qi et al. 2024).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from meshcomm.config.parallel import PipelineSchedule
-
-# Forward; whole backward; backward for the inputs only; then for the weights.
-Kind: TypeAlias = Literal["F", "B", "I", "W"]
-
-
-class Pass(NamedTuple):
-    """One pass of one microbatch through one stage."""
-
-    kind: Kind
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 class ScheduleProperties(NamedTuple):
@@ -48,96 +30,6 @@ def schedule_properties(schedule: PipelineSchedule) -> ScheduleProperties:
     """See `ScheduleProperties`."""
     zero_bubble = schedule == "zero_bubble"
     return ScheduleProperties(zero_bubble or schedule == "interleaved_1f1b", zero_bubble, not zero_bubble)
-
-
-def orders(schedule: PipelineSchedule, ranks: int, each: int, microbatches: int) -> list[list[Pass]]:
-    """The passes of every rank, in the order in which it runs them.
-
-    Stage s lies on rank s % ranks; `each` is the number of stages on a rank, 1 where the schedule
-    has no more. The numbers are what `meshcomm.config.parallel.runs` allows.
-    """
-    return [_order(schedule, rank, ranks, each, microbatches) for rank in range(ranks)]
-
-
-class Costs(NamedTuple):
-    """How long a pass takes, in slots. A whole backward pass is both its halves one after the other."""
-
-    forward: float = 1
-    backward_input: float = 1
-    backward_weight: float = 1
-
-    def of(self, each: Pass) -> float:
-        """The time of one pass."""
-        halves = self.backward_input, self.backward_weight
-        return {"F": self.forward, "B": sum(halves), "I": halves[0], "W": halves[1]}[each.kind]
-
-
-class Slot(NamedTuple):
-    """A pass, and from when to when it runs."""
-
-    work: Pass
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """All passes of one step. ranks: those of each rank along the pipeline, in time."""
-
-    ranks: tuple[tuple[Slot, ...], ...]
-
-    @property
-    def length(self) -> float:
-        """From the first pass of any rank to the end of the last."""
-        return max(slots[-1].end for slots in self.ranks)
-
-    @property
-    def bubble(self) -> float:
-        """The share of the step, 0 to 1, in which a rank waits, as the mean over the ranks."""
-        busy = sum(slot.end - slot.start for slots in self.ranks for slot in slots)
-        return 1 - busy / (self.length * len(self.ranks))
-
-    def held(self, rank: int) -> int:
-        """The most activations, counted as microbatches times stages, that a rank keeps at once.
-
-        They are kept from the forward pass to the end of the backward pass for the weights.
-        """
-        kinds = (slot.work.kind for slot in self.ranks[rank])
-        return max(accumulate((kind == "F") - (kind in "BW") for kind in kinds))
-
-
-def timeline(orders: Sequence[Sequence[Pass]], costs: Sequence[Costs] | None = None) -> Timeline:
-    """Run the passes of each rank in their order, each as soon as its rank is free and its input there.
-
-    A forward pass needs that of the stage before, a backward pass that of the stage behind, and
-    the loss is part of the last stage's forward pass. Messages take no time.
-
-    costs: of each stage; None: 1 slot forward, 2 backward. Raises AssertionError where the orders wait for each other in
-    a circle: no schedule's do.
-    """
-    stages = 1 + max(each.stage for order in orders for each in order)
-    costs = costs or [Costs()] * stages
-    ends: dict[tuple[str, int, int], float] = {}
-    slots: list[list[Slot]] = [[] for _ in orders]
-    waiting = True
-    while waiting:
-        waiting = False
-        for order, done in zip(orders, slots, strict=True):
-            while len(done) < len(order):
-                each = order[len(done)]
-                # When what it needs from other ranks is there; None: not known yet.
-                kind, other = ("F", each.stage - 1) if each.kind == "F" else ("B", each.stage + 1)
-                alone = each.kind == "W" or not 0 <= other < stages
-                there = 0 if alone else ends.get((kind, other, each.microbatch))
-                if there is None:
-                    break
-                start = max(there, done[-1].end if done else 0)
-                done.append(Slot(each, start, start + costs[each.stage].of(each)))
-                if each.kind != "W":
-                    ends["F" if each.kind == "F" else "B", each.stage, each.microbatch] = done[-1].end
-                waiting = True
-    assert all(len(done) == len(order) for order, done in zip(orders, slots, strict=True)), "a circle"
-    return Timeline(tuple(tuple(done) for done in slots))
 
 
 def bubble(schedule: PipelineSchedule, ranks: int, each: int) -> float:
@@ -163,50 +55,3 @@ def microbatches_held(schedule: PipelineSchedule, ranks: int, each: int, microba
         return microbatches
     ahead = (ranks - 1) / each if schedule == "interleaved_1f1b" else 0
     return min(microbatches, ranks + ahead)
-
-
-def _order(schedule: PipelineSchedule, rank: int, ranks: int, each: int, microbatches: int) -> list[Pass]:
-    # The stages of a rank take turns after so many microbatches.
-    turn = microbatches // max(1, microbatches // ranks) if each > 1 else microbatches
-    forwards = _passes("F", rank, ranks, each, microbatches, turn)
-    backwards = _passes("B", rank, ranks, each, microbatches, turn)
-    # Ranks between this one and the last count once, or twice where stages are interleaved.
-    behind = (ranks - 1 - rank) * (2 if schedule == "interleaved_1f1b" else 1)
-    warm_up = len(forwards) if schedule == "gpipe" else (each - 1) * turn + behind
-    # So many forward passes ahead, then one forward, one backward; then what is left.
-    steady = [*chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))]
-    order = [*forwards[:warm_up], *steady, *backwards[len(steady) // 2 :]]
-    return _halve(order, rank) if schedule == "zero_bubble" else order
-
-
-def _passes(kind: Kind, rank: int, ranks: int, each: int, microbatches: int, turn: int) -> list[Pass]:
-    """`turn` microbatches through one stage, then through the next; then the next microbatches."""
-    stages = [rank + ranks * index for index in range(each)]
-    return [
-        Pass(kind, stage, microbatch)
-        for start in range(0, microbatches, turn)
-        for stage in (stages if kind == "F" else reversed(stages))
-        for microbatch in range(start, start + turn)
-    ]
-
-
-def _halve(order: list[Pass], delay: int) -> list[Pass]:
-    """Backward passes in two halves, that for the weights `delay` backward passes later.
-
-    Stage 0 sends no gradients on, so it runs both halves as one, when the second is due.
-    """
-    halved: list[Pass] = []
-    waiting: list[Pass] = []
-    # Behind the last backward pass, those for the weights that are left.
-    for each in (*order, *[None] * len(order)):
-        if each is not None and each.kind != "B":
-            halved.append(each)
-            continue
-        if each is not None:
-            waiting.append(each)
-            if each.stage:
-                halved.append(each._replace(kind="I"))
-        if waiting and (each is None or len(waiting) > delay):
-            due = waiting.pop(0)
-            halved.append(due._replace(kind="W" if due.stage else "B"))
-    return halved

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
-from operator import itemgetter
 
 from meshcomm.layout import Plan
 from meshcomm.predict.links import span
 from meshcomm.predict.machine import Machine
-from meshcomm.predict.times import Operation, best, bus_factor, fastest_by_size, lines
+from meshcomm.predict.times import Operation, best, bus_factor, lines
 from meshcomm.show.page import Cells, Facts, Line, View, page_view
-from meshcomm.show.units import bytes_text, seconds_text, size_text
+from meshcomm.show.units import seconds_text, size_text
 
 
 def bandwidths(operation: Operation, ranks: int, size_bytes: int, seconds: float) -> Facts:
@@ -23,7 +21,7 @@ def bandwidths(operation: Operation, ranks: int, size_bytes: int, seconds: float
 def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], sizes: Sequence[int]) -> Facts:
     """What `meshcomm costs` shows, as data that JSON can hold.
 
-    dims: an entry for each name with groups and each operation; `from_bytes`: which algorithm is fastest from which size.
+    dims: an entry for each name with groups and each operation.
     """
     families = [family for family in plan.families if family.size > 1]
     listed: list[Facts] = []
@@ -37,13 +35,9 @@ def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], si
                 seconds = line.seconds(size)
                 row = {"bytes": size, "algorithm": line.name, "chunks": line.chunks, "seconds": seconds}
                 rows.append(row | bandwidths(operation, family.size, size, seconds))
-            crossings = [
-                {"bytes": float(size), "algorithm": line.name, "chunks": line.chunks}
-                for size, line in fastest_by_size(every)
-            ]
             facts = {"dim": family.name, "size": family.size, "link": found.slowest, "operation": operation}
             levels = [hop.ranks for hop in found.route.hops]
-            listed.append(facts | {"levels": levels, "rows": rows, "from_bytes": crossings})
+            listed.append(facts | {"levels": levels, "rows": rows})
     call_us = float(machine.call_s * 10**6)
     return {"links": list(map(str, machine.levels)), "call_us": call_us, "dims": listed}
 
@@ -64,16 +58,9 @@ def cost_view(facts: Facts) -> View:
         once=2,
     )
     call = f"; {facts['call_us']:g} us for each call" if facts["call_us"] else ""
-    fastest = [f"{e['operation']} along {e['dim']}: {_crossings(e['from_bytes'])}" for e in facts["dims"]]
     notes = (
         "GB/s; busbw as nccl-tests counts it; what a model says, not what was measured; "
         "by: the algorithm that the model finds fastest. A backend chooses its own: NCCL may take another"
     )
     head = Line(f"links: {'; '.join(facts['links'])}{call}")
-    return page_view([head, table, Line("\n".join([notes, *fastest]))])
-
-
-def _crossings(found: list[Facts]) -> str:
-    """`tree, ring from 3.2 MB`: algorithms by size, their numbers of chunks left out."""
-    alike = ((name, next(same)["bytes"]) for name, same in groupby(found, itemgetter("algorithm")))
-    return ", ".join(f"{name} from {bytes_text(size)}" if size else name for name, size in alike)
+    return page_view([head, table, Line(notes)])

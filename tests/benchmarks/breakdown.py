@@ -18,8 +18,8 @@ from meshcomm.errors import ConfigError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.compose import Engine
 from meshcomm.predict.estimate import expected
-from meshcomm.predict.passes import Costs, Pass, orders, timeline
 from meshcomm.predict.times import counted_bytes
+from tests.parallel.schedules import Costs, Pass, orders, timeline
 
 # Where a traced step goes beside dims.
 COMPUTE: Final = "forward and backward"
