@@ -11,8 +11,7 @@ from meshcomm.config.rules_mesh import DEFAULTS
 from meshcomm.errors import LayoutError
 from meshcomm.layout import Family, Layout, Plan
 from meshcomm.layout.sizes import coords_text, fold
-from meshcomm.predict.links import slowest_level, span
-from meshcomm.predict.machine import Level, Machine, machine
+from meshcomm.predict.links import Level, Machine, machine, slowest_level, span
 from meshcomm.show.page import Cells, Column, Facts, Line, PagePart, View, page_view
 from meshcomm.show.units import count
 

@@ -28,8 +28,7 @@ from meshcomm.parallel import (
     assign,
     local,
 )
-from meshcomm.predict.passes import schedule_properties
-from meshcomm.predict.stages import stages_of_rank
+from meshcomm.predict.stages import schedule_properties, stages_of_rank
 from meshcomm.testing import Pool
 from tests.parallel.same import close, randn
 from tests.parallel.schedules import Pass, orders

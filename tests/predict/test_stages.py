@@ -20,8 +20,15 @@ from torch.distributed.pipelining import (
 from meshcomm.config import load_config
 from meshcomm.config.parallel import PipelineSchedule, runs
 from meshcomm.errors import LayoutError
-from meshcomm.predict.passes import bubble, microbatches_held, schedule_properties
-from meshcomm.predict.stages import model_stages, part_costs, split_layers, stages_of_rank
+from meshcomm.predict.stages import (
+    bubble,
+    microbatches_held,
+    model_stages,
+    part_costs,
+    schedule_properties,
+    split_layers,
+    stages_of_rank,
+)
 from tests.parallel.schedules import Costs, Pass, orders, timeline
 
 ROOT = Path(__file__).parents[2]

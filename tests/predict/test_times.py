@@ -24,8 +24,7 @@ from meshcomm.algorithms import (
 from meshcomm.cli import app
 from meshcomm.config import load_config
 from meshcomm.errors import ConfigError
-from meshcomm.predict.links import Hop, Route, span
-from meshcomm.predict.machine import known_machine
+from meshcomm.predict.links import Hop, Route, known_machine, span
 from meshcomm.predict.times import (
     BACKENDS_OWN,
     OPERATIONS,
