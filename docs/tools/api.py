@@ -48,7 +48,7 @@ PACKAGES: Final = (
     "meshcomm.algorithms",
     *(
         f"meshcomm.predict.{name}"
-        for name in ("machine", "links", "times", "lint", "stages", "passes", "estimate", "place")
+        for name in ("links", "times", "lint", "stages", "estimate", "place")
     ),
     "meshcomm.layout",
     "meshcomm.pattern",
