@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -19,6 +19,13 @@ By = Annotated[
         metavar="DIM",
         help="Whose groups the grid's colours are: a dim, merged dim, view's dim, or several with commas. "
         "Draws the grid. Default: the innermost dim.",
+    ),
+]
+Other = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="OTHER",
+        help="Compare with this config instead: settings, groups, and which ranks change place. --set changes both.",
     ),
 ]
 
@@ -39,13 +46,23 @@ def plan(
         bool, typer.Option("--grid", help="Draw the ranks: a colour for each group, lines between nodes.")
     ] = False,
     by: By = None,
+    diff: Other = None,
     export: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the grid as a picture instead: .svg.")
     ] = None,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Show dims, groups and one rank's place, without a process, a GPU or torch."""
+    """Show dims, groups and one rank's place, without a process, a GPU or torch.
+
+    With --diff the exit code is 0 where the two are equal, and 1 where they are not.
+    """
+    names = "--rank", "--grid", "--by", "--export"
+    values = rank, grid or None, by, export
+    unused = [name for name, value in zip(names, values, strict=True) if value is not None]
+    if diff is not None and unused:
+        said = f"--diff compares, and draws and marks nothing: leave {' and '.join(unused)} out"
+        raise typer.BadParameter(said)
     if export is not None and json:
         raise typer.BadParameter("--export writes the grid alone: leave --json out")
     from meshcomm.config import load_config
@@ -54,6 +71,8 @@ def plan(
     if export is not None:
         check_ending(export, "--export", ".svg")
     settings = load_config(config, overrides or ()).resolved(world)
+    if diff is not None:
+        _compare(settings, load_config(diff, overrides or ()).resolved(world), world, json)
     facts, drawn = _facts(settings, world, rank, by, grid or by is not None or export is not None)
     if export is not None:
         drawn[0].save(export)
@@ -84,6 +103,15 @@ def _facts(
         return facts, []
     facts["grid"] = grid_facts(laid_out, _dims(by), topology, marked)
     return facts, [RankGrid(facts["grid"])]
+
+
+def _compare(a: Config, b: Config, world: int | None, json: bool) -> NoReturn:
+    from meshcomm.show.diff import diff_facts, diff_page
+    from meshcomm.show.page import page_view
+
+    facts = diff_facts(a, b, a.plan(world), b.plan(world))
+    show_facts(facts, json, lambda _: page_view(diff_page(facts)))
+    raise typer.Exit(0 if facts["equal"] else 1)
 
 
 @app.command()

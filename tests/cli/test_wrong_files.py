@@ -22,7 +22,7 @@ WORDS: dict[str, list[list[str]]] = {
     "run": [["FILE", "good.py"], ["--world-size", "2", "FILE"], [QUICK, "FILE"]],
     "train": [["FILE"]],
     "simulate": [["FILE", "good.py"], ["--world-size", "2", "FILE"], [QUICK, "FILE"]],
-    "plan": [["FILE"]],
+    "plan": [["FILE"], [QUICK, "--diff", "FILE"]],
     "lint": [["FILE"]],
     "view": [["FILE", "--export", "out.html"]],
     "schema": [],  # it takes none

@@ -1,4 +1,4 @@
-"""What is shown of a mesh: plans, and one rank's place; at every width, in every form, from the same facts."""
+"""What is shown of a mesh: plans, places, differences; at every width, in every form, from the same facts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import meshcomm
 from meshcomm.config import load_config
 from meshcomm.config.write import write_whole
 from meshcomm.errors import ConfigError, LayoutError, UnknownDim
+from meshcomm.show.diff import diff_facts, diff_page
 from meshcomm.show.grid import RankGrid, grid_facts
-from meshcomm.show.page import as_text
+from meshcomm.show.page import as_text, page_view
 from meshcomm.show.plan import plan_facts, plan_view, read_rank
 from meshcomm.show.stats import traffic_view
 from tests.show.shown import (
@@ -116,12 +117,16 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
         ),
         (["configs/mash.toml"], ["no such file", "try:      did you mean configs/mesh.toml?"]),
         ([MESH, "--ranks", "3"], ["No such option: --ranks", "--rank)"]),
+        ([MESH, "--diff", MESH, "--grid"], ["--diff compares"]),
+        ([MESH, "--diff", "nothing.toml"], ["nothing.toml: cannot be read"]),
+        ([MESH, "--diff", GPT, "--world-size", "64"], ["world"]),
         (
             ["nothing.toml", "--export", "topo.png"],
             ["the ending .png", ".svg", "--export topo.svg"],
         ),
         ([MESH, "--export", "none/topo.svg"], ["none/topo.svg: cannot be written", "mkdir -p none"]),
         ([MESH, "--export", "topo.svg", "--json"], ["leave --json"]),
+        ([MESH, "--diff", MESH, "--by", "dp", "--grid"], ["leave --grid and --by out"]),
         ([MESH, "--rank", "pp=1,tp=0"], ["given:    pp=1, tp=0", "try:      add dp"]),
     ],
 )
@@ -203,6 +208,7 @@ for words in eval(sys.argv[1]):
         ["plan", *world, "--export", str(tmp_path / "topo.svg")],
         ["plan", *world, "--rank", "777"],
         ["plan", *world, "--rank", "pp=3,dp=5,tp=1"],
+        ["plan", *world, "--diff", GPT],
     ]
     done = python("-c", program, repr(words))
     assert done.code == 0, done.err
@@ -215,7 +221,11 @@ for words in eval(sys.argv[1]):
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_no_line_is_wider_than_the_console_and_no_word_of_a_table_is_broken(width: int) -> None:
-    shown: list[Any] = []
+    a, b = (
+        load_config(ROOT / MESH).resolved(8),
+        load_config(ROOT / MESH, ["mesh.dims={ dp = 2, tp = 2, pp = 2 }", "mesh.views="]),
+    )
+    shown = [page_view(diff_page(diff_facts(a, b, a.plan(8), b.plan(8))))]
     deep = {"dims": {"a": 2, "b": 3, "c": 4, "d": 2, "e": 5}, "merge": {"all_of_them": ["a", "b", "c"]}}
     sources = ((ROOT / MESH, 8, 5), (ROOT / GPT, 131_072, 130_777), ({"mesh": deep}, 240, 200))
     for source, world, rank in (*sources, (ROOT / LLAMA, None, 9_999), (ROOT / QUICK, 8, 3)):
@@ -326,6 +336,79 @@ def test_where_a_rank_is() -> None:
     assert json.loads(run("plan", QUICK, "--rank", coords, *NODES, "--json").out) == facts
     shown = run("plan", QUICK, "--rank", "6", *NODES).out
     assert "\nnode 1, local rank 2; ranks on the node: 4 5 6 7\n" in shown
+
+
+# -- diff ---------------------------------------------------------------------------------------------
+
+
+def difference(a: list[str], b: list[str], source: Any = ROOT / MESH) -> dict[str, Any]:
+    one, other = load_config(source, a).resolved(None), load_config(source, b).resolved(None)
+    return diff_facts(one, other, one.plan(None), other.plan(None))
+
+
+def test_a_difference_ends_with_1_and_equal_configs_with_0(tmp_path: Path) -> None:
+    code, shown, _ = run("plan", MESH, "--diff", MESH)
+    assert code == 0 and shown.startswith(
+        "equal: 8 ranks, plan c933ff8e076056e1; every setting is the same\n"
+    )
+    mesh = {"dims": {"pp": 2, "dp": -1, "tp": 2}, "device": "auto", "timeout_s": 600}
+    (tmp_path / "same.json").write_text(json.dumps({"mesh": mesh}))
+    (tmp_path / "plain.toml").write_text("[mesh]\ndims = { pp = 2, dp = 2, tp = 2 }\n")
+    same = run(
+        "plan", str(tmp_path / "same.json"), "--diff", str(tmp_path / "plain.toml"), "--world-size", "8"
+    )
+    assert same.code == 0
+    code, shown, _ = run("plan", MESH, "--diff", QUICK)
+    assert code == 1 and shown.startswith("different: plans c933ff8e076056e1 and a67aa15a9d454214\n")
+
+
+def test_swapped_dims() -> None:
+    facts = difference([], ["mesh.dims={ dp = 2, pp = 2, tp = 2 }", "mesh.views="])
+    assert not facts["equal"]
+    assert [each[0] for each in facts["settings"]] == ["mesh.views", "mesh.dims, order"]
+    changed = {each["name"]: each for each in facts["groups"]}
+    assert set(changed) == {"pp", "dp", "model", "edp", "ep"}
+    assert (changed["pp"]["same"], changed["pp"]["only_a"], changed["pp"]["only_b"]) == (0, 4, 4)
+    assert changed["pp"]["examples"] == [[[0, 4], [1, 5], [2, 6]], [[0, 2], [1, 3], [4, 6]]]
+    assert changed["ep"]["status"] == "only in a"
+    assert facts["ranks"]["moved"] == 4
+    assert facts["ranks"]["examples"][0] == {"rank": 2, "coords": {"pp": [0, 1], "dp": [1, 0]}}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_permuted_order_against_plain_sets(seed: int) -> None:
+    words = [f"mesh.rank_order={np.random.default_rng(seed).permutation(8).tolist()}"]
+    facts = difference([], words)
+    a, b = plan_at(MESH, 8).layout, plan_at(MESH, 8, *words).layout
+    coords = [[{**side.coords(r), **side.coords(r, "expert")} for r in range(8)] for side in (a, b)]
+    assert facts["ranks"]["moved"] == sum(ours != theirs for ours, theirs in zip(*coords, strict=True))
+    for each in facts["groups"]:
+        ours, theirs = ({tuple(row) for row in side.groups(each["name"]).tolist()} for side in (a, b))
+        sets = {frozenset(row) for row in ours}, {frozenset(row) for row in theirs}
+        assert each["same"] == len(ours & theirs)
+        assert each["reordered"] == len(sets[0] & sets[1]) - len(ours & theirs)
+        assert (each["only_a"], each["only_b"]) == (len(sets[0] - sets[1]), len(sets[1] - sets[0]))
+
+
+def test_options_names_and_worlds_that_differ() -> None:
+    facts = difference([], ["mesh.timeout_s=30.0", "mesh.options.dp={ comm_id = 'x' }"])
+    assert [each[0] for each in facts["settings"]] == ["mesh.timeout_s", "mesh.options.dp"]
+    assert facts["groups"] == [] and facts["ranks"]["moved"] == 0
+
+    def to(dims: str) -> dict[str, Any]:
+        return difference(
+            ["mesh.dims={ dp = 4, tp = 2 }"], [f"mesh.dims={dims}"], {"mesh": {"dims": {"dp": 8}}}
+        )
+
+    renamed = [
+        (each["name"], each["status"], each["also"]) for each in to("{ dp = 4, tensor = 2 }")["groups"]
+    ]
+    assert renamed == [("tp", "only in a", "tensor"), ("tensor", "only in b", "tp")]
+    larger = to("{ dp = 8, tp = 2 }")["ranks"]
+    assert (larger["common"], larger["only_b"], larger["moved"]) == (8, 8, 0)
+    # A dim of size 1 more or less moves nobody.
+    one = to("{ dp = 4, cp = 1, tp = 2 }")
+    assert one["ranks"]["moved"] == 0 and not one["equal"]
 
 
 # -- a live mesh, a shell -----------------------------------------------------------------------------

@@ -1,0 +1,182 @@
+"""What differs between two meshes: settings, groups, and who sits where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from meshcomm.config import Config
+from meshcomm.config.write import key_path, toml
+from meshcomm.layout import Layout, Plan, Ranks
+from meshcomm.layout.sizes import coords_text, fold
+from meshcomm.show.page import Cells, Facts, Line, PagePart
+
+# Ranks, and groups of one name, that are listed as examples.
+_RANKS: Final = 8
+_GROUPS: Final = 3
+
+
+def diff_facts(a: Config, b: Config, plan_a: Plan, plan_b: Plan) -> Facts:
+    """What `meshcomm plan --diff` shows, as data that JSON can hold. a, b: with every -1 filled in.
+
+    Pairs and rows end with the values of a and b, None where one side has none. groups: every name whose groups differ;
+    "also": the name that has the same groups on the other side, "reordered": groups of the same ranks in another order.
+    ranks: "moved" ones have other coords, by base dims and by views' dims that both have; a base dim that one side lacks
+    counts as one of size 1.
+    """
+    settings = [*_differing(_given(a.model_dump()), _given(b.model_dump()), ())]
+    sizes = {
+        f"mesh.views.{view}": (inside, b.mesh.views.get(view, {})) for view, inside in a.mesh.views.items()
+    }
+    for key, (ours, theirs) in {"mesh.dims": (a.mesh.dims, b.mesh.dims), **sizes}.items():
+        if list(ours) != list(theirs) and sorted(ours) == sorted(theirs):
+            settings.append([f"{key}, order", " ".join(ours), " ".join(theirs)])
+    return {
+        "sources": [a.source, b.source],
+        "equal": not settings and plan_a.facts() == plan_b.facts(),
+        "world_size": [plan_a.layout.world_size, plan_b.layout.world_size],
+        "fingerprint": [plan_a.fingerprint, plan_b.fingerprint],
+        "dims": [dict(plan_a.layout.dims), dict(plan_b.layout.dims)],
+        "settings": settings,
+        "groups": _groups(plan_a, plan_b),
+        "ranks": _ranks(plan_a.layout, plan_b.layout),
+    }
+
+
+def _differing(one: Any, other: Any, path: tuple[str, ...]) -> Iterator[list[Any]]:
+    """The innermost settings that differ; a table that one side does not have is one of them."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in dict.fromkeys([*one, *other]):
+            yield from _differing(one.get(key), other.get(key), (*path, key))
+    elif one != other:
+        yield [key_path(path), one, other]
+
+
+def _given(value: Any) -> Any:
+    """As plain data, without what is None or an empty table."""
+    if isinstance(value, Mapping):
+        inside = {key: _given(item) for key, item in value.items()}
+        return {key: item for key, item in inside.items() if item is not None and item != {}}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _groups(a: Plan, b: Plan) -> list[Facts]:
+    """Names whose groups differ; the same groups in another order are nothing that a rank would notice."""
+    ours, theirs = (
+        {family.name: plan.layout.groups(family.name) for family in plan.families} for plan in (a, b)
+    )
+    changed = [_changed(name, ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs])]
+    for facts in changed:
+        name, status = facts["name"], facts["status"]
+        if status != "changed" and (facts["only_a"] or facts["only_b"]):
+            groups, across = (ours[name], theirs) if name in ours else (theirs[name], ours)
+            facts["also"] = next((n for n, others in across.items() if np.array_equal(others, groups)), None)
+    return [facts for facts in changed if facts["status"] != "same"]
+
+
+def _changed(name: str, a: Ranks | None, b: Ranks | None) -> Facts:
+    """What has become of the groups of one name; None: that side does not have it."""
+    ours, theirs = _by_members(a), _by_members(b)
+    common = ours.keys() & theirs.keys()
+    same = sum(bool((ours[key] == theirs[key]).all()) for key in common)
+    only_a = [ours[key].tolist() for key in ours if key not in common]
+    only_b = [theirs[key].tolist() for key in theirs if key not in common]
+    if a is None or b is None:
+        status = "only in a" if b is None else "only in b"
+    else:
+        status = "changed" if only_a or only_b or same < len(common) else "same"
+    return {
+        "name": name,
+        "status": status,
+        "also": None,
+        "size": [None if groups is None else groups.shape[1] for groups in (a, b)],
+        "count": [None if a is None else len(ours), None if b is None else len(theirs)],
+        "same": same,
+        "reordered": len(common) - same,
+        "only_a": len(only_a),
+        "only_b": len(only_b),
+        "examples": [only_a[:_GROUPS], only_b[:_GROUPS]],
+    }
+
+
+def _by_members(groups: Ranks | None) -> dict[bytes, Ranks]:
+    """Groups by their sorted ranks; those of one rank are none."""
+    if groups is None or groups.shape[1] == 1:
+        return {}
+    return {key.tobytes(): row for key, row in zip(np.sort(groups, axis=1), groups, strict=True)}
+
+
+def _ranks(a: Layout, b: Layout) -> Facts:
+    common = np.intersect1d(a.ranks, b.ranks)
+    in_views = [name for sizes in a.views.values() for name in sizes]
+    shared = {name for sizes in b.views.values() for name in sizes}.intersection(in_views)
+    names = [*dict.fromkeys([*a.dims, *b.dims, *(name for name in in_views if name in shared)])]
+    ours, theirs = _coords(a, names, common), _coords(b, names, common)
+    moved = np.flatnonzero((ours != theirs).any(axis=1))
+    examples = []
+    for index in moved[:_RANKS]:
+        pairs = zip(names, ours[index].tolist(), theirs[index].tolist(), strict=True)
+        coords = {name: [before, after] for name, before, after in pairs if before != after}
+        examples.append({"rank": int(common[index]), "coords": coords})
+    return {
+        "common": len(common),
+        "moved": len(moved),
+        "only_a": a.world_size - len(common),
+        "only_b": b.world_size - len(common),
+        "examples": examples,
+    }
+
+
+def _coords(layout: Layout, names: list[str], ranks: Ranks) -> Ranks:
+    """A row for each rank, a column for each name: coords; 0 where the layout has no such dim."""
+    places = np.argsort(layout.ranks)
+    positions = places[np.searchsorted(layout.ranks, ranks, sorter=places)]
+    coords = np.zeros((len(ranks), len(names)), dtype=np.int64)
+    for column, name in enumerate(names):
+        if name in layout.names:
+            coords[:, column] = layout.digits(name).coord(positions)
+    return coords
+
+
+def diff_page(facts: Facts) -> list[PagePart]:
+    """`diff_facts` as lines and tables."""
+    sources = [Line(f"{side}: {source}") for side, source in zip("ab", facts["sources"], strict=True)]
+    first, second = facts["fingerprint"]
+    if facts["equal"]:
+        text = f"equal: {facts['world_size'][0]:,} ranks, plan {first}; every setting is the same"
+        return [Line(text), *sources]
+    meshes = f"the meshes are equal, plan {first}" if first == second else f"plans {first} and {second}"
+    parts: list[PagePart] = [Line(f"different: {meshes}"), *sources]
+    if facts["settings"]:
+        # The last two are values.
+        texts = (
+            (key, *("-" if value is None else toml(value) for value in pair))
+            for key, *pair in facts["settings"]
+        )
+        parts += [Line("settings"), Cells(("setting", "a", "b"), tuple(texts))]
+    if facts["groups"]:
+        columns = ("dim", "groups", "a", "b", "same", "gone, as", "new, as")
+        parts += [Line("groups"), Cells(columns, tuple(map(_group_row, facts["groups"])))]
+    ranks = facts["ranks"]
+    only = (f"{ranks[f'only_{side}']:,} ranks are only in {side}" for side in "ab" if ranks[f"only_{side}"])
+    parts += [*map(Line, only), Line(f"{ranks['moved']:,} of {ranks['common']:,} ranks have other coords")]
+    if moved := tuple(map(_moved_row, ranks["examples"])):
+        parts.append(Cells(("rank", "a", "b"), moved, right=("rank",)))
+    rest = ranks["moved"] - len(moved)
+    return [*parts, Line(f"and {rest:,} more")] if rest else parts
+
+
+def _group_row(each: Facts) -> tuple[str, ...]:
+    sides = zip(each["count"], each["size"], strict=True)
+    shapes = ("-" if size is None else f"{count:,} x {size:,}" for count, size in sides)
+    also = f"; the groups of {each['also']}" if each["also"] else ""
+    reordered = f" + {each['reordered']:,} reordered" if each["reordered"] else ""
+    examples = ("; ".join(map(fold, groups[:2])) or "-" for groups in each["examples"])
+    return (each["name"], each["status"] + also, *shapes, f"{each['same']:,}{reordered}", *examples)
+
+
+def _moved_row(moved: Facts) -> tuple[str, ...]:
+    coords = ({name: pair[side] for name, pair in moved["coords"].items()} for side in (0, 1))
+    return (str(moved["rank"]), *map(coords_text, coords))
