@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -11,7 +11,6 @@ from meshcomm.cli.app import AsJson, ConfigFile, Facts, Overrides, World, app, d
 
 if TYPE_CHECKING:
     from meshcomm.config import Config
-    from meshcomm.show.grid import RankGrid
 
 By = Annotated[
     str | None,
@@ -46,6 +45,9 @@ def plan(
         bool, typer.Option("--grid", help="Draw the ranks: a colour for each group, lines between nodes.")
     ] = False,
     by: By = None,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Draw the pipeline's schedule: who runs which pass when.")
+    ] = False,
     diff: Other = None,
     export: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the grid as a picture instead: .svg.")
@@ -57,14 +59,14 @@ def plan(
 
     With --diff the exit code is 0 where the two are equal, and 1 where they are not.
     """
-    names = "--rank", "--grid", "--by", "--export"
-    values = rank, grid or None, by, export
+    names = "--rank", "--grid", "--by", "--schedule", "--export"
+    values = rank, grid or None, by, schedule or None, export
     unused = [name for name, value in zip(names, values, strict=True) if value is not None]
     if diff is not None and unused:
         said = f"--diff compares, and draws and marks nothing: leave {' and '.join(unused)} out"
         raise typer.BadParameter(said)
-    if export is not None and json:
-        raise typer.BadParameter("--export writes the grid alone: leave --json out")
+    if export is not None and (json or schedule):
+        raise typer.BadParameter("--export writes the grid alone: leave --json and --schedule out")
     from meshcomm.config import load_config
     from meshcomm.config.write import check_ending
 
@@ -82,12 +84,17 @@ def plan(
 
     from meshcomm.show.plan import plan_page
 
+    if schedule:
+        from meshcomm.show.schedule import ScheduleView, schedule_facts
+
+        facts["schedule"] = schedule_facts(settings, world)
+        drawn.append(ScheduleView(facts["schedule"]))
     show_facts(facts, json, lambda _: Group(*plan_page(facts), *drawn))
 
 
 def _facts(
     settings: Config, world: int | None, rank: str | None, by: str | None, grid: bool
-) -> tuple[Facts, list[RankGrid]]:
+) -> tuple[Facts, list[Any]]:
     """The facts of a plan, and the grid where it is asked for."""
     from meshcomm.predict.lint import footprint
     from meshcomm.show.grid import RankGrid, grid_facts

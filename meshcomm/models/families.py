@@ -248,7 +248,7 @@ def hugging_face(model: ModelConfig, seq_len: int, seed: int) -> ModelSpec:
             setattr(config, name, 0.0)
     config.use_cache = False
     spec = FAMILIES[config.model_type](config, None if model.random_weights else folder, seed, seq_len)
-    # So that stages are those of the built-in model's costs.
+    # So that stages are those that `plan --schedule` draws.
     costs = partial(part_costs, model)
     dropped = {f"{spec.layers}.*.{part}": model.dropout for part in _DROPPED}
     return replace(spec, costs=costs, dropped=dropped, original=partial(unmodified, folder))

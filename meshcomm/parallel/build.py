@@ -30,7 +30,8 @@ from meshcomm.parallel.expert import separate
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner, TiedWeight
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy
 from meshcomm.parallel.torch_private import unsaved_buffers
-from meshcomm.predict.stages import PartCosts, Stage, schedule_properties, split_layers, stages_of_rank
+from meshcomm.predict.passes import schedule_properties
+from meshcomm.predict.stages import PartCosts, Stage, split_layers, stages_of_rank
 
 _ALONE = threading.RLock()
 

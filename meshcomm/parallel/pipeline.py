@@ -24,7 +24,8 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.torch_private import is_view
-from meshcomm.predict.stages import Stage, schedule_properties, split_layers, stages_of_rank
+from meshcomm.predict.passes import schedule_properties
+from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
 
 __all__ = ["Accumulate", "Pipelined", "Runner", "Stage", "split_layers"]
 

@@ -15,7 +15,8 @@ from typing import Final, NamedTuple, TypeAlias
 from meshcomm.config import Config, ModelConfig, TrainConfig
 from meshcomm.config.parallel import ParallelConfig, ParallelRole
 from meshcomm.errors import ConfigError
-from meshcomm.predict.stages import PartCosts, microbatches_held, part_costs
+from meshcomm.predict.passes import microbatches_held
+from meshcomm.predict.stages import PartCosts, part_costs
 from meshcomm.predict.times import Operation
 
 _BYTES: Final = {"float32": 4, "float64": 8, "bfloat16": 2}

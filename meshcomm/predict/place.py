@@ -29,7 +29,7 @@ from meshcomm.predict.estimate import (
     workload,
 )
 from meshcomm.predict.links import Machine, Span, known_machine, span, strided
-from meshcomm.predict.stages import bubble
+from meshcomm.predict.passes import bubble
 from meshcomm.predict.times import Operation, backend_lines, fastest
 
 # Stated where [topology] does not say them: what Llama 3 405B reached on an H100 in bfloat16 (380 to 430,

@@ -12,10 +12,10 @@ from meshcomm.bench.measure import machine_facts
 from meshcomm.comm.spans import Span
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError
+from meshcomm.predict.passes import Costs, orders, timeline
 from meshcomm.testing import Pool
 from tests.benchmarks.breakdown import Bubble, bubble_of, expected_exposure, exposed, parts_of_a_step
 from tests.benchmarks.training import measured, trained, training_text, ways
-from tests.parallel.schedules import Costs, orders, timeline
 
 MODEL = "model={ num_layers = 2, hidden_size = 32, num_heads = 4, num_kv_heads = 2, intermediate_size = 64, vocab_size = 64 }"
 

@@ -302,7 +302,7 @@ def test_passes_of_a_pipeline_are_in_the_trace(mesh: Mesh, tmp_path: Path) -> No
         ]
         for rank in range(2)
     }
-    # One forward, one backward.
+    # One forward, one backward: as `meshcomm plan CONFIG --schedule` draws it.
     first = ["forward 0", "forward 1", "backward 0", "forward 2", "backward 1", "backward 2"]
     last = [f"{way} {number}" for number in range(3) for way in ("forward", "backward")]
     assert [name for name, *_ in passes[0]] == first

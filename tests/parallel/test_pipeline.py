@@ -28,10 +28,10 @@ from meshcomm.parallel import (
     assign,
     local,
 )
-from meshcomm.predict.stages import schedule_properties, stages_of_rank
+from meshcomm.predict.passes import Pass, orders, schedule_properties
+from meshcomm.predict.stages import stages_of_rank
 from meshcomm.testing import Pool
 from tests.parallel.same import close, randn
-from tests.parallel.schedules import Pass, orders
 
 SCHEDULES = cast(tuple[PipelineSchedule, ...], get_args(PipelineSchedule))
 WIDTH, WORDS, MICROBATCHES = 6, 8, 4

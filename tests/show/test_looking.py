@@ -127,6 +127,7 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
         ([MESH, "--export", "none/topo.svg"], ["none/topo.svg: cannot be written", "mkdir -p none"]),
         ([MESH, "--export", "topo.svg", "--json"], ["leave --json"]),
         ([MESH, "--diff", MESH, "--by", "dp", "--grid"], ["leave --grid and --by out"]),
+        ([MESH, "--export", "topo.svg", "--schedule"], ["and --schedule out"]),
         ([MESH, "--rank", "pp=1,tp=0"], ["given:    pp=1, tp=0", "try:      add dp"]),
     ],
 )
@@ -240,6 +241,7 @@ def test_no_line_is_wider_than_the_console_and_no_word_of_a_table_is_broken(widt
         assert max(cell_len(line) for line in lines if " " in line.strip()) <= width and len(lines) < 130
     for command in (
         ["plan", GPT, "--world-size", "1024"],
+        ["plan", QUICK, "--schedule"],
         ["costs", GPT, "--world-size", "1024", "--bytes", "1KiB", "--bytes", "1GiB"],
         ["tune", LLAMA, "--world-size", "16384"],
     ):
