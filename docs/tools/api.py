@@ -46,10 +46,7 @@ PACKAGES: Final = (
     "meshcomm.models",
     "meshcomm.train",
     "meshcomm.algorithms",
-    *(
-        f"meshcomm.predict.{name}"
-        for name in ("machine", "links", "times", "lint", "stages", "passes", "estimate", "place")
-    ),
+    *(f"meshcomm.predict.{name}" for name in ("links", "times", "lint", "stages", "passes", "estimate", "place")),
     "meshcomm.layout",
     "meshcomm.pattern",
     "meshcomm.config",
@@ -106,7 +103,7 @@ def _packages() -> list[str]:
         "",
         "## Packages",
         "",
-        "The public names beside those above, each imported from its package: `from meshcomm.predict.passes import orders`. `help(orders)`, or an editor, shows",
+        "The public names beside those above, each imported from its package: `from meshcomm.predict.lint import lint`. `help(lint)`, or an editor, shows",
         "the rest of the docstring.",
         "",
         "| name | |",

@@ -138,7 +138,7 @@ def no_config(overrides: Sequence[str], expected: str, hint: str) -> ConfigError
 
 def discovered_topology(settings: Config) -> TopologyConfig:
     """`[topology]`, with what the launcher's environment says."""
-    from meshcomm.predict.machine import discovered
+    from meshcomm.predict.links import discovered
 
     return discovered(settings.topology, os.environ)
 

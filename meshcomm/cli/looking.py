@@ -11,7 +11,6 @@ from meshcomm.cli.app import AsJson, ConfigFile, Facts, Overrides, World, app, d
 
 if TYPE_CHECKING:
     from meshcomm.config import Config
-    from meshcomm.show.page import PagePart
 
 By = Annotated[
     str | None,
@@ -39,7 +38,7 @@ def plan(
         typer.Option(
             metavar="RANK|COORDS",
             help="Show this rank's coords, node, groups and neighbours; mark it in the grid. "
-            "5, or pp=1,dp=0,tp=1; fewer coords list all such ranks.",
+            "5, or pp=1,dp=0,tp=1.",
         ),
     ] = None,
     grid: Annotated[
@@ -62,9 +61,9 @@ def plan(
     """
     names = "--rank", "--grid", "--by", "--schedule", "--export"
     values = rank, grid or None, by, schedule or None, export
-    drawn = [name for name, value in zip(names, values, strict=True) if value is not None]
-    if diff is not None and drawn:
-        said = f"--diff compares, and draws and marks nothing: leave {' and '.join(drawn)} out"
+    unused = [name for name, value in zip(names, values, strict=True) if value is not None]
+    if diff is not None and unused:
+        said = f"--diff compares, and draws and marks nothing: leave {' and '.join(unused)} out"
         raise typer.BadParameter(said)
     if export is not None and (json or schedule):
         raise typer.BadParameter("--export writes the grid alone: leave --json and --schedule out")
@@ -76,48 +75,41 @@ def plan(
     settings = load_config(config, overrides or ()).resolved(world)
     if diff is not None:
         _compare(settings, load_config(diff, overrides or ()).resolved(world), world, json)
-    facts, parts, drawings = _drawn(
-        settings, world, rank, by, schedule, grid or by is not None or export is not None
-    )
+    facts, drawn = _facts(settings, world, rank, by, grid or by is not None or export is not None)
     if export is not None:
-        drawings[0].save(export)
+        drawn[0].save(export)
         typer.echo(f"written: {export}", err=True)
         return
     from rich.console import Group
 
-    from meshcomm.show.page import page_view
+    from meshcomm.show.plan import plan_page
 
-    show_facts(facts, json, lambda _: Group(page_view(parts), *drawings))
+    if schedule:
+        from meshcomm.show.schedule import ScheduleView, schedule_facts
+
+        facts["schedule"] = schedule_facts(settings, world)
+        drawn.append(ScheduleView(facts["schedule"]))
+    show_facts(facts, json, lambda _: Group(*plan_page(facts), *drawn))
 
 
-def _drawn(
-    settings: Config, world: int | None, rank: str | None, by: str | None, schedule: bool, grid: bool
-) -> tuple[Facts, list[PagePart], list[Any]]:
-    """The facts, the tables, and the drawings below them: the grid first."""
+def _facts(
+    settings: Config, world: int | None, rank: str | None, by: str | None, grid: bool
+) -> tuple[Facts, list[Any]]:
+    """The facts of a plan, and the grid where it is asked for."""
     from meshcomm.predict.lint import footprint
     from meshcomm.show.grid import RankGrid, grid_facts
-    from meshcomm.show.plan import plan_facts, plan_page
-    from meshcomm.show.schedule import ScheduleView, schedule_facts
-    from meshcomm.show.where import read_place, where_facts, where_page
+    from meshcomm.show.plan import plan_facts, read_rank
 
     laid_out, topology = settings.plan(world), discovered_topology(settings)
-    facts = plan_facts(laid_out, None, topology)
+    marked = None if rank is None else read_rank(rank, laid_out.layout)
+    facts = plan_facts(laid_out, marked, topology)
     cost = footprint(settings, laid_out, laid_out.layout.world_size)
     if cost.nccl and not cost.undecided:
         facts["footprint"] = cost._asdict()
-    parts, drawings, marked = plan_page(facts), list[Any](), None
-    if rank is not None:
-        placed = where_facts(laid_out, read_place(rank), topology)
-        parts += where_page(placed)
-        facts |= placed
-        marked = placed["ranks"][0] if len(placed["ranks"]) == 1 else None
-    if grid:
-        facts["grid"] = grid_facts(laid_out, _dims(by), topology, marked)
-        drawings.append(RankGrid(facts["grid"]))
-    if schedule:
-        facts["schedule"] = schedule_facts(settings, world)
-        drawings.append(ScheduleView(facts["schedule"]))
-    return facts, parts, drawings
+    if not grid:
+        return facts, []
+    facts["grid"] = grid_facts(laid_out, _dims(by), topology, marked)
+    return facts, [RankGrid(facts["grid"])]
 
 
 def _compare(a: Config, b: Config, world: int | None, json: bool) -> NoReturn:

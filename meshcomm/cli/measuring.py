@@ -86,7 +86,7 @@ def costs(
 ) -> None:
     """Predict what collectives along each dim take on its links, and by which algorithm."""
     from meshcomm.config import load_config
-    from meshcomm.predict.machine import known_machine
+    from meshcomm.predict.links import known_machine
     from meshcomm.predict.times import named_operations
     from meshcomm.show.costs import cost_facts, cost_view
     from meshcomm.show.units import read_bytes

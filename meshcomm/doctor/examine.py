@@ -22,6 +22,7 @@ from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.layout import Plan
 from meshcomm.mesh.devices import check_backends, check_devices, choose_backend, choose_device
 from meshcomm.mesh.environment import Launch, find_launch
+from meshcomm.predict.lint import footprint
 
 _ALONE: Final = Launch("single", 0, 1, 0, 1)
 _PACKAGES: Final = ("einops", "numpy", "pydantic", "rich", "typer")
@@ -60,7 +61,9 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
             try:
                 plan, device = _plan(settings, launch.world_size if under else world, launch)
                 findings += _device_findings(settings, plan, device, launch)
-                need = host.descriptors_needed(plan, device)
+                known = settings.mesh.model_copy(update={"device": device.type})
+                here = settings.model_copy(update={"mesh": known})
+                need = footprint(here, plan, plan.layout.world_size).descriptors
             except MeshcommError as error:
                 findings.append(Finding.of(error))
     asked = settings.network if settings is not None else NetworkConfig()

@@ -10,16 +10,12 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 import psutil
-import torch
 
 from meshcomm.config import NetworkConfig
 from meshcomm.doctor.finding import Finding
 from meshcomm.errors import LaunchError
-from meshcomm.layout import Plan
 from meshcomm.mesh.environment import network_variables, no_interface, refuse_conflict
 from meshcomm.mesh.exposure import is_loopback
-from meshcomm.predict.lint import GLOO_DESCRIPTORS
-from meshcomm.transport.support import backend_on
 
 SLOW_S: Final = 1.0
 
@@ -30,20 +26,6 @@ class Limit(NamedTuple):
     limit: int | None
     used: int
     needed: int | None
-
-
-def descriptors_needed(plan: Plan, device: torch.device) -> int:
-    """File descriptors that one rank's Gloo groups cost at most: connected with every peer.
-
-    With the idle default group of torch.distributed and the connection to the store.
-    """
-    sizes = [
-        family.size
-        for family in plan.families
-        if family.creates and backend_on(family.options.backend, device) == "gloo"
-    ]
-    groups = len(sizes) + (backend_on(plan.defaults.backend, device) == "gloo")
-    return 1 + groups * GLOO_DESCRIPTORS + sum(size - 1 for size in sizes)
 
 
 def descriptors(needed: int | None) -> Limit:

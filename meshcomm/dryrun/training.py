@@ -15,9 +15,9 @@ from meshcomm.config.parallel import ParallelRole
 from meshcomm.dryrun.rank import pretended_step
 from meshcomm.dryrun.replay import COMPUTE, Replay, Seconds, replay
 from meshcomm.dryrun.world import SAMPLE, Sample, World, dry_world
+from meshcomm.predict.links import Machine, discovered, machine
 from meshcomm.predict.links import span as links_of
 from meshcomm.predict.lint import footprint
-from meshcomm.predict.machine import Machine, discovered, machine
 from meshcomm.predict.place import ASSUMED_TFLOPS
 from meshcomm.predict.times import OPERATIONS, Operation, fastest
 from meshcomm.show.timeline import Bar, TimelineRow, timeline

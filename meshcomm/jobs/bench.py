@@ -20,8 +20,8 @@ from meshcomm.mesh.environment import find_launch
 from meshcomm.mesh.opening import init
 from meshcomm.predict.fit import MARK as FIT_MARK
 from meshcomm.predict.fit import Time, check_sizes, fit_links, measured_text
-from meshcomm.predict.machine import discovered, known_machine
-from meshcomm.show.bench import bench_view, fit_facts
+from meshcomm.predict.links import discovered, known_machine
+from meshcomm.show.costs import bench_view, fit_facts
 from meshcomm.show.page import terminal
 from meshcomm.show.units import count
 

@@ -16,7 +16,7 @@ from meshcomm.dryrun.training import dry_facts, dry_training, priced
 from meshcomm.dryrun.world import SAMPLE, Sample, dry_world
 from meshcomm.jobs.starting import world_of
 from meshcomm.mesh.environment import how_many_ranks
-from meshcomm.predict.machine import discovered
+from meshcomm.predict.links import discovered
 from meshcomm.predict.place import Ranking, placed_data
 
 # Names of a dim of stages, where no [parallel] says it.

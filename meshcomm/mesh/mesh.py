@@ -435,7 +435,7 @@ class Mesh(AlongDims):
         """
         self._usable()
         from meshcomm.mesh.stats import stats
-        from meshcomm.predict.machine import machine
+        from meshcomm.predict.links import machine
 
         timed = self.device.type == "cpu"
         counters = [(each.counters, timed and not each.ordered) for each in self.metrics.recorders.values()]

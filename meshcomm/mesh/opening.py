@@ -412,7 +412,7 @@ def _reports(folder: str, moment: str) -> str:
 def _topology(settings: Settings, ranks_per_host: int | None, simulated: bool) -> TopologyConfig:
     if simulated:
         return settings.topology
-    from meshcomm.predict.machine import discovered
+    from meshcomm.predict.links import discovered
 
     return discovered(settings.topology, os.environ, ranks_per_host)
 

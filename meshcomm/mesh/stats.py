@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from meshcomm.comm.counters import Counters
 from meshcomm.layout import Plan
-from meshcomm.predict.links import slowest_level, span
-from meshcomm.predict.machine import Machine
+from meshcomm.predict.links import Machine, slowest_level, span
 from meshcomm.predict.times import OPERATIONS, Line, Operation, backend_lines, best, bus_factor
 from meshcomm.show.page import as_text, page_view
 from meshcomm.show.stats import stats_page

@@ -14,8 +14,7 @@ from meshcomm.config import Config, Link, Links, TopologyConfig, load_config
 from meshcomm.config.write import plain, toml_text
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Plan
-from meshcomm.predict.links import Hop, Route, span
-from meshcomm.predict.machine import Machine
+from meshcomm.predict.links import Hop, Machine, Route, span
 from meshcomm.predict.times import Operation, lines
 
 # By which algorithm a backend carries an operation out, where that is known and its times are a line over

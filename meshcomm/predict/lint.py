@@ -11,8 +11,7 @@ from meshcomm.config.rules_mesh import chosen
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Layout, Plan
 from meshcomm.layout.sizes import divisors, toml_dims
-from meshcomm.predict.links import Span, span
-from meshcomm.predict.machine import Machine, machine
+from meshcomm.predict.links import Machine, Span, machine, span
 
 # A rank's communicators should leave this share of its memory to the training, or more.
 _MEMORY_SHARE: Final = 0.1

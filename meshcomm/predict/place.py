@@ -28,8 +28,7 @@ from meshcomm.predict.estimate import (
     memory,
     workload,
 )
-from meshcomm.predict.links import Span, span, strided
-from meshcomm.predict.machine import Machine, known_machine
+from meshcomm.predict.links import Machine, Span, known_machine, span, strided
 from meshcomm.predict.passes import bubble
 from meshcomm.predict.times import Operation, backend_lines, fastest
 

@@ -94,28 +94,6 @@ def fastest(operation: Operation, route: Route, size_bytes: float) -> Line:
     return best(backend_lines(operation, route), size_bytes)
 
 
-def fastest_by_size(lines: Sequence[Line]) -> list[tuple[Fraction, Line]]:
-    """From which size on which line is least, ascending from 0 bytes: the lower envelope, exact.
-
-    Where lines are equal over a whole range the first of `lines` stands for them.
-
-    >>> ring = Line("ring", 1, Fraction(14), Fraction(1))
-    >>> tree = Line("tree", 1, Fraction(6), Fraction(3))
-    >>> [(str(size), line.name) for size, line in fastest_by_size([ring, tree])]
-    [('0', 'tree'), ('4', 'ring')]
-    """
-    # min keeps the first of equals, so the order of `lines` settles ties.
-    here = min(lines, key=lambda line: (line.fixed_s, line.byte_s))
-    found = [(Fraction(0), here)]
-    while better := [line for line in lines if line.byte_s < here.byte_s]:
-        # Of those that cross at the same size the one that is least behind it.
-        crossings = [(line.fixed_s - here.fixed_s) / (here.byte_s - line.byte_s) for line in better]
-        size, _, at = min((size, better[i].byte_s, i) for i, size in enumerate(crossings))
-        here = better[at]
-        found.append((size, here))
-    return found
-
-
 def bus_factor(operation: Operation, ranks: int) -> Fraction:
     """busbw / algbw. algbw is size / time; the size is the whole data for all_gather and reduce_scatter.
 

@@ -1,17 +1,27 @@
-"""What collectives along every dim will take, by the model of meshcomm.predict.times."""
+"""Times of collectives along every dim, as the model of meshcomm.predict.times has them and as they were measured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, Final
 
 from meshcomm.layout import Plan
-from meshcomm.predict.links import span
-from meshcomm.predict.machine import Machine
-from meshcomm.predict.times import Operation, best, bus_factor, fastest_by_size, lines
-from meshcomm.show.page import Cells, Facts, Line, View, page_view
-from meshcomm.show.units import bytes_text, seconds_text, size_text
+from meshcomm.layout.sizes import coords_text
+from meshcomm.predict.fit import Fit, Fitted
+from meshcomm.predict.links import Machine, span
+from meshcomm.predict.times import Operation, best, bus_factor, lines
+from meshcomm.show.page import Cells, Facts, Line, PagePart, View, page_view
+from meshcomm.show.units import seconds_text, size_text
+
+_NOTE: Final = """\
+time, torch (torch.distributed's): medians of the rounds; algbw, busbw: GB/s of
+the median time, busbw as nccl-tests counts it; ratio: the median of the rounds'
+ratios of meshcomm's time to torch's, not the ratio of the medians beside it;
+below 1 meshcomm is faster"""
+
+
+# -- predicted --------------------------------------------------------------------------------------
 
 
 def bandwidths(operation: Operation, ranks: int, size_bytes: int, seconds: float) -> Facts:
@@ -23,7 +33,7 @@ def bandwidths(operation: Operation, ranks: int, size_bytes: int, seconds: float
 def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], sizes: Sequence[int]) -> Facts:
     """What `meshcomm costs` shows, as data that JSON can hold.
 
-    dims: an entry for each name with groups and each operation; `from_bytes`: which algorithm is fastest from which size.
+    dims: an entry for each name with groups and each operation.
     """
     families = [family for family in plan.families if family.size > 1]
     listed: list[Facts] = []
@@ -37,13 +47,9 @@ def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], si
                 seconds = line.seconds(size)
                 row = {"bytes": size, "algorithm": line.name, "chunks": line.chunks, "seconds": seconds}
                 rows.append(row | bandwidths(operation, family.size, size, seconds))
-            crossings = [
-                {"bytes": float(size), "algorithm": line.name, "chunks": line.chunks}
-                for size, line in fastest_by_size(every)
-            ]
             facts = {"dim": family.name, "size": family.size, "link": found.slowest, "operation": operation}
             levels = [hop.ranks for hop in found.route.hops]
-            listed.append(facts | {"levels": levels, "rows": rows, "from_bytes": crossings})
+            listed.append(facts | {"levels": levels, "rows": rows})
     call_us = float(machine.call_s * 10**6)
     return {"links": list(map(str, machine.levels)), "call_us": call_us, "dims": listed}
 
@@ -64,16 +70,110 @@ def cost_view(facts: Facts) -> View:
         once=2,
     )
     call = f"; {facts['call_us']:g} us for each call" if facts["call_us"] else ""
-    fastest = [f"{e['operation']} along {e['dim']}: {_crossings(e['from_bytes'])}" for e in facts["dims"]]
     notes = (
         "GB/s; busbw as nccl-tests counts it; what a model says, not what was measured; "
         "by: the algorithm that the model finds fastest. A backend chooses its own: NCCL may take another"
     )
     head = Line(f"links: {'; '.join(facts['links'])}{call}")
-    return page_view([head, table, Line("\n".join([notes, *fastest]))])
+    return page_view([head, table, Line(notes)])
 
 
-def _crossings(found: list[Facts]) -> str:
-    """`tree, ring from 3.2 MB`: algorithms by size, their numbers of chunks left out."""
-    alike = ((name, next(same)["bytes"]) for name, same in groupby(found, itemgetter("algorithm")))
-    return ", ".join(f"{name} from {bytes_text(size)}" if size else name for name, size in alike)
+# -- measured ---------------------------------------------------------------------------------------
+
+
+def row_facts(
+    dim: str,
+    ranks: int,
+    operation: Operation,
+    size_bytes: int,
+    calls: int,
+    ours_s: Sequence[float],
+    torch_s: Sequence[float],
+) -> Facts:
+    """One row. ours_s, torch_s: seconds per call of each round, of the slowest rank.
+
+    Times are medians over the rounds, ratio the median of the round-by-round ratios, bandwidths those of the median times.
+    """
+    ratio = median(a / b for a, b in zip(ours_s, torch_s, strict=True))
+    facts: Facts = {"dim": dim, "operation": operation, "bytes": size_bytes, "calls": calls, "ratio": ratio}
+    for who, times in (("meshcomm", ours_s), ("torch", torch_s)):
+        seconds = median(times)
+        spread = {"seconds": seconds, "least_s": min(times), "most_s": max(times)}
+        facts[who] = spread | bandwidths(operation, ranks, size_bytes, seconds)
+    return facts
+
+
+def fit_facts(fitted: Fitted, notes: Sequence[str] = ()) -> Facts:
+    """Latency, bandwidth and how far the model is off: by dim, and by link class; notes to show with it."""
+    left = [dict(zip(("dim", "operation", "why"), each, strict=True)) for each in fitted.left_out]
+    return {
+        "dims": {name: _fit_facts(found) for name, found in fitted.dims.items()},
+        "links": {name: _fit_facts(found) for name, found in fitted.links.items()},
+        "left_out": left,
+        "notes": list(notes),
+    }
+
+
+def _fit_facts(found: Fit) -> Facts:
+    return {
+        "dims": list(found.dims),
+        "latency_us": found.latency_s * 1e6,
+        "bandwidth_gbytes_s": found.bytes_s / 1e9,
+        "times": found.times,
+        "median_error": found.error,
+        "worst_error": found.worst,
+        "notes": list(found.notes),
+    }
+
+
+def bench_view(facts: Mapping[str, Any]) -> View:
+    """`measured_facts` for a rich console, with fit: that of `fit_facts`, or None."""
+    machine, mesh = facts["machine"], facts["mesh"]
+    head = (
+        f"mesh {coords_text(mesh['dims'])}: {mesh['world_size']} ranks on {machine['hosts']} host{'s' * (machine['hosts'] > 1)}, "
+        f"{machine['device']}, torch {machine['torch']}\n"
+        f"{machine['cpus']} cores on rank 0's host, load {machine['load']:.1f} before it began\n"
+        f"medians of {facts['rounds']} rounds, each round's slowest rank; all groups along a dim at once"
+    )
+    dims = {each["dim"]: {**each, "over": each["link"] or each["backend"]} for each in facts["dims"]}
+    table = Cells.of(
+        [dims[row["dim"]] | row for row in facts["rows"]],
+        {
+            "dim": "{dim} {size:,} {over}",
+            "operation": "operation",
+            ">bytes": ("bytes", size_text),
+            ">time": ("meshcomm.seconds", seconds_text),
+            ">algbw": "{meshcomm[algbw_gbytes_s]:.3g}",
+            ">busbw": "{meshcomm[busbw_gbytes_s]:.3g}",
+            ">torch": ("torch.seconds", seconds_text),
+            ">ratio": "{ratio:.2f}",
+        },
+        once=2,
+    )
+    skipped = (f"skipped: {e['operation'] or 'all'} along {e['dim']}: {e['why']}" for e in facts["skipped"])
+    parts: list[PagePart] = [Line(head), table, Line("\n".join([_NOTE, *skipped]))]
+    return page_view(parts if facts["fit"] is None else [*parts, *_fits(facts["fit"])])
+
+
+def _fits(fit: Mapping[str, Any]) -> list[PagePart]:
+    found = [{"link": "-", "name": name, **row} for name, row in fit["dims"].items()]
+    found += [{"link": f"links.{name}", "name": name, **row} for name, row in fit["links"].items()]
+    left: dict[str, list[str]] = {}
+    for each in fit["left_out"]:
+        left.setdefault(f"not in the fit: {each['operation']}, {each['why']}", []).append(each["dim"])
+    notes = [f"{row['name']}: {note}" for row in found for note in row["notes"]]
+    notes += ["off by: the median of |model / measured - 1|", *fit["notes"]]
+    notes += [f"{text}: {', '.join(dims)}" for text, dims in left.items()]
+    table = Cells.of(
+        found,
+        {
+            "link": "link",
+            "from the dims": ("dims", " ".join),
+            ">latency": lambda row: seconds_text(row["latency_us"] / 1e6),
+            ">GB/s": "{bandwidth_gbytes_s:.3g}",
+            ">times": "{times}",
+            ">off by": "{median_error:.0%}",
+            ">at most": "{worst_error:.0%}",
+        },
+    )
+    return [table, Line("\n".join(notes))]

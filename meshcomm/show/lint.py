@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from meshcomm.config import Config, TopologyConfig
 from meshcomm.layout import Plan
+from meshcomm.predict.links import machine
 from meshcomm.predict.lint import LintFinding, footprint
-from meshcomm.predict.machine import machine
 from meshcomm.show.page import Facts
 from meshcomm.show.units import count
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from meshcomm.config import TopologyConfig
 from meshcomm.config.rules_mesh import DEFAULTS
+from meshcomm.errors import LayoutError
 from meshcomm.layout import Family, Layout, Plan
 from meshcomm.layout.sizes import coords_text, fold
-from meshcomm.predict.links import slowest_level, span
-from meshcomm.predict.machine import Level, Machine, machine
+from meshcomm.predict.links import Level, Machine, machine, slowest_level, span
 from meshcomm.show.page import Cells, Column, Facts, Line, PagePart, View, page_view
 from meshcomm.show.units import count
 
@@ -80,9 +82,31 @@ def _on_its_device(plan: Plan) -> Plan:
     return plan.on(plan.device, DEFAULTS[plan.device]) if plan.device in DEFAULTS else plan
 
 
+def read_rank(text: str, layout: Layout) -> int:
+    """A rank as it is typed: 5, or its coords in the base or in a view, as in pp=1,dp=0,tp=1.
+
+    Raises LayoutError; UnknownDim for a dim that the layout does not have.
+    """
+    if re.fullmatch(r"\s*-?\d+\s*", text):
+        return int(text)
+    coords: dict[str, int] = {}
+    for part in re.findall(r"[^,\s]+", text) or [text]:
+        match = re.fullmatch(r"(\w+)=(\d+)", part)
+        if match is None or match[1] in coords:
+            raise LayoutError(
+                f"{part!r} is not a coord" if match is None else f"{match[1]} is there twice",
+                given=repr(text),
+                expected="a rank, or DIM=COORD pairs, each dim once, with commas between",
+                hint="5, or pp=1,dp=0,tp=1",
+            )
+        coords[match[1]] = int(match[2])
+    return layout.get_rank(**coords)
+
+
 def rank_facts(plan: Plan, rank: int, topology: TopologyConfig | None = None) -> Facts:
     """What `plan_facts` says of one rank: its coords, and of each name its group, as seen from it.
 
+    machine: its node, rack, local_rank and the ranks on its node; None without ranks_per_node.
     Raises LayoutError where the mesh does not have `rank`.
     """
     layout, seen = plan.layout, _on_its_device(plan).for_rank(rank)
@@ -111,6 +135,21 @@ def rank_facts(plan: Plan, rank: int, topology: TopologyConfig | None = None) ->
         "views": {view: layout.coords(rank, view) for view in layout.views},
         "creations": seen.creations,
         "groups": listed,
+        "machine": None if topology is None else _machine(layout, rank, topology),
+    }
+
+
+def _machine(layout: Layout, rank: int, topology: TopologyConfig) -> Facts | None:
+    per_node, racks = topology.ranks_per_node, topology.nodes_per_rack
+    if per_node is None:
+        return None
+    node = rank // per_node
+    members = np.sort(layout.ranks[layout.ranks // per_node == node])
+    return {
+        "node": node,
+        "rack": None if racks is None else node // racks,
+        "local_rank": rank % per_node,
+        "ranks": members.tolist(),
     }
 
 
@@ -130,17 +169,19 @@ def plan_page(facts: Facts) -> list[PagePart]:
         cost = facts["footprint"]
         held, size = count(cost["nccl"], "NCCL communicator"), cost["nccl_mb"] / 1000
         parts.append(Line(f"a rank has up to {held}: about {size:.1f} GB, an estimate from NVIDIA/nccl#964"))
-    return [*parts, *rank_page(facts["rank"])] if "rank" in facts else parts
+    return [*parts, *_rank_page(facts["rank"])] if "rank" in facts else parts
 
 
-def rank_page(rank: Facts, *about: PagePart) -> list[PagePart]:
-    """One rank's coords, in the base and in every view; a row for each name: its group and ring neighbours.
-
-    about: stands between the two.
-    """
+def _rank_page(rank: Facts) -> list[PagePart]:
+    """One rank's coords, in the base and in every view; its node; a row for each name: its group and ring neighbours."""
     text = f"rank {rank['rank']}: {coords_text(rank['coords'])}"
     for view, coords in rank["views"].items():
         text += f"; {view}: {coords_text(coords)}"
+    machine = rank["machine"]
+    if machine is not None:
+        rack = "" if machine["rack"] is None else f" in rack {machine['rack']}"
+        text += f"\nnode {machine['node']}{rack}, local rank {machine['local_rank']}; "
+        text += f"ranks on the node: {fold(machine['ranks'])}"
     columns: dict[str, Column] = {
         "dim": "name",
         ">coord": "{coord} of {size}",
@@ -152,7 +193,7 @@ def rank_page(rank: Facts, *about: PagePart) -> list[PagePart]:
     }
     if "nodes" in rank["groups"][0]:
         columns[">nodes"] = "{nodes}"
-    return [Line(text), *about, Cells.of(rank["groups"], columns)]
+    return [Line(text), Cells.of(rank["groups"], columns)]
 
 
 def _neighbour(rank: int | None, wraps: bool) -> str | None:

@@ -10,8 +10,7 @@ from meshcomm.config.model import FACTS
 from meshcomm.config.section import Table
 from meshcomm.layout import Layout
 from meshcomm.predict.estimate import Flow, expected
-from meshcomm.predict.links import span
-from meshcomm.predict.machine import Machine, machine
+from meshcomm.predict.links import Machine, machine, span
 from meshcomm.predict.times import bus_factor, fastest
 from meshcomm.show.plan import plan_facts
 

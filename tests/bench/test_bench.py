@@ -22,11 +22,10 @@ from meshcomm.config import Config, TopologyConfig, load_config
 from meshcomm.errors import ConfigError, UnknownDim
 from meshcomm.layout import Plan
 from meshcomm.predict.fit import ASSUMED, MARK, Time, assumed, fit, fit_links, measured_text, work
-from meshcomm.predict.links import Hop, Route, span
-from meshcomm.predict.machine import known_machine
+from meshcomm.predict.links import Hop, Route, known_machine, span
 from meshcomm.predict.times import COUNTED, OPERATIONS, Operation, bus_factor, counted_bytes, lines
 from meshcomm.reductions import REDUCTIONS
-from meshcomm.show.bench import bench_view, fit_facts, row_facts
+from meshcomm.show.costs import bench_view, fit_facts, row_facts
 from meshcomm.testing import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -321,7 +320,7 @@ def test_the_table_has_every_row_and_what_was_left_out() -> None:
 
 def on_ranks(operations: tuple[Operation, ...], lacking: tuple[str, ...]) -> dict[str, Any]:
     """The facts, and for each item under "made" how many calls of either side this rank has made."""
-    from meshcomm.bench.calls import Call, Pair, pair
+    from meshcomm.bench.measure import Call, Pair, pair
 
     made: list[list[int]] = []
 

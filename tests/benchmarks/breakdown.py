@@ -10,8 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from meshcomm.bench.calls import pair
-from meshcomm.bench.measure import in_turn, slowest
+from meshcomm.bench.measure import in_turn, pair, slowest
 from meshcomm.comm.spans import PASSES, Span, Spans
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError

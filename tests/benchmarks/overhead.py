@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshcomm
-from meshcomm.bench.calls import Call, Pair, pair
-from meshcomm.bench.measure import in_turn
+from meshcomm.bench.measure import Call, Pair, in_turn, pair
 from meshcomm.mesh import Mesh
 from meshcomm.predict.times import OPERATIONS
 from meshcomm.show.page import terminal

@@ -27,7 +27,7 @@ from meshcomm.mesh import exposure
 from meshcomm.mesh.environment import Launch, find_launch
 from meshcomm.mesh.exposure import ExposedRendezvous
 from meshcomm.mesh.rendezvous import meet
-from meshcomm.predict.lint import GLOO_DESCRIPTORS
+from meshcomm.predict.lint import GLOO_DESCRIPTORS, footprint
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 from tests.ports import free_port
@@ -161,7 +161,9 @@ def spent(sizes: dict[str, int]) -> tuple[int, int]:
         for name in (*sizes, "all"):
             mesh.all_reduce(name, torch.ones(8))
             mesh.all_to_all(name, torch.ones(8))
-        return host.descriptors(None).used - before, host.descriptors_needed(mesh.plan, mesh.device)
+        used = host.descriptors(None).used - before
+        settings = load_config({"mesh": {"dims": sizes, "merge": {"all": list(sizes)}, "device": "cpu"}})
+        return used, footprint(settings, mesh.plan, mesh.world_size).descriptors
 
 
 def test_the_need_of_a_plan_is_what_a_mesh_then_uses(pool: Pool) -> None:

@@ -17,9 +17,8 @@ from meshcomm.cli import app
 from meshcomm.config import TopologyConfig, load_config
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Layout
-from meshcomm.predict.links import Span, span, strided
+from meshcomm.predict.links import Machine, Span, discovered, known_machine, span, strided
 from meshcomm.predict.lint import footprint, lint
-from meshcomm.predict.machine import Machine, discovered, known_machine
 from meshcomm.show.plan import plan_facts
 
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,7 @@ from meshcomm.errors import ConfigError
 from meshcomm.layout import Layout
 from meshcomm.layout.sizes import divisors
 from meshcomm.predict.estimate import BASE, Sizes, workload
-from meshcomm.predict.links import span
-from meshcomm.predict.machine import known_machine
+from meshcomm.predict.links import known_machine, span
 from meshcomm.predict.place import (
     orders,
     place_config,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,7 @@ from meshcomm.algorithms import (
 from meshcomm.cli import app
 from meshcomm.config import load_config
 from meshcomm.errors import ConfigError
-from meshcomm.predict.links import Hop, Route, span
-from meshcomm.predict.machine import known_machine
+from meshcomm.predict.links import Hop, Route, known_machine, span
 from meshcomm.predict.times import (
     BACKENDS_OWN,
     OPERATIONS,
@@ -34,7 +31,6 @@ from meshcomm.predict.times import (
     best,
     bus_factor,
     fastest,
-    fastest_by_size,
     lines,
     named_operations,
 )
@@ -150,30 +146,11 @@ def test_groups_of_one_take_no_time_calls_cost_what_is_said_and_backends_choose_
     assert fastest("all_reduce", flat(8), 8).name == "double_tree"
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_the_fastest_by_size_is_the_least_of_all_everywhere(seed: int) -> None:
-    chance = random.Random(seed)
-    some = [
-        Line(f"l{i}", 1, Fraction(chance.randrange(12)), Fraction(chance.randrange(12)))
-        for i in range(chance.randrange(1, 9))
-    ]
-    found = fastest_by_size(some)
-    sizes = [size for size, _ in found]
-    assert sizes[0] == 0 and sizes == sorted(set(sizes))
-    probes = {Fraction(n, 7) for n in range(120)} | set(sizes) | {s + Fraction(1, 10**9) for s in sizes}
-    for probe in probes:
-        least = min(line.fixed_s + line.byte_s * probe for line in some)
-        here = [line for size, line in found if size <= probe][-1]
-        assert here.fixed_s + here.byte_s * probe == least
-    # At each point both neighbours are equal: it is exact.
-    for (_, before), (size, after) in pairwise(found):
-        assert before.fixed_s + before.byte_s * size == after.fixed_s + after.byte_s * size
-
-
-def test_the_crossover_of_two_algorithms_by_hand() -> None:
+def test_which_of_two_algorithms_is_best_changes_at_the_size_by_hand() -> None:
     # 8 ranks: recursive doubling 3 alpha + 3 S beta, halving-doubling 6 alpha + 7/4 S beta.
-    found = [(size, line.name) for size, line in fastest_by_size(lines("all_reduce", flat(8)))]
-    assert found == [(0, "recursive_doubling"), (1_200_000, "halving_doubling")]
+    every = lines("all_reduce", flat(8))
+    found = {size: best(every, size).name for size in (1_199_999, 1_200_001)}
+    assert list(found.values()) == ["recursive_doubling", "halving_doubling"]
 
 
 def test_bus_bandwidth_as_nccl_tests_counts_it() -> None:

@@ -20,9 +20,8 @@ from meshcomm.errors import ConfigError, LayoutError, UnknownDim
 from meshcomm.show.diff import diff_facts, diff_page
 from meshcomm.show.grid import RankGrid, grid_facts
 from meshcomm.show.page import as_text, page_view
-from meshcomm.show.plan import plan_facts, plan_view
+from meshcomm.show.plan import plan_facts, plan_view, read_rank
 from meshcomm.show.stats import traffic_view
-from meshcomm.show.where import ranks_at, read_place, where_facts, where_page
 from tests.show.shown import (
     GPT,
     LLAMA,
@@ -129,6 +128,7 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
         ([MESH, "--export", "topo.svg", "--json"], ["leave --json"]),
         ([MESH, "--diff", MESH, "--by", "dp", "--grid"], ["leave --grid and --by out"]),
         ([MESH, "--export", "topo.svg", "--schedule"], ["and --schedule out"]),
+        ([MESH, "--rank", "pp=1,tp=0"], ["given:    pp=1, tp=0", "try:      add dp"]),
     ],
 )
 def test_what_is_wrong_is_said_on_stderr_with_exit_code_2(words: list[str], said: list[str]) -> None:
@@ -208,7 +208,7 @@ for words in eval(sys.argv[1]):
         ["plan", *BIG, "--by", "dp"],
         ["plan", *world, "--export", str(tmp_path / "topo.svg")],
         ["plan", *world, "--rank", "777"],
-        ["plan", *world, "--rank", "pp=3"],
+        ["plan", *world, "--rank", "pp=3,dp=5,tp=1"],
         ["plan", *world, "--diff", GPT],
     ]
     done = python("-c", program, repr(words))
@@ -233,9 +233,7 @@ def test_no_line_is_wider_than_the_console_and_no_word_of_a_table_is_broken(widt
         settings = load_config(source).resolved(world)
         plan = settings.plan(world)
         topology = settings.topology if settings.topology.ranks_per_node else nodes(4)
-        places: tuple[Any, ...] = (rank, {next(iter(plan.layout.dims)): 1})
         shown.append(plan_view(plan, rank, topology))
-        shown += [page_view(where_page(where_facts(plan, place, topology))) for place in places]
         shown += [RankGrid(grid_facts(plan, by, topology, rank)) for by in (*plan.layout.names, None)]
     for view in shown:
         lines = as_text(view, width).splitlines()
@@ -310,46 +308,34 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(
 # -- where --------------------------------------------------------------------------------------------
 
 
-def test_a_place_is_read_and_refused() -> None:
-    assert read_place("5") == 5
-    assert read_place("pp=1, dp=0 tp=1") == {"pp": 1, "dp": 0, "tp": 1}
+def test_a_rank_is_read_and_refused() -> None:
+    layout = plan_of(**WIDE, rank_order=np.random.default_rng(0).permutation(24).tolist()).layout
+    assert read_rank("5", layout) == 5
+    for a, b, c in product(range(2), range(3), range(4)):
+        assert read_rank(f"a={a}, b={b} c={c}", layout) == layout.get_rank(a=a, b=b, c=c)
+    for x, y in product(range(6), range(4)):
+        assert read_rank(f"x={x},y={y}", layout) == layout.get_rank(x=x, y=y)
     for wrong, said in (
         ("five", "'five' is not a coord"),
-        ("pp=1,pp=0", "pp is there twice"),
+        ("a=1,a=0", "a is there twice"),
         (" ", "' ' is not a coord"),
+        ("a=1,c=0", "coords that do not say one rank"),
+        ("a=0,b=0,c=4", r"c=4 is outside the mesh(.|\n)*expected: 0 to 3"),
     ):
         with pytest.raises(LayoutError, match=said):
-            read_place(wrong)
-
-
-def test_ranks_by_coords_against_plain_counting() -> None:
-    layout = plan_of(**WIDE, rank_order=np.random.default_rng(0).permutation(24).tolist()).layout
-    for a, c in product(range(2), range(4)):
-        wanted = [r for r in range(24) if layout.coords(r)["a"] == a and layout.coords(r)["c"] == c]
-        assert sorted(ranks_at(layout, {"a": a, "c": c})) == wanted
-        assert sorted(ranks_at(layout, {"ac": 4 * a + c})) == wanted
-    for x, y in product(range(6), range(4)):
-        assert ranks_at(layout, {"x": x, "y": y}) == [layout.get_rank(x=x, y=y)]
-    assert ranks_at(layout, {"a": 0, "x": 5}) == []
-    with pytest.raises(LayoutError, match=r"c=4 is outside the mesh(.|\n)*expected: 0 to 3"):
-        ranks_at(layout, {"c": 4})
+            read_rank(wrong, layout)
     with pytest.raises(UnknownDim, match=r"has no dim 'd'"):
-        ranks_at(layout, {"d": 0})
+        read_rank("d=0", layout)
 
 
 def test_where_a_rank_is() -> None:
     facts = json.loads(run("plan", QUICK, "--rank", "6", *NODES, "--json").out)
-    assert facts["machine"] == {"node": 1, "rack": None, "local_rank": 2, "ranks": [4, 5, 6, 7]}
+    assert facts["rank"]["machine"] == {"node": 1, "rack": None, "local_rank": 2, "ranks": [4, 5, 6, 7]}
     settings = load_config(ROOT / QUICK, ["topology.ranks_per_node=4"])
     assert facts["rank"] == plan_facts(settings.plan(8), 6, settings.topology)["rank"]
-    # And back, by all of its coords or some of them.
+    # And back, by its coords.
     coords = ",".join(f"{name}={coord}" for name, coord in facts["rank"]["coords"].items())
-    back = json.loads(run("plan", QUICK, "--rank", coords, *NODES, "--json").out)
-    assert {**back, "asked": 6} == facts
-    assert json.loads(run("plan", MESH, "--rank", "tp=1", "--json").out)["ranks"] == [1, 3, 5, 7]
-    assert (
-        run("plan", MESH, "--rank", "dp=0,edp=0,ep=2").out.rstrip().endswith("\nno rank has dp=0 edp=0 ep=2")
-    )
+    assert json.loads(run("plan", QUICK, "--rank", coords, *NODES, "--json").out) == facts
     shown = run("plan", QUICK, "--rank", "6", *NODES).out
     assert "\nnode 1, local rank 2; ranks on the node: 4 5 6 7\n" in shown
 

@@ -9,8 +9,7 @@ from typing import Any, Final, NamedTuple
 from meshcomm.config import load_config
 from meshcomm.layout import Layout
 from meshcomm.predict.estimate import workload
-from meshcomm.predict.links import span
-from meshcomm.predict.machine import Machine, known_machine
+from meshcomm.predict.links import Machine, known_machine, span
 from meshcomm.predict.place import Share, rank_placements
 from meshcomm.predict.times import fastest
 
