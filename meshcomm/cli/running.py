@@ -150,7 +150,6 @@ def dryrun(
     sample: Annotated[
         int, typer.Option(min=0, help="Run so many ranks drawn at random besides those that stand for all.")
     ] = 8,
-    seed: Annotated[int, typer.Option(help="Draws the sample.")] = 0,
     steps: Annotated[
         int, typer.Option(min=1, help="Leave SCRIPT after so many of mesh.step(), or steps of a Trainer.")
     ] = 2,
@@ -179,7 +178,7 @@ def dryrun(
     if first.suffix == ".py" or second is not None:
         config, path, arguments = named("dryrun", first, second, context.args, overrides)
         script = Script(path, tuple(arguments), config, tuple(overrides or ()), steps)
-    facts = job(config, overrides or (), world, script, Sample(rank or (), sample, seed))
+    facts = job(config, overrides or (), world, script, Sample(rank or (), sample))
     show_facts(facts, json, dry_view)
     raise typer.Exit(1 if facts["findings"] or facts["memory"]["fits"] is False else 0)
 

@@ -80,7 +80,8 @@ class Hollow(LedgerMode):
 
     They are plain tensors: their storages have an address and a size, and reading them gives zeros. What a result looks
     like is found out once for each operator and kind of arguments, on torch's FakeTensors; views are made by torch.
-    Calls on groups are over at once, and answer nothing. Every look at a value gives `answer`, 0 unless somebody changes it.
+    Calls on groups are over at once, and answer nothing. Every look at a value gives 0; in a step of an optimizer, which
+    divides by what follows from the number of its steps, 1.
 
     Args:
         ledger: told of memory and FLOPs. calls: a `Passes`, which takes the calls on groups.
@@ -90,7 +91,6 @@ class Hollow(LedgerMode):
 
     def __init__(self, ledger: Ledger, calls: Any) -> None:
         super().__init__(ledger)
-        self.answer = 0
         self._calls = calls
         self._fake = FakeMode(allow_non_fake_inputs=True)
         self._known = _learned()
@@ -124,7 +124,7 @@ class Hollow(LedgerMode):
         self._names[func] = str(func)
         schema, namespace = schema_of(func), func.namespace
         if func is torch.ops.aten._local_scalar_dense.default:
-            return lambda func, args, kwargs: _value(args[0].dtype, self.answer)
+            return lambda func, args, kwargs: _value(args[0].dtype, int(self._ledger.stepping))
         if func is torch.ops.aten.equal.default:
             return lambda func, args, kwargs: args[0].shape == args[1].shape
         if func is torch.ops.aten.bincount.default:

@@ -68,7 +68,7 @@ class Ledger:
     """While it is entered, follows the memory of every tensor that it is told of, until nobody holds it.
 
     Bytes of storages, each counted once. What kernels use inside themselves is not seen, nor what an allocator keeps
-    besides. flops: computed since the start or `restart`.
+    besides. flops: computed since the start or `restart`. stepping: an optimizer makes a step.
 
     Args:
         stretch: says what the program is doing, in words, and whether that is a forward pass.
@@ -77,6 +77,7 @@ class Ledger:
 
     def __init__(self, stretch: Callable[[], tuple[str, bool]], *, hollow: bool = False) -> None:
         self.live = 0
+        self.stepping = False
         self._stretch = stretch
         self._hollow = hollow
         self._held: dict[int, _Held] = {}

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 from meshcomm.comm.diagnosis import shortest_way
 from meshcomm.dryrun.compare import DryRunFinding, Members, call_text
@@ -17,22 +17,6 @@ if TYPE_CHECKING:
 
 # The seconds that a call takes once all have come: of a group with these ranks, of a message the two ends.
 Seconds: TypeAlias = "Callable[[Span, Members], float]"
-COMPUTE: Final = "compute"
-
-
-class Bar(NamedTuple):
-    """What one rank did from `began` to `over`, seconds from the step's start.
-
-    lane: "compute", or the dim of the call. name: the pass under way, or the call. late: the part of it until the
-    last of the others had come; of what is computed 0.
-    """
-
-    rank: int
-    lane: str
-    name: str
-    began: float
-    over: float
-    late: float = 0.0
 
 
 class Dim(NamedTuple):
@@ -47,8 +31,8 @@ class Dim(NamedTuple):
 
 @dataclass
 class Replay:
-    """The reported part of the ranks that were run. ends: how long each took. bars: what stood in the way, in order, and
-    passes.
+    """The reported part of the ranks that were run, in seconds. ends: how long each took. computed: of that, what it
+    computed.
 
     early: ranks that exchange messages with ranks that were not run, and so come earlier than they would: nobody waits
     in truth as they do.
@@ -57,7 +41,7 @@ class Replay:
     """
 
     ends: dict[int, float] = field(default_factory=dict)
-    bars: list[Bar] = field(default_factory=list)
+    computed: dict[int, float] = field(default_factory=dict)
     dims: dict[int, dict[str, Dim]] = field(default_factory=dict)
     stuck: list[DryRunFinding] = field(default_factory=list)
     early: set[int] = field(default_factory=set)
@@ -113,7 +97,7 @@ class _Rank:
         self.flops = 0
         self.calls: dict[int, _Collective | _Messages] = {}
         self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        self.began = 0.0
+        self.began = self.computed = 0.0
 
     @property
     def ended(self) -> bool:
@@ -166,15 +150,10 @@ class _Replayer:
             waiting = [rank for rank in waiting if not rank.ended]
         for rank in self.ranks.values():
             if rank.ended:
-                self.compute(rank, rank.step.flops, "between passes")
+                self.compute(rank, rank.step.flops)
                 self.found.ends[rank.number] = rank.now - rank.began
+            self.found.computed[rank.number] = rank.computed
             self.found.dims[rank.number] = {dim: Dim(*sums) for dim, sums in rank.sums.items()}
-        origin = min((rank.began for rank in self.ranks.values()), default=0.0)
-        self.found.bars = [
-            bar._replace(began=bar.began - origin, over=bar.over - origin)
-            for bar in self.found.bars
-            if bar.over > (began := self.ranks[bar.rank].began) or not began
-        ]
         return self.found
 
     def advance(self, rank: _Rank) -> bool:
@@ -182,9 +161,9 @@ class _Replayer:
         first = rank.at
         while not rank.ended:
             event = rank.step.events[rank.at]
-            self.compute(rank, event.flops, event.during)
+            self.compute(rank, event.flops)
             if event.kind == "part":
-                rank.began = rank.now
+                rank.began, rank.computed = rank.now, 0.0
                 rank.sums.clear()
             elif event.kind == "start":
                 self.start(rank, event.call)
@@ -193,14 +172,12 @@ class _Replayer:
             rank.at += 1
         return rank.at > first
 
-    def compute(self, rank: _Rank, flops: int, during: str) -> None:
+    def compute(self, rank: _Rank, flops: int) -> None:
         """Until so many operations are done."""
-        if flops <= rank.flops:
-            return
-        until = rank.now + (flops - rank.flops) * self.flop_s
-        if self.flop_s:
-            self.found.bars.append(Bar(rank.number, COMPUTE, during, rank.now, until))
-        rank.now, rank.flops = until, flops
+        if flops > rank.flops:
+            seconds = (flops - rank.flops) * self.flop_s
+            rank.now, rank.flops = rank.now + seconds, flops
+            rank.computed += seconds
 
     def start(self, rank: _Rank, number: int) -> None:
         """A call begins."""
@@ -253,10 +230,8 @@ class _Replayer:
         sums = rank.sums[span.lane]
         sums[0] += max(0.0, over - starts)
         if over > rank.now:
-            late = max(0.0, last - rank.now)
             sums[1] += over - rank.now
-            sums[2] += late
-            self.found.bars.append(Bar(rank.number, span.lane, span.call, rank.now, over, late))
+            sums[2] += max(0.0, last - rank.now)
             rank.now = over
         return True
 
