@@ -187,11 +187,6 @@ class EmulatedWork(Work):  # type: ignore[misc]
     def result(self) -> list[Tensor]:
         return [x for item in self._items for x in item.kept]
 
-    def source_rank(self) -> int:
-        raise RuntimeError("sourceRank() may only be called on work objects that correspond to a recv")
-
-    _source_rank = source_rank
-
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
         # Completed when queued, as with NCCL: the value is used behind the call on the current stream.
