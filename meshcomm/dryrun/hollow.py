@@ -52,8 +52,7 @@ class _Known(NamedTuple):
     """What an operator does with arguments of some shapes.
 
     memories: bytes of each new one. leaves: tensors as _Result, anything else as it is. structure: None for a single
-    leaf, tuple for a tuple of them, else pytree's. resized: which arguments become another size. single: the only
-    thing that it makes, a tensor of its own. real: on the meta device, where torch does it all.
+    leaf, else pytree's. resized: which arguments become another size. real: on the meta device, where torch does it all.
     """
 
     memories: tuple[int, ...]
@@ -61,7 +60,6 @@ class _Known(NamedTuple):
     structure: Any
     resized: tuple[tuple[int, _Result], ...]
     flops: int
-    single: _Result | None = None
     real: bool = False
 
 
@@ -167,8 +165,6 @@ class Hollow(LedgerMode):
             return func(*args, **kwargs)
         ledger, name = self._ledger, self._names.get(func, "")
         ledger.flops += known.flops
-        if known.single is not None:
-            return _made(self._memory(known.memories[0], name), known.single)
         memories = [self._memory(nbytes, name) for nbytes in known.memories]
         for number, result in known.resized:
             _made(memories[result.memory], result, tensors[number])
@@ -180,9 +176,7 @@ class Hollow(LedgerMode):
         ]
         if func.namespace == "fsdp":
             ledger.copied(tensors)
-        if known.structure is None:
-            return found[0]
-        return tuple(found) if known.structure is tuple else unflatten_tree(found, known.structure)
+        return found[0] if known.structure is None else unflatten_tree(found, known.structure)
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
         """As many bins as asked for: what is counted is 0 everywhere."""
@@ -246,12 +240,8 @@ class Hollow(LedgerMode):
             return _REAL
         found = tuple(one(x) for x in flat)
         sizes = tuple(size for _, size in memories.values())
-        if len(flat) == 1 and flat[0] is result:
-            alone = type(found[0]) is _Result and found[0].given < 0 and not resized
-            plain = found[0] if alone and func.namespace != "fsdp" else None
-            return _Known(sizes, found, None, tuple(resized), flops, plain)
-        of = tuple if type(result) is tuple and len(flat) == len(result) else structure
-        return _Known(sizes, found, of, tuple(resized), flops)
+        alone = len(flat) == 1 and flat[0] is result
+        return _Known(sizes, found, None if alone else structure, tuple(resized), flops)
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self.inside(func.decompose, *args, **kwargs)

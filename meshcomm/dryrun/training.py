@@ -172,7 +172,6 @@ def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None)
                     for call, (nbytes, number) in calls.items()
                 ],
                 "bytes": sum(nbytes for nbytes, _ in calls.values()),
-                "busy_s": None if longest is None else longest.busy,
                 "exposed_s": None if longest is None else longest.waits - longest.late,
                 "late_s": None if longest is None or met is None or rank in met.early else longest.late,
             }

@@ -282,11 +282,9 @@ class SimulatedGroup:
             scheduler, actor, direction, site.call, self.label, lambda: peers, site, 0, other, tag
         )
         self._messages += 1
-        if direction == "send":
-            assert peer is not None
-            mine = PendingMessage(x, coord, peer, work, self._messages)
-        else:
-            mine = PendingMessage(x, peer, coord, work, self._messages)
+        src, dst = (coord, peer) if direction == "send" else (peer, coord)
+        assert dst is not None
+        mine = PendingMessage(x, src, dst, work, self._messages)
         ends = self._ends[mine.dst, tag]
         fits = [
             end

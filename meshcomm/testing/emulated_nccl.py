@@ -629,9 +629,6 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
                     self._overdue(item, limit_s)
 
     def _overdue(self, item: _Item, limit_s: float) -> None:
-        mode = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-        if mode == "0":
-            return
         print(
             f"[Rank {item.queue.rank()}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum="
             f"{item.number}, OpType={item.name}, Timeout(ms)={limit_s * 1000:.0f}) ran for "
@@ -641,10 +638,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         # The time of the flight recorder's dump, in which the process lives on.
         if self._ended.wait(self._dump_s):
             return
-        if mode == "2":
-            for queue in list(self.queues):
-                queue.abort()
-        elif not item.over.is_set():
+        if not item.over.is_set():
             print(
                 f"[Rank {item.queue.rank()}] To avoid data inconsistency, we are taking the entire process down.",
                 file=sys.stderr,
