@@ -154,7 +154,6 @@ def dryrun(
     every stage, every corner, and a sample. Exit code 1 where calls do not meet, or memory exceeds topology.memory_gbytes.
     """
     from meshcomm.dryrun.script import Script
-    from meshcomm.dryrun.world import Sample
     from meshcomm.jobs.dryrun import dryrun as job
     from meshcomm.show.dryrun import dry_view
 
@@ -170,7 +169,7 @@ def dryrun(
     if first.suffix == ".py" or second is not None:
         config, path, arguments = named("dryrun", first, second, context.args, overrides)
         script = Script(path, tuple(arguments), config, tuple(overrides or ()), steps)
-    facts = job(config, overrides or (), world, script, Sample(rank or (), sample))
+    facts = job(config, overrides or (), world, script, rank or (), sample)
     show_facts(facts, json, dry_view)
     raise typer.Exit(1 if facts["findings"] or facts["memory"]["fits"] is False else 0)
 

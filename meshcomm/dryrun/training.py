@@ -13,7 +13,7 @@ import numpy as np
 from meshcomm.config import Config, TopologyConfig
 from meshcomm.dryrun.rank import pretended_step
 from meshcomm.dryrun.replay import Replay, Seconds, replay
-from meshcomm.dryrun.world import SAMPLE, Sample, World, dry_world
+from meshcomm.dryrun.world import World, chosen, dry_world
 from meshcomm.predict.links import span as links_of
 from meshcomm.predict.lint import footprint
 from meshcomm.predict.machine import Machine, discovered, machine
@@ -31,14 +31,18 @@ Facts = dict[str, Any]
 _LIKE: Final[dict[str, Operation]] = {"gather": "reduce", "scatter": "broadcast"}
 
 
-def dry_training(settings: Config, world: int, sample: Sample = SAMPLE) -> Facts:
-    """Run it as ranks that stand for all of `world`; what was found out, as plain data. Raises as `dry_world`."""
+def dry_training(settings: Config, world: int, ranks: Sequence[int] = (), sample: int = 8) -> Facts:
+    """Run it as ranks that stand for all of `world`; what was found out, as plain data.
+
+    ranks, sample: more of them, see `chosen`. Raises as `chosen` and `dry_world`.
+    """
     began = time.perf_counter()
     settings = settings.resolved(world)
     topology = discovered(settings.topology, os.environ)
     pipeline = None if settings.parallel is None else settings.parallel.pipeline
     program, layout = partial(pretended_step, settings), settings.plan(world).layout
-    found = dry_world(program, layout, pipeline, sample, replayed=priced(topology))
+    first = chosen(layout, pipeline, also=ranks, sample=sample)
+    found = dry_world(program, layout, pipeline, first, replayed=priced(topology))
     return dry_facts(found, settings, topology, time.perf_counter() - began)
 
 

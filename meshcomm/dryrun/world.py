@@ -62,45 +62,25 @@ class World(NamedTuple):
         return 0 if self.pipeline is None else self.layout.coord(rank, self.pipeline)
 
 
-class Sample(NamedTuple):
-    """Ranks to run besides those that stand for all, see `chosen`: `ranks`, and `drawn` ones.
-
-    stages_only: in place of those that stand for all, one of each stage.
-    """
-
-    ranks: Sequence[int] = ()
-    drawn: int = 8
-    stages_only: bool = False
-
-
-SAMPLE: Final = Sample()
-
-
 def dry_world(
     program: Program,
     layout: Layout,
     pipeline: str | None = None,
-    sample: Sample = SAMPLE,
+    ranks: Sequence[int] | None = None,
     *,
     processes: int | None = None,
     replayed: Callable[[Sequence[RankStep], Callable[[int], str]], Replay] = replay,
 ) -> World:
     """Run `program` as some ranks of the world of `layout`, and compare what they call.
 
-    pipeline: the dim of the stages. processes: that run ranks at the same time; None: as many as there are cores; 0: this
-    one does. replayed: how calls meet.
+    pipeline: the dim of the stages. ranks: these first; None: those that are `chosen`. processes: that run ranks at the
+    same time; None: as many as there are cores; 0: this one does. replayed: how calls meet.
 
-    Raises ConfigError, LayoutError; RankFailed where the program of a rank raises.
+    Raises ConfigError; RankFailed where the program of a rank raises.
     """
-    for rank in sample.ranks:
-        layout.position(rank)
     if pipeline is not None and layout.size(pipeline) == 1:
         pipeline = None
-    if sample.stages_only:
-        line = [layout.rank_of(0)] if pipeline is None else layout.group_of(layout.rank_of(0), pipeline)
-        first = sorted({*map(int, line), *sample.ranks})
-    else:
-        first = chosen(layout, pipeline, also=sample.ranks, sample=sample.drawn)
+    first = chosen(layout, pipeline) if ranks is None else ranks
 
     def where(rank: int) -> str:
         coords = " ".join(f"{dim}={coord}" for dim, coord in layout.coords(rank).items())
@@ -153,11 +133,13 @@ def chosen(
 
     The first, middle and last coord along each dim of the base and of each view, the others being 0; every stage
     of `pipeline`; every corner, which is first or last along each dim; those in `also`; and `sample` more, drawn
-    at random, the same each time. All of them in worlds of up to 16.
+    at random, the same each time. All of them in worlds of up to 16. Raises LayoutError for a rank that is not there.
 
     >>> chosen(Layout({"pp": 4, "dp": 64, "tp": 8}), "pp", sample=0)[:6]
     [0, 4, 7, 256, 504, 511]
     """
+    for rank in also:
+        layout.position(rank)
     world = layout.world_size
     everyone = [int(rank) for rank in layout.ranks]
     if world <= WHOLE:

@@ -121,8 +121,8 @@ class _Item:
         self.queue = queue
         self.name = name
         self.run = run
+        self.tensors = tensors
         self.memory = [(*span_of(x), written) for x, written in tensors if x.numel()]
-        self.kept = [x for x, _ in tensors]
         self.number = self.record = 0
         self.queued_at = 0.0
         self.after: list[_Item] = []
@@ -185,7 +185,7 @@ class EmulatedWork(Work):  # type: ignore[misc]
         return dist.DistBackendError("NCCL communicator was aborted") if gone else None
 
     def result(self) -> list[Tensor]:
-        return [x for item in self._items for x in item.kept]
+        return [x for item in self._items for x, _ in item.tensors]
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
@@ -378,9 +378,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
                 if work is not None:  # a message
                     work.wait()
 
-        whole = _Item(self, "COALESCED", run, [])
-        whole.memory = [each for item in items for each in item.memory]
-        whole.kept = [x for item in items for x in item.kept]
+        whole = _Item(self, "COALESCED", run, [each for item in items for each in item.tensors])
         self._queue(whole)
         return EmulatedWork([whole])
 
@@ -485,9 +483,8 @@ class Graph:
 
     def replay(self) -> None:
         for captured in self.items:
-            item = _Item(captured.queue, captured.name, captured.run, [])
-            item.memory, item.kept, item.waited = captured.memory, captured.kept, True
-            item.number = captured.number
+            item = _Item(captured.queue, captured.name, captured.run, captured.tensors)
+            item.waited, item.number = True, captured.number
             captured.queue.submit(item)
 
 
