@@ -257,7 +257,7 @@ class Hollow(LedgerMode):
         work = ToldWork(args, self._waited)
         known = tell_hooks(func, args, (), work)
         if not known:
-            self._calls.beyond()
+            self._calls.unseen += 1
         self._works[work] = self._calls.waiting() if known else int
         returned = len(schema_of(func).returns)
         return None if not returned else work.boxed() if returned == 1 else (args[0], work.boxed())
@@ -270,7 +270,7 @@ class Hollow(LedgerMode):
         outputs = [each for each in leaves_of(found) if isinstance(each, Tensor)]
         before = len(self._calls.calls)
         if not tell_hooks(func, args, outputs, None):
-            self._calls.beyond()
+            self._calls.unseen += 1
         if len(self._calls.calls) > before:
             told = self._calls.waiting()
             self._flying.update({storage_id(each): told for each in outputs})

@@ -113,10 +113,6 @@ class Passes(Spans):
         self.events: list[Event] = []
         self.unseen = 0
 
-    def beyond(self) -> None:
-        """A call was made on a group that is none of the mesh's."""
-        self.unseen += 1
-
     def ledger(self, hollow: bool) -> Ledger:
         """A ledger that knows the current pass. Events take their FLOPs from it."""
         ledger = Ledger(self.stretch, hollow=hollow)
