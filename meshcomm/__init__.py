@@ -27,27 +27,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Every public name and where it lives. Loaded when first used: what needs no torch imports none.
-_PUBLIC = {
-    "Config": "meshcomm.config",
-    "GradientSync": "meshcomm.parallel",
-    "GroupOptions": "meshcomm.layout",
-    "Handle": "meshcomm.comm",
-    "Layout": "meshcomm.layout",
-    "Mesh": "meshcomm.mesh",
-    "MeshConfig": "meshcomm.config",
-    "MeshcommError": "meshcomm.errors",
-    "ModelSpec": "meshcomm.models",
-    "Plan": "meshcomm.layout",
-    "Trainer": "meshcomm.train",
-    "explain_pattern": "meshcomm.pattern",
-    "init": "meshcomm.mesh",
-    "load_config": "meshcomm.config",
-    "plan": "meshcomm.config",
-    "simulate": "meshcomm.simulator",
-    "tensor_parallel": "meshcomm.parallel",
+_FOLDERS = {
+    "comm": ("Handle",),
+    "config": ("Config", "MeshConfig", "load_config", "plan"),
+    "errors": ("MeshcommError",),
+    "layout": ("GroupOptions", "Layout", "Plan"),
+    "mesh": ("Mesh", "init"),
+    "models": ("ModelSpec",),
+    "parallel": ("GradientSync", "tensor_parallel"),
+    "pattern": ("explain_pattern",),
+    "simulator": ("simulate",),
+    "train": ("Trainer",),
 }
+_PUBLIC = {name: f"meshcomm.{folder}" for folder, names in _FOLDERS.items() for name in names}
 
-__all__ = [*_PUBLIC]
+__all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

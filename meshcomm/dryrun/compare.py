@@ -32,16 +32,6 @@ class DryRunFinding(NamedTuple):
     groups: int = 1
 
 
-class Made(NamedTuple):
-    """One call by one rank, with what has to be equal on all ranks of its group."""
-
-    key: tuple[object, ...]
-    span: Span
-
-    def __str__(self) -> str:
-        return call_text(self.span)
-
-
 def call_text(span: Span) -> str:
     """Operation and what it carries, as in `all_reduce sum (4, 8) float32`."""
     root = f"root {span.root}" if span.root >= 0 else ""
@@ -57,14 +47,14 @@ def find_differences(steps: Sequence[RankStep], where: Callable[[int], str]) -> 
 
     where: of a rank, in words with its coords. Findings that are alike in several groups are one.
     """
-    collectives: dict[Members, dict[int, list[Made]]] = defaultdict(dict)
+    collectives: dict[Members, dict[int, list[Span]]] = defaultdict(dict)
     for step in steps:
         for members in step.groups.values():
             # Also of a rank that makes none: that is what the others are compared with.
             collectives[tuple(members)].setdefault(step.rank, [])
         for span in step.calls:
             if not span.parts:
-                collectives[tuple(step.groups[span.group])][step.rank].append(Made(_key(span), span))
+                collectives[tuple(step.groups[span.group])][step.rank].append(span)
     found = (_first_difference(made, where) for made in collectives.values() if len(made) > 1)
     return _merged([*(each for each in found if each is not None), *_messages(steps, where)])
 
@@ -78,6 +68,7 @@ def sequence(step: RankStep) -> dict[str, list[tuple[object, ...]]]:
 
 
 def _key(span: Span) -> tuple[object, ...]:
+    """What has to be equal on all ranks of a group."""
     if span.call.startswith(_OWN_SHAPES):
         tail = span.shape[1:] if span.shape is not None and span.call.startswith("all_to_all") else None
         return span.call, span.op, span.root, tail, span.dtype
@@ -85,19 +76,19 @@ def _key(span: Span) -> tuple[object, ...]:
 
 
 def _first_difference(
-    made: Mapping[int, Sequence[Made]], where: Callable[[int], str]
+    made: Mapping[int, Sequence[Span]], where: Callable[[int], str]
 ) -> DryRunFinding | None:
     """made: by the ranks of a group that were run."""
     most = max(map(len, made.values()))
     for place in range(most):
         here = {rank: calls[place] if place < len(calls) else None for rank, calls in made.items()}
-        keys = {rank: None if each is None else each.key for rank, each in here.items()}
+        keys = {rank: None if each is None else _key(each) for rank, each in here.items()}
         if len(set(keys.values())) == 1:
             continue
         usual = _usual(keys)
         odd = [rank for rank, key in keys.items() if key != usual]
         rest = [rank for rank in keys if rank not in odd]
-        label, dim = next((each.span.group, each.span.lane) for each in here.values() if each is not None)
+        label, dim = next((each.group, each.lane) for each in here.values() if each is not None)
         one = odd[0]
         what = f"{_those(odd, where)} along {dim}: {_difference_text(made[one], made[rest[0]], place)}"
         lines = [f"{ranks_text(ranks)}: {_at(here[ranks[0]])}" for ranks in _by_call(here, odd)]
@@ -111,46 +102,46 @@ def _usual(keys: Mapping[int, object]) -> object:
     return Counter(keys[rank] for rank in sorted(keys)).most_common(1)[0][0]
 
 
-def _by_call(here: Mapping[int, Made | None], ranks: Sequence[int]) -> Iterable[list[int]]:
+def _by_call(here: Mapping[int, Span | None], ranks: Sequence[int]) -> Iterable[list[int]]:
     alike: dict[object, list[int]] = defaultdict(list)
     for rank in ranks:
-        made = here[rank]
-        alike[made and (made.key, made.span.site)].append(rank)
+        span = here[rank]
+        alike[span and (_key(span), span.site)].append(rank)
     return alike.values()
 
 
-def _difference_text(mine: Sequence[Made], theirs: Sequence[Made], place: int) -> str:
+def _difference_text(mine: Sequence[Span], theirs: Sequence[Span], place: int) -> str:
     """How the calls of a rank differ from those of the others, from `place` on."""
     call, other = (calls[place] if place < len(calls) else None for calls in (mine, theirs))
     if call is None:
         assert other is not None
         count = len(theirs) - place
-        return f"{_calls(count)} fewer than others make, from {other} on, at {other.span.site}"
+        return f"{_calls(count)} fewer than others make, from {call_text(other)} on, at {other.site}"
     if other is None:
         count = len(mine) - place
-        return f"{_calls(count)} more than others make, from {call} on, at {call.span.site}"
+        return f"{_calls(count)} more than others make, from {call_text(call)} on, at {call.site}"
     # The reading after which most calls are equal again.
     left_out = _alike(mine, place, theirs, place + 1)
     more = _alike(mine, place + 1, theirs, place)
     if left_out > max(more, another := _alike(mine, place + 1, theirs, place + 1)):
-        return f"{other} left out, which others make at {other.span.site}"
+        return f"{call_text(other)} left out, which others make at {other.site}"
     if more > another:
-        return f"{call} at {call.span.site}, which others do not make"
-    return f"{call} at {call.span.site}, where others make {other} at {other.span.site}"
+        return f"{_at(call)}, which others do not make"
+    return f"{_at(call)}, where others make {_at(other)}"
 
 
 def _calls(count: int) -> str:
     return f"{count} call" + "s" * (count != 1)
 
 
-def _alike(mine: Sequence[Made], here: int, theirs: Sequence[Made], there: int) -> int:
+def _alike(mine: Sequence[Span], here: int, theirs: Sequence[Span], there: int) -> int:
     """How many calls are equal from here, and there."""
     pairs = zip(mine[here:], theirs[there:], strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0].key == pair[1].key, pairs))
+    return sum(1 for _ in takewhile(lambda pair: _key(pair[0]) == _key(pair[1]), pairs))
 
 
-def _at(made: Made | None) -> str:
-    return "no call any more" if made is None else f"{made} at {made.span.site}"
+def _at(span: Span | None) -> str:
+    return "no call any more" if span is None else f"{call_text(span)} at {span.site}"
 
 
 def _those(ranks: Sequence[int], where: Callable[[int], str]) -> str:
@@ -160,17 +151,16 @@ def _those(ranks: Sequence[int], where: Callable[[int], str]) -> str:
 # -- messages ---------------------------------------------------------------------------------------
 
 
-class _End(NamedTuple):
-    """One end of a message; nbytes, shape, dtype: None where the call carries several."""
-
-    span: Span
-    what: tuple[object, ...] | None
+def _carried(span: Span) -> tuple[object, ...] | None:
+    """What both ends of a message have to mean; None where the call carries several."""
+    # Pipelines of torch 2.11 connect by a message of shape () that is received as (1,).
+    return (span.shape or (1,), span.dtype, span.nbytes) if len(span.parts) == 1 else None
 
 
 def _messages(steps: Sequence[RankStep], where: Callable[[int], str]) -> Iterator[DryRunFinding]:
     ran = {step.rank for step in steps}
-    # (group, from, to, tag) -> the ends, in order.
-    ends: dict[tuple[Members, int, int, int], tuple[list[_End], list[_End]]] = defaultdict(lambda: ([], []))
+    # (group, from, to, tag) -> the calls of each end, in order.
+    ends: dict[tuple[Members, int, int, int], tuple[list[Span], list[Span]]] = defaultdict(lambda: ([], []))
     for step in steps:
         for span in step.calls:
             for direction, peer, tag, _ in span.parts:
@@ -182,25 +172,24 @@ def _messages(steps: Sequence[RankStep], where: Callable[[int], str]) -> Iterato
                     continue
                 sends = direction == "send"
                 pair = (step.rank, other) if sends else (other, step.rank)
-                # Pipelines of torch 2.11 connect by a message of shape () that is received as (1,).
-                what = (span.shape or (1,), span.dtype, span.nbytes) if len(span.parts) == 1 else None
-                ends[members, *pair, tag][not sends].append(_End(span, what))
+                ends[members, *pair, tag][not sends].append(span)
     for (_, source, target, tag), (sent, received) in ends.items():
         tagged = f", tag {tag}," if tag else ""
         for out, into in zip(sent, received, strict=False):
-            if out.what is not None and into.what is not None and out.what != into.what:
+            carried = _carried(out), _carried(into)
+            if None not in carried and carried[0] != carried[1]:
                 yield DryRunFinding(
-                    f"{where(source)} sends {call_text(out.span)} to {where(target)}{tagged} along {out.span.lane}, "
-                    f"which receives {call_text(into.span)}",
-                    (f"sent at {out.span.site}", f"received at {into.span.site}"),
+                    f"{where(source)} sends {call_text(out)} to {where(target)}{tagged} along {out.lane}, "
+                    f"which receives {call_text(into)}",
+                    (f"sent at {out.site}", f"received at {into.site}"),
                     (source, target),
-                    out.span.lane,
+                    out.lane,
                 )
                 break
         else:
             if len(sent) != len(received):
                 sends = len(sent) > len(received)
-                alone = (sent if sends else received)[min(len(sent), len(received))].span
+                alone = (sent if sends else received)[min(len(sent), len(received))]
                 said = "is sent and never received" if sends else "is waited for and never sent"
                 yield DryRunFinding(
                     f"message {min(len(sent), len(received)) + 1} from {where(source)} to {where(target)}{tagged} "

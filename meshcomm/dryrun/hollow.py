@@ -52,8 +52,7 @@ class _Known(NamedTuple):
     """What an operator does with arguments of some shapes.
 
     memories: bytes of each new one. leaves: tensors as _Result, anything else as it is. structure: None for a single
-    leaf, tuple for a tuple of them, else pytree's. resized: which arguments become another size. single: the only
-    thing that it makes, a tensor of its own. real: on the meta device, where torch does it all.
+    leaf, else pytree's. resized: which arguments become another size. real: on the meta device, where torch does it all.
     """
 
     memories: tuple[int, ...]
@@ -61,7 +60,6 @@ class _Known(NamedTuple):
     structure: Any
     resized: tuple[tuple[int, _Result], ...]
     flops: int
-    single: _Result | None = None
     real: bool = False
 
 
@@ -80,7 +78,8 @@ class Hollow(LedgerMode):
 
     They are plain tensors: their storages have an address and a size, and reading them gives zeros. What a result looks
     like is found out once for each operator and kind of arguments, on torch's FakeTensors; views are made by torch.
-    Calls on groups are over at once, and answer nothing. Every look at a value gives `answer`, 0 unless somebody changes it.
+    Calls on groups are over at once, and answer nothing. Every look at a value gives 0; in a step of an optimizer, which
+    divides by what follows from the number of its steps, 1.
 
     Args:
         ledger: told of memory and FLOPs. calls: a `Passes`, which takes the calls on groups.
@@ -90,7 +89,6 @@ class Hollow(LedgerMode):
 
     def __init__(self, ledger: Ledger, calls: Any) -> None:
         super().__init__(ledger)
-        self.answer = 0
         self._calls = calls
         self._fake = FakeMode(allow_non_fake_inputs=True)
         self._known = _learned()
@@ -124,7 +122,7 @@ class Hollow(LedgerMode):
         self._names[func] = str(func)
         schema, namespace = schema_of(func), func.namespace
         if func is torch.ops.aten._local_scalar_dense.default:
-            return lambda func, args, kwargs: _value(args[0].dtype, self.answer)
+            return lambda func, args, kwargs: _value(args[0].dtype, int(self._ledger.stepping))
         if func is torch.ops.aten.equal.default:
             return lambda func, args, kwargs: args[0].shape == args[1].shape
         if func is torch.ops.aten.bincount.default:
@@ -167,8 +165,6 @@ class Hollow(LedgerMode):
             return func(*args, **kwargs)
         ledger, name = self._ledger, self._names.get(func, "")
         ledger.flops += known.flops
-        if known.single is not None:
-            return _made(self._memory(known.memories[0], name), known.single)
         memories = [self._memory(nbytes, name) for nbytes in known.memories]
         for number, result in known.resized:
             _made(memories[result.memory], result, tensors[number])
@@ -180,9 +176,7 @@ class Hollow(LedgerMode):
         ]
         if func.namespace == "fsdp":
             ledger.copied(tensors)
-        if known.structure is None:
-            return found[0]
-        return tuple(found) if known.structure is tuple else unflatten_tree(found, known.structure)
+        return found[0] if known.structure is None else unflatten_tree(found, known.structure)
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
         """As many bins as asked for: what is counted is 0 everywhere."""
@@ -246,12 +240,8 @@ class Hollow(LedgerMode):
             return _REAL
         found = tuple(one(x) for x in flat)
         sizes = tuple(size for _, size in memories.values())
-        if len(flat) == 1 and flat[0] is result:
-            alone = type(found[0]) is _Result and found[0].given < 0 and not resized
-            plain = found[0] if alone and func.namespace != "fsdp" else None
-            return _Known(sizes, found, None, tuple(resized), flops, plain)
-        of = tuple if type(result) is tuple and len(flat) == len(result) else structure
-        return _Known(sizes, found, of, tuple(resized), flops)
+        alone = len(flat) == 1 and flat[0] is result
+        return _Known(sizes, found, None if alone else structure, tuple(resized), flops)
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self.inside(func.decompose, *args, **kwargs)
@@ -267,7 +257,7 @@ class Hollow(LedgerMode):
         work = ToldWork(args, self._waited)
         known = tell_hooks(func, args, (), work)
         if not known:
-            self._calls.beyond()
+            self._calls.unseen += 1
         self._works[work] = self._calls.waiting() if known else int
         returned = len(schema_of(func).returns)
         return None if not returned else work.boxed() if returned == 1 else (args[0], work.boxed())
@@ -280,7 +270,7 @@ class Hollow(LedgerMode):
         outputs = [each for each in leaves_of(found) if isinstance(each, Tensor)]
         before = len(self._calls.calls)
         if not tell_hooks(func, args, outputs, None):
-            self._calls.beyond()
+            self._calls.unseen += 1
         if len(self._calls.calls) > before:
             told = self._calls.waiting()
             self._flying.update({storage_id(each): told for each in outputs})

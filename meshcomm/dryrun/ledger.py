@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, final
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, final, get_args
 from unittest.mock import patch
 
 import torch
@@ -22,14 +22,7 @@ from meshcomm.train.torch_private import backward_number
 from meshcomm.transport.torch_private import DispatchMode, storage_id
 
 MemoryPart: TypeAlias = Literal["weights", "gradients", "optimizer", "activations", "gathered", "rest"]
-PARTS: Final[tuple[MemoryPart, ...]] = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "gathered",
-    "rest",
-)
+PARTS: Final[tuple[MemoryPart, ...]] = get_args(MemoryPart)
 """What memory is for. weights: parameters and buffers, as far as this rank keeps them. gradients: also those that FSDP has
 not summed over ranks yet. activations: what forward passes make, also when they are run again in a backward pass.
 gathered: other ranks' parts of the weights. rest: buffers of calls, temporary memory of backward passes and of the optimizer."""
@@ -68,7 +61,7 @@ class Ledger:
     """While it is entered, follows the memory of every tensor that it is told of, until nobody holds it.
 
     Bytes of storages, each counted once. What kernels use inside themselves is not seen, nor what an allocator keeps
-    besides. flops: computed since the start or `restart`.
+    besides. flops: computed since the start or `restart`. stepping: an optimizer makes a step.
 
     Args:
         stretch: says what the program is doing, in words, and whether that is a forward pass.
@@ -77,6 +70,7 @@ class Ledger:
 
     def __init__(self, stretch: Callable[[], tuple[str, bool]], *, hollow: bool = False) -> None:
         self.live = 0
+        self.stepping = False
         self._stretch = stretch
         self._hollow = hollow
         self._held: dict[int, _Held] = {}

@@ -27,7 +27,7 @@ from meshcomm.config.mesh import DimOptions
 from meshcomm.config.section import Table
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.ledger import Ledger, LedgerMode, MemoryPart, Peak
-from meshcomm.dryrun.torch_private import objects_decoded_by, plain_device_meshes
+from meshcomm.dryrun.torch_private import one_rank_of_torch
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
@@ -55,14 +55,13 @@ class Event(NamedTuple):
     """One moment of the program: a call begins, or is waited for; a blocking one right after its start. Or the part that
     is reported begins, what came before it being over.
 
-    call: its place in `RankStep.calls`; of a beginning part the first of its calls. flops: that this rank has computed since the step began, by the formulas of
-    torch.utils.flop_counter. during: the pass under way, or "between passes".
+    call: its place in `RankStep.calls`; of a beginning part the first of its calls. flops: that this rank has computed
+    since the step began, by the formulas of torch.utils.flop_counter.
     """
 
     kind: Literal["start", "wait", "part"]
     call: int
     flops: int
-    during: str
 
 
 class RankStep(NamedTuple):
@@ -114,10 +113,6 @@ class Passes(Spans):
         self.events: list[Event] = []
         self.unseen = 0
 
-    def beyond(self) -> None:
-        """A call was made on a group that is none of the mesh's."""
-        self.unseen += 1
-
     def ledger(self, hollow: bool) -> Ledger:
         """A ledger that knows the current pass. Events take their FLOPs from it."""
         ledger = Ledger(self.stretch, hollow=hollow)
@@ -158,7 +153,7 @@ class Passes(Spans):
             self._happens("wait", call)
 
     def _happens(self, kind: Literal["start", "wait", "part"], call: int) -> None:
-        self.events.append(Event(kind, call, self.flops(), self.stretch()[0]))
+        self.events.append(Event(kind, call, self.flops()))
 
     def stretch(self) -> tuple[str, bool]:
         """Its name, and whether it is a forward pass."""
@@ -229,8 +224,8 @@ class PartNames:
 
     def __enter__(self) -> PartNames:
         self._hooks = [
-            register_optimizer_step_pre_hook(self.optimizer),
-            register_optimizer_step_post_hook(self.optimizer),
+            register_optimizer_step_pre_hook(self._begins),
+            register_optimizer_step_post_hook(self._ends),
             register_module_forward_pre_hook(self.module),
         ]
         return self
@@ -239,7 +234,15 @@ class PartNames:
         for hook in self._hooks:
             hook.remove()
 
-    def optimizer(self, made: Optimizer, *_: Any) -> None:
+    def _begins(self, made: Optimizer, *_: Any) -> None:
+        self._ledger.stepping = True
+        self.optimizer(made)
+
+    def _ends(self, made: Optimizer, *_: Any) -> None:
+        self._ledger.stepping = False
+        self.optimizer(made)
+
+    def optimizer(self, made: Optimizer) -> None:
         """Of its parameters, gradients and state."""
         parameters = [each for group in made.param_groups for each in group["params"]]
         state = [each for held in made.state.values() for each in held.values()]
@@ -316,7 +319,7 @@ def pretended_world(rank: int, world: int) -> Iterator[None]:
         )
     dist.init_process_group("fake", rank=rank, world_size=world)
     try:
-        with plain_device_meshes(), objects_decoded_by(_unknown_object):
+        with one_rank_of_torch(_unknown_object):
             yield
     except Exception as error:
         if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):

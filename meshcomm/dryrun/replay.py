@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
-from meshcomm.comm.diagnosis import shortest_way
+from meshcomm.comm.diagnosis import find_circle
 from meshcomm.dryrun.compare import DryRunFinding, Members, call_text
 
 if TYPE_CHECKING:
@@ -17,38 +16,21 @@ if TYPE_CHECKING:
 
 # The seconds that a call takes once all have come: of a group with these ranks, of a message the two ends.
 Seconds: TypeAlias = "Callable[[Span, Members], float]"
-COMPUTE: Final = "compute"
-
-
-class Bar(NamedTuple):
-    """What one rank did from `began` to `over`, seconds from the step's start.
-
-    lane: "compute", or the dim of the call. name: the pass under way, or the call. late: the part of it until the
-    last of the others had come; of what is computed 0.
-    """
-
-    rank: int
-    lane: str
-    name: str
-    began: float
-    over: float
-    late: float = 0.0
 
 
 class Dim(NamedTuple):
-    """Seconds of one rank along one dim. busy: of its transfers. waits: that it stood still for them, of which `late`
-    were until the others came, and the rest for the transfer and for those before it on the group.
+    """Seconds for which one rank stood still along one dim. late: those until the others came; the rest is for the
+    transfer and for those before it on the group.
     """
 
-    busy: float
     waits: float
     late: float
 
 
 @dataclass
 class Replay:
-    """The reported part of the ranks that were run. ends: how long each took. bars: what stood in the way, in order, and
-    passes.
+    """The reported part of the ranks that were run, in seconds. ends: how long each took. computed: of that, what it
+    computed.
 
     early: ranks that exchange messages with ranks that were not run, and so come earlier than they would: nobody waits
     in truth as they do.
@@ -57,7 +39,7 @@ class Replay:
     """
 
     ends: dict[int, float] = field(default_factory=dict)
-    bars: list[Bar] = field(default_factory=list)
+    computed: dict[int, float] = field(default_factory=dict)
     dims: dict[int, dict[str, Dim]] = field(default_factory=dict)
     stuck: list[DryRunFinding] = field(default_factory=list)
     early: set[int] = field(default_factory=set)
@@ -79,15 +61,14 @@ _Channel: TypeAlias = tuple[Members, int, int, int]
 
 @final
 class _Collective:
-    """A collective under way. arrived: rank -> when. needs: who has to arrive. starts, over: of the transfer."""
+    """A collective under way. arrived: rank -> when. needs: who has to arrive. over: when the transfer ends."""
 
-    __slots__ = ("arrived", "needs", "over", "starts")
+    __slots__ = ("arrived", "needs", "over")
 
     def __init__(self, needs: tuple[int, ...]) -> None:
         self.arrived: dict[int, float] = {}
         self.needs = needs
         self.over: float | None = None
-        self.starts = 0.0
 
 
 class _Messages(NamedTuple):
@@ -112,8 +93,8 @@ class _Rank:
         self.now = 0.0
         self.flops = 0
         self.calls: dict[int, _Collective | _Messages] = {}
-        self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        self.began = 0.0
+        self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self.began = self.computed = 0.0
 
     @property
     def ended(self) -> bool:
@@ -166,15 +147,10 @@ class _Replayer:
             waiting = [rank for rank in waiting if not rank.ended]
         for rank in self.ranks.values():
             if rank.ended:
-                self.compute(rank, rank.step.flops, "between passes")
+                self.compute(rank, rank.step.flops)
                 self.found.ends[rank.number] = rank.now - rank.began
+            self.found.computed[rank.number] = rank.computed
             self.found.dims[rank.number] = {dim: Dim(*sums) for dim, sums in rank.sums.items()}
-        origin = min((rank.began for rank in self.ranks.values()), default=0.0)
-        self.found.bars = [
-            bar._replace(began=bar.began - origin, over=bar.over - origin)
-            for bar in self.found.bars
-            if bar.over > (began := self.ranks[bar.rank].began) or not began
-        ]
         return self.found
 
     def advance(self, rank: _Rank) -> bool:
@@ -182,9 +158,9 @@ class _Replayer:
         first = rank.at
         while not rank.ended:
             event = rank.step.events[rank.at]
-            self.compute(rank, event.flops, event.during)
+            self.compute(rank, event.flops)
             if event.kind == "part":
-                rank.began = rank.now
+                rank.began, rank.computed = rank.now, 0.0
                 rank.sums.clear()
             elif event.kind == "start":
                 self.start(rank, event.call)
@@ -193,14 +169,12 @@ class _Replayer:
             rank.at += 1
         return rank.at > first
 
-    def compute(self, rank: _Rank, flops: int, during: str) -> None:
+    def compute(self, rank: _Rank, flops: int) -> None:
         """Until so many operations are done."""
-        if flops <= rank.flops:
-            return
-        until = rank.now + (flops - rank.flops) * self.flop_s
-        if self.flop_s:
-            self.found.bars.append(Bar(rank.number, COMPUTE, during, rank.now, until))
-        rank.now, rank.flops = until, flops
+        if flops > rank.flops:
+            seconds = (flops - rank.flops) * self.flop_s
+            rank.now, rank.flops = rank.now + seconds, flops
+            rank.computed += seconds
 
     def start(self, rank: _Rank, number: int) -> None:
         """A call begins."""
@@ -221,8 +195,8 @@ class _Replayer:
         call = calls[place]
         call.arrived[rank.number] = rank.now
         if len(call.arrived) == len(call.needs):
-            call.starts = max(self.busy[members], *call.arrived.values())
-            call.over = self.busy[members] = call.starts + self.seconds(span, members)
+            starts = max(self.busy[members], *call.arrived.values())
+            call.over = self.busy[members] = starts + self.seconds(span, members)
         return call
 
     def start_messages(self, rank: _Rank, span: Span, members: Members) -> _Messages:
@@ -249,28 +223,25 @@ class _Replayer:
         known = self.over(rank.calls[number], span)
         if known is None:
             return False
-        last, starts, over = known
+        last, over = known
         sums = rank.sums[span.lane]
-        sums[0] += max(0.0, over - starts)
         if over > rank.now:
-            late = max(0.0, last - rank.now)
-            sums[1] += over - rank.now
-            sums[2] += late
-            self.found.bars.append(Bar(rank.number, span.lane, span.call, rank.now, over, late))
+            sums[0] += over - rank.now
+            sums[1] += max(0.0, last - rank.now)
             rank.now = over
         return True
 
-    def over(self, call: _Collective | _Messages, span: Span) -> tuple[float, float, float] | None:
-        """When the last peer arrived, the start of the transfer, and its end. None while unknown."""
+    def over(self, call: _Collective | _Messages, span: Span) -> tuple[float, float] | None:
+        """When the last peer arrived, and the end of the transfer. None while unknown."""
         if isinstance(call, _Collective):
-            return None if call.over is None else (max(call.arrived.values()), call.starts, call.over)
+            return None if call.over is None else (max(call.arrived.values()), call.over)
         if self.missing(call):
             return None
         last = max(
             (self.messages[channel][sends][place] for channel, place, sends in call.parts), default=0.0
         )
         last = max(last, call.began)
-        return last, last, last + max((self.seconds(span, pair) for pair in call.pairs), default=0.0)
+        return last, last + max((self.seconds(span, pair) for pair in call.pairs), default=0.0)
 
     def missing(self, call: _Collective | _Messages) -> list[int]:
         """The ranks that a call still waits for."""
@@ -287,8 +258,7 @@ class _Replayer:
         calls = {rank.number: rank.step.events[rank.at].call for rank in waiting}
         spans = {rank.number: rank.step.calls[calls[rank.number]] for rank in waiting}
         needs = {rank.number: self.missing(rank.calls[calls[rank.number]]) for rank in waiting}
-        among = {rank: [each for each in others if each in needs] for rank, others in needs.items()}
-        circle = next((way for rank in among if (way := shortest_way(among, rank, rank))), [])
+        circle = find_circle(needs)
         if not circle:
             return [
                 DryRunFinding(
@@ -298,13 +268,13 @@ class _Replayer:
                     spans[rank].lane,
                 )
                 for rank, others in needs.items()
-                if not among[rank]
+                if needs.keys().isdisjoint(others)
             ]
         lines = tuple(
             f"{self.where(one)} waits in {call_text(spans[one])} at {spans[one].site} for {self.where(other)}"
-            for one, other in pairwise(circle)
+            for one, other in zip(circle, [*circle[1:], circle[0]], strict=True)
         )
-        names, first = ", ".join(map(str, circle[:-1])), spans[circle[0]]
+        names, first = ", ".join(map(str, circle)), spans[circle[0]]
         place = f"{self.where(circle[0])} in {call_text(first)} at {first.site}"
         what = f"ranks {names} wait for each other in a circle, {place}"
-        return [DryRunFinding(what, lines, tuple(circle[:-1]), first.lane)]
+        return [DryRunFinding(what, lines, tuple(circle), first.lane)]

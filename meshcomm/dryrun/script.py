@@ -1,4 +1,4 @@
-"""A script, or a function of a mesh, as one rank of a world that nobody has."""
+"""A script as one rank of a world that nobody has."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import os
 import random
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 from unittest.mock import patch
 
 import numpy
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshcomm.comm.spans import Span
-from meshcomm.config import Config
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.rank import (
     BETWEEN,
@@ -35,7 +33,6 @@ from meshcomm.dryrun.world import failure_of
 from meshcomm.errors import LaunchError, MeshcommError, UnsupportedOp
 from meshcomm.layout import Layout
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import PRETENDED
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, Settings, new_job
 from meshcomm.parallel.compose import Engine
@@ -63,71 +60,22 @@ class _Enough(BaseException):
 
 
 @final
-class _ScriptRecorder(Passes):
-    """The calls of a program, which is left after its last step, the part that is reported. steps: 0: it runs to its end,
-    and all of it is reported.
+class ProgramRecorder(Passes, StepRecorder):
+    """The calls of a program that makes one mesh, and knows nothing of this: see `Pretended`.
+
+    It is left after its last step, the part that is reported; trainers' steps are told to the mesh. steps: 0: it runs to
+    its end, and all of it is reported. looks: it is left as soon as there is a mesh.
     """
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, looks: bool = False) -> None:
         super().__init__()
-        self._left = steps
-        # Of the program's mesh, which may be closed at the end.
-        self.mesh: Mesh | None = None
-        self.groups: dict[str, list[int]] = {}
-        self.part = _WHOLE
-        self.begins: Event | None = None
-
-    def keep(self, span: Span) -> Span:
-        """See Spans."""
-        if self.mesh is not None and span.group and span.group not in self.groups:
-            self.groups |= self.mesh.metrics.groups
-        return super().keep(span)
-
-    def stretch(self) -> tuple[str, bool]:
-        """See Passes; outside of passes the memory of a program's own is taken for that of a forward pass."""
-        name, forward = super().stretch()
-        return name, forward or name == BETWEEN
-
-    def step(self, number: int) -> None:
-        """See Spans."""
-        super().step(number)
-        self._left -= 1
-        if not self._left:
-            self.part = "one step" if self.begins else "the start and one step"
-            raise _Enough
-        self.begins = Event("part", len(self.calls), self.flops(), BETWEEN)
-        self.events.append(self.begins)
-
-    def ended(self) -> None:
-        """The program has ended before its last step."""
-        if self.part == _WHOLE:
-            self.begins = None
-        # Only the last one divides.
-        self.events = [each for each in self.events if each.kind != "part" or each is self.begins]
-
-
-@final
-class _Trained(StepRecorder):
-    """Trainers whose steps are told to the mesh."""
-
-    def __init__(self, inside: _Inside) -> None:
-        self._inside = inside
-
-    def stepped(self, engine: Engine) -> None:
-        """See StepRecorder."""
-        if self._inside.mesh is not None:
-            self._inside.mesh.step()
-
-
-@final
-class _Inside:
-    """See `Pretended`. looked: left as soon as there is a mesh."""
-
-    def __init__(self, recorder: _ScriptRecorder, looked: bool = False) -> None:
+        self._left, self._looks = steps, looks
+        # It may be closed at the end.
         self.mesh: Mesh | None = None
         self.asked: Settings | None = None
-        self._recorder = recorder
-        self._looked = looked
+        self.groups: dict[str, list[int]] = {}
+        self.part = _WHOLE
+        self.part_begins: Event | None = None
 
     def settings(self, asked: Settings) -> Settings:
         """See Pretended."""
@@ -143,11 +91,54 @@ class _Inside:
                 expected="one mesh of all ranks",
                 hint="views and merged dims of one mesh",
             )
-        self.mesh = self._recorder.mesh = mesh
-        self._recorder.groups = dict(mesh.metrics.groups)
-        if self._looked:
+        self.mesh, self.groups = mesh, dict(mesh.metrics.groups)
+        if self._looks:
             raise _Enough
-        mesh.metrics.trace_into(self._recorder)
+        mesh.metrics.trace_into(self)
+
+    def mesh_of(self, who: str) -> Mesh:
+        """The mesh. Raises LaunchError where there is none."""
+        if self.mesh is None:
+            raise LaunchError(
+                f"{who} makes no mesh",
+                given=f"{who}, run as one rank of a world",
+                expected="a script that calls meshcomm.init",
+                hint="examples/hello_mesh.py",
+            )
+        return self.mesh
+
+    def keep(self, span: Span) -> Span:
+        """See Spans."""
+        if self.mesh is not None and span.group and span.group not in self.groups:
+            self.groups |= self.mesh.metrics.groups
+        return super().keep(span)
+
+    def stretch(self) -> tuple[str, bool]:
+        """See Passes; outside of passes the memory of a program's own is taken for that of a forward pass."""
+        name, forward = super().stretch()
+        return name, forward or name == BETWEEN
+
+    def stepped(self, engine: Engine) -> None:
+        """See StepRecorder."""
+        if self.mesh is not None:
+            self.mesh.step()
+
+    def step(self, number: int) -> None:
+        """See Spans."""
+        super().step(number)
+        self._left -= 1
+        if not self._left:
+            self.part = "one step" if self.part_begins else "the start and one step"
+            raise _Enough
+        self.part_begins = Event("part", len(self.calls), self.flops())
+        self.events.append(self.part_begins)
+
+    def ended(self) -> None:
+        """The program has ended, or its last step."""
+        if self.part == _WHOLE:
+            self.part_begins = None
+        # Only the last one divides.
+        self.events = [each for each in self.events if each.kind != "part" or each is self.part_begins]
 
 
 def script_step(script: Script, rank: int, world: int) -> RankStep:
@@ -155,51 +146,40 @@ def script_step(script: Script, rank: int, world: int) -> RankStep:
 
     Raises what the script raises; LaunchError where it makes no mesh, or exits with a code.
     """
-    return _recorded(
-        rank, world, partial(_execute, script, rank, world), _Inside(_ScriptRecorder(script.steps))
-    )
-
-
-def function_step(function: Callable[[Mesh], object], config: Config, rank: int, world: int) -> RankStep:
-    """Call `function` with the mesh of `config` as rank `rank` of `world`. Raises what it raises."""
-
-    def run() -> None:
-        with init(config) as mesh:
-            function(mesh)
-
-    return _recorded(rank, world, run, _Inside(_ScriptRecorder(0)))
+    return recorded_step(rank, world, partial(_execute, script, rank, world), ProgramRecorder(script.steps))
 
 
 def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings]:
     """The layout that a script makes its mesh of, and from what, by running it as rank 0 until there is one."""
-    inside = _Inside(_ScriptRecorder(0), looked=True)
+    recorder = ProgramRecorder(0, looks=True)
     try:
-        with _inside(inside, 0, world, []):
+        with _inside(recorder, 0, world, nullcontext()):
             _execute(script, 0, world)
     except MeshcommError:
         raise
     except Exception as error:
         raise failure_of(error, f"rank 0 of {world}") from error
-    mesh = _mesh(inside, str(script.path))
-    assert inside.asked is not None
-    return mesh.layout, inside.asked
+    mesh = recorder.mesh_of(str(script.path))
+    assert recorder.asked is not None
+    return mesh.layout, recorder.asked
 
 
-def _recorded(rank: int, world: int, run: Callable[[], None], inside: _Inside) -> RankStep:
-    recorder = inside._recorder
+def recorded_step(rank: int, world: int, program: Callable[[], None], recorder: ProgramRecorder) -> RankStep:
+    """Call `program`, which makes a mesh, as rank `rank` of `world`. Raises what it raises."""
     ledger = recorder.ledger(hollow=True)
-    hollow = Hollow(ledger, recorder)
-    modes = [hollow, _steps_counted(hollow)]
-    with _seeded(rank), PartNames(ledger) as names, _inside(inside, rank, world, modes):
-        run()
+    with (
+        _seeded(rank),
+        PartNames(ledger) as names,
+        _inside(recorder, rank, world, Hollow(ledger, recorder)),
+    ):
+        program()
     recorder.ended()
-    mesh = _mesh(inside, "the program")
-    step = recorder.step_of(mesh, recorder.groups, ledger)
+    step = recorder.step_of(recorder.mesh_of("the program"), recorder.groups, ledger)
     # The mesh may be closed by now, and counts no more.
-    calls = recorder.calls[recorder.begins.call if recorder.begins else 0 :]
+    calls = recorder.calls[recorder.part_begins.call if recorder.part_begins else 0 :]
     rows = summed(TrafficRow(span.lane, span.call, 1, span.nbytes) for span in calls)
     count = sum(names.elements.values())
-    return step._replace(parameters=count, rows=rows, part=recorder.part, begins=recorder.begins)
+    return step._replace(parameters=count, rows=rows, part=recorder.part, begins=recorder.part_begins)
 
 
 @contextmanager
@@ -216,29 +196,17 @@ def _seeded(rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def _inside(inside: _Inside, rank: int, world: int, modes: Sequence[Any]) -> Iterator[None]:
+def _inside(
+    recorder: ProgramRecorder, rank: int, world: int, mode: AbstractContextManager[Any]
+) -> Iterator[None]:
     """A world of which only this rank exists, left without a sound where enough has been seen."""
-    token, trainers = PRETENDED.set(inside), RECORDER.set(_Trained(inside))
+    token, trainers = PRETENDED.set(recorder), RECORDER.set(recorder)
     try:
-        with pretended_world(rank, world), ExitStack() as stack:
-            for mode in modes:
-                stack.enter_context(mode)
-            with suppress(_Enough):
-                yield
+        with pretended_world(rank, world), mode, suppress(_Enough):
+            yield
     finally:
         PRETENDED.reset(token)
         RECORDER.reset(trainers)
-
-
-def _mesh(inside: _Inside, who: str) -> Mesh:
-    if inside.mesh is None:
-        raise LaunchError(
-            f"{who} makes no mesh",
-            given=f"{who}, run as one rank of a world",
-            expected="a script that calls meshcomm.init",
-            hint="examples/hello_mesh.py",
-        )
-    return inside.mesh
 
 
 def _execute(script: Script, rank: int, world: int) -> None:
@@ -263,21 +231,3 @@ def _execute(script: Script, rank: int, world: int) -> None:
                     expected="a script that runs to its end",
                     hint=f"meshcomm simulate {script.path}",
                 ) from None
-
-
-@contextmanager
-def _steps_counted(hollow: Hollow) -> Iterator[None]:
-    """While it is entered, an optimizer that counts its steps in a tensor finds 1 there: it divides by what follows from it."""
-
-    def before(*_: Any) -> None:
-        hollow.answer = 1
-
-    def after(*_: Any) -> None:
-        hollow.answer = 0
-
-    hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

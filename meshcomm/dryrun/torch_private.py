@@ -153,8 +153,11 @@ def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tenso
 
 
 @contextmanager
-def plain_device_meshes() -> Iterator[None]:
-    """DeviceMeshes that are made in here, FSDP's own too, know their ranks, though a mode keeps tensors from having values."""
+def one_rank_of_torch(decode: Callable[..., object]) -> Iterator[None]:
+    """While it is entered, new DeviceMeshes, FSDP's own too, know their ranks, though a mode keeps tensors from having values.
+
+    decode: makes what torch's object collectives, as broadcast_object_list, return of bytes.
+    """
     made, known = DeviceMesh.__init__, dict[Any, Any]()
 
     def init(mesh: Any, *args: Any, **given: Any) -> None:
@@ -164,12 +167,8 @@ def plain_device_meshes() -> Iterator[None]:
             # DTensor compares them thousands of times: of one tuple that is a fifth of the time of equal ones.
             mesh._flatten_rank_map = known.setdefault(ranks, ranks)
 
-    with patch.object(DeviceMesh, "__init__", init):
-        yield
-
-
-@contextmanager
-def objects_decoded_by(decode: Callable[..., object]) -> Iterator[None]:
-    """While it is entered, `decode` makes what torch's object collectives, as broadcast_object_list, return of bytes."""
-    with patch.object(dist.distributed_c10d, "_tensor_to_object", decode):
+    with (
+        patch.object(DeviceMesh, "__init__", init),
+        patch.object(dist.distributed_c10d, "_tensor_to_object", decode),
+    ):
         yield

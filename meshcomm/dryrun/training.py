@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from meshcomm.config import Config, TopologyConfig
-from meshcomm.config.parallel import ParallelRole
 from meshcomm.dryrun.rank import pretended_step
-from meshcomm.dryrun.replay import COMPUTE, Replay, Seconds, replay
-from meshcomm.dryrun.world import SAMPLE, Sample, World, dry_world
+from meshcomm.dryrun.replay import Replay, Seconds, replay
+from meshcomm.dryrun.world import World, chosen, dry_world
 from meshcomm.predict.links import Machine, discovered, machine
 from meshcomm.predict.links import span as links_of
 from meshcomm.predict.lint import footprint
 from meshcomm.predict.place import ASSUMED_TFLOPS
 from meshcomm.predict.times import OPERATIONS, Operation, fastest
-from meshcomm.show.timeline import Bar, TimelineRow, timeline
 
 if TYPE_CHECKING:
     from meshcomm.comm.spans import Span
@@ -33,14 +31,18 @@ Facts = dict[str, Any]
 _LIKE: Final[dict[str, Operation]] = {"gather": "reduce", "scatter": "broadcast"}
 
 
-def dry_training(settings: Config, world: int, sample: Sample = SAMPLE) -> Facts:
-    """Run it as ranks that stand for all of `world`; what was found out, as plain data. Raises as `dry_world`."""
+def dry_training(settings: Config, world: int, ranks: Sequence[int] = (), sample: int = 8) -> Facts:
+    """Run it as ranks that stand for all of `world`; what was found out, as plain data.
+
+    ranks, sample: more of them, see `chosen`. Raises as `chosen` and `dry_world`.
+    """
     began = time.perf_counter()
     settings = settings.resolved(world)
     topology = discovered(settings.topology, os.environ)
     pipeline = None if settings.parallel is None else settings.parallel.pipeline
     program, layout = partial(pretended_step, settings), settings.plan(world).layout
-    found = dry_world(program, layout, pipeline, sample, replayed=priced(topology))
+    first = chosen(layout, pipeline, also=ranks, sample=sample)
+    found = dry_world(program, layout, pipeline, first, replayed=priced(topology))
     return dry_facts(found, settings, topology, time.perf_counter() - began)
 
 
@@ -100,12 +102,11 @@ def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, s
             "communicators_bytes": buffers,
             "fits": None if limit is None else largest["peak_bytes"] + buffers <= limit * 1e9,
             "most": part,
-            "less_by": _less(part, settings),
+            "less_by": _LESS[part],
         },
         "calls": _calls(steps, found.replay, machine(topology)),
         "step": _step(found, settings, topology),
         "took_s": seconds,
-        "timeline": _picture(found),
     }
 
 
@@ -115,30 +116,18 @@ def _part(steps: Sequence[RankStep]) -> str:
     return parts[0] if len(parts) == 1 else "the program, of which some ranks end earlier,"
 
 
-def _less(part: str, settings: Config | None) -> str:
-    """What makes the largest part smaller: first the settings that are not in use, then the dims with more ranks."""
-    parallel = None if settings is None else settings.parallel
-    train = None if settings is None else settings.train
-    ways: list[str] = []
-    dims: list[ParallelRole]
-    if part in ("activations", "rest"):
-        dims = ["context", "tensor"]
-        if train is not None and train.activation_checkpointing is not True:
-            ways.append(
-                "train.activation_checkpointing = true"
-                if train.activation_checkpointing
-                else "train.activation_checkpointing"
-            )
-        if train is not None and train.micro_batch_size > 1:
-            ways.append(f"train.micro_batch_size = {train.micro_batch_size // 2}")
-    else:
-        dims = ["tensor", "pipeline"] if part == "gathered" else ["shard", "pipeline", "tensor"]
-        if part == "gathered" and parallel is not None and parallel.options.reshard is False:
-            ways.append("parallel.options.reshard = true")
-    for name in dims:
-        dim = None if parallel is None else parallel.parts.get(name)
-        ways.append(f"a dim for parallel.{name}" if dim is None else f"more ranks along {dim}")
-    return " or ".join(ways)
+# What makes a part smaller, the settings first.
+_LESS: Final[dict[str, str]] = {
+    **dict.fromkeys(
+        ("activations", "rest"),
+        "train.activation_checkpointing, a smaller train.micro_batch_size, or more ranks along parallel.context or parallel.tensor",
+    ),
+    **dict.fromkeys(
+        ("weights", "gradients", "optimizer"),
+        "more ranks along parallel.shard, parallel.pipeline or parallel.tensor",
+    ),
+    "gathered": "parallel.options.reshard = true, or more ranks along parallel.tensor or parallel.pipeline",
+}
 
 
 def _stage(stage: int, ran: Sequence[RankStep]) -> Facts:
@@ -187,7 +176,6 @@ def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None)
                     for call, (nbytes, number) in calls.items()
                 ],
                 "bytes": sum(nbytes for nbytes, _ in calls.values()),
-                "busy_s": None if longest is None else longest.busy,
                 "exposed_s": None if longest is None else longest.waits - longest.late,
                 "late_s": None if longest is None or met is None or rank in met.early else longest.late,
             }
@@ -202,7 +190,6 @@ def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Fa
         return None
     seconds = met.seconds
     last = max(met.sound, key=lambda rank: met.ends[rank])
-    compute = sum(bar.over - bar.began for bar in met.bars if bar.rank == last and bar.lane == COMPUTE)
     stages = found.stages()
     flops = sum(max(step.part_flops for step in ran) for ran in stages.values()) / len(stages)
     sums = met.dims[last]
@@ -214,7 +201,7 @@ def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Fa
     return {
         "seconds": seconds,
         "rank": last,
-        "compute_s": compute,
+        "compute_s": met.computed[last],
         "exposed_s": {dim: each.waits - each.late for dim, each in sums.items()},
         # Of a rank that comes early it would be a wait that nobody has.
         "late_s": {} if last in met.early else {dim: each.late for dim, each in sums.items()},
@@ -225,23 +212,3 @@ def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Fa
         "assumed_tflops": tflops,
         "links": [str(level) for level in links.levels],
     }
-
-
-def _picture(found: World) -> list[str]:
-    """One row of characters for the first rank that was run of each stage; nothing without times.
-
-    F, B, W: forward, backward and weights' passes; other letters: what the rank stands still for, by dim.
-    """
-    met = found.replay
-    if met is None or not met.bars:
-        return []
-    rows = []
-    for stage, steps in found.stages().items():
-        rank = steps[0].rank
-        bars = [
-            Bar(each.name.split()[0] if each.lane == COMPUTE else f"{each.lane} waits", each.began, each.over)
-            for each in met.bars
-            if each.rank == rank and each.over > each.began
-        ]
-        rows.append(TimelineRow(rank, f"{stage}:{rank}", bars))
-    return timeline(rows, 79)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 # One rank's part of what is looked at, of (rank, world size); it can be sent to another process.
 Program: TypeAlias = "Callable[[int, int], RankStep]"
 
+# As Python's, which may run in other processes.
+_Map: TypeAlias = "Callable[..., Iterator[RankStep | MeshcommError]]"
+
 # Worlds of up to so many ranks are run whole.
 WHOLE: Final = 16
 # Corners are taken of so many dims, the outermost; 2 ** 5 of them.
@@ -59,57 +62,36 @@ class World(NamedTuple):
         return 0 if self.pipeline is None else self.layout.coord(rank, self.pipeline)
 
 
-class Sample(NamedTuple):
-    """Ranks to run besides those that stand for all, see `chosen`: `ranks`, and `drawn` ones from `seed`.
-
-    stages_only: in place of those that stand for all, one of each stage.
-    """
-
-    ranks: Sequence[int] = ()
-    drawn: int = 8
-    seed: int = 0
-    stages_only: bool = False
-
-
-SAMPLE: Final = Sample()
-
-
 def dry_world(
     program: Program,
     layout: Layout,
     pipeline: str | None = None,
-    sample: Sample = SAMPLE,
+    ranks: Sequence[int] | None = None,
     *,
     processes: int | None = None,
     replayed: Callable[[Sequence[RankStep], Callable[[int], str]], Replay] = replay,
 ) -> World:
     """Run `program` as some ranks of the world of `layout`, and compare what they call.
 
-    pipeline: the dim of the stages. processes: that run ranks at the same time; None: as many as there are cores; 0: this
-    one does. replayed: how calls meet.
+    pipeline: the dim of the stages. ranks: these first; None: those that are `chosen`. processes: that run ranks at the
+    same time; None: as many as there are cores; 0: this one does. replayed: how calls meet.
 
-    Raises ConfigError, LayoutError; RankFailed where the program of a rank raises.
+    Raises ConfigError; RankFailed where the program of a rank raises.
     """
-    for rank in sample.ranks:
-        layout.position(rank)
     if pipeline is not None and layout.size(pipeline) == 1:
         pipeline = None
-    if sample.stages_only:
-        line = [layout.rank_of(0)] if pipeline is None else layout.group_of(layout.rank_of(0), pipeline)
-        first = sorted({*map(int, line), *sample.ranks})
-    else:
-        first = chosen(layout, pipeline, also=sample.ranks, sample=sample.drawn, seed=sample.seed)
+    first = chosen(layout, pipeline) if ranks is None else ranks
 
     def where(rank: int) -> str:
         coords = " ".join(f"{dim}={coord}" for dim, coord in layout.coords(rank).items())
         return f"rank {rank:,} ({coords})"
 
-    with _processes((os.cpu_count() or 1) if processes is None else processes) as pool:
-        steps = _steps(pool, program, {rank: where(rank) for rank in first}, layout.world_size)
+    with _processes((os.cpu_count() or 1) if processes is None else processes) as run:
+        steps = _steps(run, program, {rank: where(rank) for rank in first}, layout.world_size)
         found = World(layout, pipeline, steps, [], [], None)
         peers, unlike = _unlike(found, where)
         beside = {rank: where(rank) for rank in peers if rank not in steps}
-        steps |= _steps(pool, program, beside, layout.world_size)
+        steps |= _steps(run, program, beside, layout.world_size)
     steps = dict(sorted(steps.items()))
     findings = find_differences(list(steps.values()), where)
     met = None
@@ -145,17 +127,19 @@ def _unlike(found: World, where: Callable[[int], str]) -> tuple[list[int], list[
 
 
 def chosen(
-    layout: Layout, pipeline: str | None = None, *, also: Sequence[int] = (), sample: int = 8, seed: int = 0
+    layout: Layout, pipeline: str | None = None, *, also: Sequence[int] = (), sample: int = 8
 ) -> list[int]:
     """Ranks that stand for all, ascending.
 
     The first, middle and last coord along each dim of the base and of each view, the others being 0; every stage
     of `pipeline`; every corner, which is first or last along each dim; those in `also`; and `sample` more, drawn
-    from `seed`. All of them in worlds of up to 16.
+    at random, the same each time. All of them in worlds of up to 16. Raises LayoutError for a rank that is not there.
 
     >>> chosen(Layout({"pp": 4, "dp": 64, "tp": 8}), "pp", sample=0)[:6]
     [0, 4, 7, 256, 504, 511]
     """
+    for rank in also:
+        layout.position(rank)
     world = layout.world_size
     everyone = [int(rank) for rank in layout.ranks]
     if world <= WHOLE:
@@ -173,7 +157,7 @@ def chosen(
         at = dict.fromkeys(layout.dims, 0)
         at |= {dim: end * (layout.size(dim) - 1) for dim, end in zip(wide, ends, strict=True)}
         found.add(layout.get_rank(**at))
-    draw = random.Random(seed)
+    draw = random.Random(0)
     while sample and len(found) < world:
         found.add(layout.rank_of(draw.randrange(world)))
         sample -= 1
@@ -181,46 +165,36 @@ def chosen(
 
 
 @contextmanager
-def _processes(count: int) -> Iterator[ProcessPoolExecutor | None]:
-    """So many that run one rank after the other; None: this process does."""
+def _processes(count: int) -> Iterator[_Map]:
+    """`map` in so many processes; 0: in this one."""
     if not count:
-        yield None
+        yield map
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["meshcomm.dryrun.rank"])
     pool = ProcessPoolExecutor(count, mp_context=context)
     try:
-        yield pool
+        yield pool.map
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _steps(
-    pool: ProcessPoolExecutor | None,
-    program: Program,
-    names: Mapping[int, str],
-    world: int,
-) -> dict[int, RankStep]:
+def _steps(run: _Map, program: Program, names: Mapping[int, str], world: int) -> dict[int, RankStep]:
     """The steps of the ranks with these names. Raises what is wrong with all of them, or RankFailed for the first."""
-    results: dict[int, Callable[[], RankStep | MeshcommError]]
-    if pool is None:
-        results = {rank: partial(_ran, program, rank, world, name) for rank, name in names.items()}
-    else:
-        results = {rank: pool.submit(_ran, program, rank, world, name).result for rank, name in names.items()}
     steps: dict[int, RankStep] = {}
-    for rank, result in results.items():
-        made = result()
+    for rank, made in zip(names, run(partial(_ran, program, world), names.items()), strict=True):
         if isinstance(made, MeshcommError):
             raise made
         steps[rank] = made
     return steps
 
 
-def _ran(program: Program, rank: int, world: int, name: str) -> RankStep | MeshcommError:
+def _ran(program: Program, world: int, rank: tuple[int, str]) -> RankStep | MeshcommError:
+    """rank: its number, and its name."""
     try:
-        return program(rank, world)
+        return program(rank[0], world)
     except Exception as error:
-        return failure_of(error, name)
+        return failure_of(error, rank[1])
 
 
 def failure_of(error: Exception, name: str) -> MeshcommError:

@@ -13,7 +13,7 @@ from meshcomm.config import Config, TopologyConfig, load_config
 from meshcomm.dryrun.rank import pretended_step
 from meshcomm.dryrun.script import Script, mesh_of_script, script_step
 from meshcomm.dryrun.training import dry_facts, dry_training, priced
-from meshcomm.dryrun.world import SAMPLE, Sample, dry_world
+from meshcomm.dryrun.world import chosen, dry_world
 from meshcomm.jobs.starting import world_of
 from meshcomm.mesh.environment import how_many_ranks
 from meshcomm.predict.links import discovered
@@ -36,10 +36,12 @@ def dryrun(
     overrides: Sequence[str],
     world: int | None,
     script: Script | None = None,
-    sample: Sample = SAMPLE,
+    ranks: Sequence[int] = (),
+    sample: int = 8,
 ) -> dict[str, Any]:
     """Run the training of `config`, or `script`, on representative ranks of `world`; returns the findings as plain data.
 
+    ranks, sample: more ranks, see `chosen`.
     Raises ConfigError, LaunchError, RankFailed; LayoutError for a rank that is not there.
     """
     began = time.perf_counter()
@@ -49,14 +51,15 @@ def dryrun(
     size = world_of(settings, world)
     if script is None:
         assert settings is not None
-        return dry_training(settings, size, sample)
+        return dry_training(settings, size, ranks, sample)
     layout, asked = mesh_of_script(script, size)
     parallel = getattr(asked, "parallel", None)
     topology = discovered((settings or asked).topology, os.environ)
     stages = None if parallel is None else parallel.pipeline
     # Without a configuration: the dim that is usually called so.
     pipeline = stages or next((dim for dim in layout.dims if dim in _STAGES), None)
-    found = dry_world(partial(script_step, script), layout, pipeline, sample, replayed=priced(topology))
+    first = chosen(layout, pipeline, also=ranks, sample=sample)
+    found = dry_world(partial(script_step, script), layout, pipeline, first, replayed=priced(topology))
     return dry_facts(found, None, topology, time.perf_counter() - began)
 
 
@@ -69,13 +72,11 @@ def exactly(settings: Config, ranking: Ranking, topology: TopologyConfig) -> tup
     for number, placement in enumerate(ranking.placements):
         placed = load_config(placed_data(settings, placement)).resolved(ranking.world)
         assert placed.parallel is not None
-        world = dry_world(
-            partial(pretended_step, placed),
-            placed.plan(ranking.world).layout,
-            placed.parallel.pipeline,
-            Sample(stages_only=True),
-            replayed=priced(topology),
-        )
+        layout, pipeline = placed.plan(ranking.world).layout, placed.parallel.pipeline
+        first = layout.rank_of(0)
+        stages = [first] if pipeline is None else sorted(map(int, layout.group_of(first, pipeline)))
+        program = partial(pretended_step, placed)
+        world = dry_world(program, layout, pipeline, stages, replayed=priced(topology))
         assert world.replay is not None
         peak = max(step.peak.nbytes for step in world.steps.values())
         exact = Exact(world.replay.seconds, peak, peak <= ranking.memory_gb * 1e9)

@@ -14,8 +14,6 @@ from meshcomm.show.units import bytes_text, count, decimal_unit, seconds_text
 
 # Findings that are shown with their lines; the rest is counted.
 _SHOWN: Final = 12
-# A scale, one row and the letters: without a pipeline there is nothing to see.
-_ALONE: Final = 3
 
 
 def dry_view(facts: Facts) -> View:
@@ -35,9 +33,6 @@ def _page(facts: Facts) -> Iterator[PagePart]:
         yield Line(f"calls of {facts['part']}, of the rank that moves most along each dim")
         yield _calls(facts["calls"])
     yield from _step(facts["step"], facts["part"])
-    if len(facts["timeline"]) > _ALONE:
-        yield Line("the step, stage by stage")
-        yield Line("\n".join(facts["timeline"]), drawing=True)
 
 
 def _verdicts(facts: Facts, whole: bool) -> Iterator[PagePart]:

@@ -1,4 +1,4 @@
-"""Calls, bytes and time by dim and call, counted in a run or sent by a simulated program, as tables."""
+"""Calls, bytes and time by dim and call, counted in a run, as tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from meshcomm.show.page import Cells, Column, Line, PagePart, View, page_view
+from meshcomm.show.page import Cells, Column, Line, PagePart
 from meshcomm.show.units import bytes_text, seconds_text
 
 Facts = Mapping[str, Any]
@@ -53,25 +53,6 @@ def spread_page(facts: Facts) -> list[PagePart]:
     }
     title = f"communication of all ranks in {seconds_text(facts['seconds'])}"
     return [Line(title), _table(columns, facts["rows"])]
-
-
-def traffic_view(facts: Facts) -> View:
-    """Calls and bytes by dim and operation. facts: as `simulate_script` gives them."""
-    schedules = facts["schedules"]
-    tried = "" if schedules == 1 else f", {schedules} schedules tried, traffic of the first"
-    parts: list[PagePart] = [Line(f"{facts['world']} ranks simulated, no deadlock{tried}")]
-    if not facts["dims"]:
-        return page_view([*parts, Line("nothing was sent along a dim of two ranks or more")])
-    columns: dict[str, Column] = {
-        "dim": "dim",
-        "operation": "operation",
-        ">calls": "calls",
-        ">bytes": "bytes",
-        ">largest rank": ("largest_rank", str),
-        ">its bytes": "largest_bytes",
-    }
-    parts.append(Cells.of(facts["dims"], columns, once=1))
-    return page_view(parts)
 
 
 def _table(columns: Mapping[str, Column], rows: Sequence[Facts]) -> PagePart:

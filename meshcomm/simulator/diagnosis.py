@@ -218,7 +218,7 @@ def _needs(shared: SharedState, actor: Actor) -> list[int]:
         for group in of_mesh:
             if group.dims == tuple(match["along"].split(".")) and group.ranks[0] == int(match["first"]):
                 expected = set(group.ranks)
-    came = shared.store.writers.get(on.keys[0].rpartition("/")[0] + "/come", [])
+    came = shared.writers.get(on.keys[0].rpartition("/")[0] + "/come", [])
     return sorted(expected - set(came))
 
 

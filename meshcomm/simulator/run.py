@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -29,7 +29,6 @@ from meshcomm.mesh.source import (
 from meshcomm.simulator.diagnosis import at_the_end, diagnose, unyielding
 from meshcomm.simulator.scheduler import Actor, RankLocals, Scheduler
 from meshcomm.simulator.split_optimizers import elementwise_steps
-from meshcomm.simulator.transport import SimulatedGroup
 from meshcomm.simulator.world import SharedState, SimulatedWorld
 
 T = TypeVar("T")
@@ -42,7 +41,6 @@ def simulate(
     world_size: int | None = None,
     args: Sequence[Any] = (),
     schedule_seed: int = 0,
-    explore: int = 1,
     overrides: Sequence[str] = (),
     **keys: Any,
 ) -> list[T]:
@@ -57,8 +55,6 @@ def simulate(
             merge, views, options, rank_order, ranks, ...
         world_size: number of ranks; needed where a size is -1.
         schedule_seed: chooses which rank runs when several could. One seed, one schedule.
-        explore: try so many schedules, from `schedule_seed` on, and raise the first failure. The
-            results are those of the first.
 
     Raises, at once and with nothing left running: DeadlockError for ranks that wait in a circle or
     for what nobody will do; CallMismatchError for ranks that call differently; UnmatchedMessage;
@@ -82,14 +78,7 @@ def simulate(
         with init(settings) as mesh:
             return fn(mesh, *copy.deepcopy(tuple(args)))
 
-    if explore < 1:
-        raise LaunchError(
-            f"simulate cannot try {explore} schedules",
-            given=f"explore={explore}",
-            expected="1 or more",
-            hint="explore=20",
-        )
-    return _explored(body, size, schedule_seed, explore, settings.mesh.timeout_s)[0]
+    return run_ranks(body, size, schedule_seed, settings.mesh.timeout_s)
 
 
 def simulate_script(
@@ -99,9 +88,8 @@ def simulate_script(
     overrides: Sequence[str],
     world: int | None,
     seed: int,
-    explore: int,
-) -> dict[str, Any]:
-    """Run `script` as every rank under `explore` schedules; the traffic of the first, as plain data.
+) -> int:
+    """Run `script` as every rank; returns how many there are.
 
     Each rank has its own `__main__`, sys.argv, RANK and LOCAL_RANK; modules that the script imports
     are shared. Raises what `simulate` raises; an exit with a code other than 0 is a RankFailed.
@@ -132,32 +120,18 @@ def simulate_script(
     variables: dict[str, str] = {}
     if config is not None:
         variables = {CONFIG_VARIABLE: str(config), OVERRIDES_VARIABLE: "\n".join(overrides)}
-    paths = list(sys.path)
-    # As `python SCRIPT` does: imports are looked for beside the script first.
-    sys.path.insert(0, str(script.resolve().parent))
     argv = [str(script), *arguments]
-    try:
-        with with_variables(variables):
-            groups = _explored(body, size, seed, explore, settings.mesh.timeout_s, argv)[1]
-    finally:
-        sys.path[:] = paths
-    return {"world": size, "schedules": explore, "dims": traffic_facts(groups)}
-
-
-def _explored(
-    body: Callable[[], Any], size: int, seed: int, tries: int, timeout_s: float, argv: Sequence[str] = ()
-) -> tuple[list[Any], list[SimulatedGroup]]:
-    """`run_ranks` under so many schedules; what the first one gave."""
-    found = run_ranks(body, size, seed, timeout_s, argv)
-    for other in range(seed + 1, seed + tries):
-        run_ranks(body, size, other, timeout_s, argv)
-    return found
+    # As `python SCRIPT` does: imports are looked for beside the script first.
+    paths = [str(script.resolve().parent), *sys.path]
+    with with_variables(variables), patch.object(sys, "path", paths):
+        run_ranks(body, size, seed, settings.mesh.timeout_s, argv)
+    return size
 
 
 def run_ranks(
     body: Callable[[], Any], size: int, seed: int, timeout_s: float, argv: Sequence[str] = ()
-) -> tuple[list[Any], list[SimulatedGroup]]:
-    """Call `body` as each of `size` ranks; what they returned, and their groups, which have counted what was sent.
+) -> list[Any]:
+    """Call `body` as each of `size` ranks; what they returned.
 
     timeout_s: of the mesh; see `diagnose`. argv: as for `RankLocals`.
     """
@@ -191,21 +165,4 @@ def run_ranks(
         if isinstance(error, MeshcommError):
             error.hint = f"{error.hint}; schedule seed {seed} repeats it"
         raise error
-    return [actor.result for actor in actors], list(shared.groups.values())
-
-
-def traffic_facts(groups: Iterable[SimulatedGroup]) -> list[dict[str, Any]]:
-    """One row per dim and operation: calls and bytes of all ranks together, and the lowest rank that brought most."""
-    rows: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
-    for group in groups:
-        for (coord, operation), (calls, nbytes) in group.moves.items():
-            by_rank, rank = rows.setdefault((group.name, operation), {}), group.ranks[coord]
-            before = by_rank.get(rank, (0, 0))
-            by_rank[rank] = before[0] + calls, before[1] + nbytes
-    found = []
-    for (name, operation), by_rank in rows.items():
-        largest = max(sorted(by_rank), key=lambda rank: by_rank[rank][1])
-        calls, nbytes = map(sum, zip(*by_rank.values(), strict=True))
-        of_all = {"dim": name, "operation": operation, "calls": calls, "bytes": nbytes}
-        found.append({**of_all, "largest_rank": largest, "largest_bytes": by_rank[largest][1]})
-    return found
+    return [actor.result for actor in actors]

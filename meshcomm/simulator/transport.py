@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
-from meshcomm.collectives import SCATTER, Call, write_results
+from meshcomm.collectives import Call, write_results
 from meshcomm.comm.callsite import is_ours, thread_frames
 from meshcomm.comm.mismatch import mismatch
 from meshcomm.errors import CallMismatchError
@@ -220,7 +220,6 @@ class PendingMessage:
 class SimulatedGroup:
     """The collectives and messages of one group, shared by its ranks. ranks: global, by coord.
 
-    moves: calls, and bytes that the rank brought, by coord and operation.
     A send is done when its receive has begun: nothing is buffered, as on Gloo and NCCL.
     """
 
@@ -228,17 +227,11 @@ class SimulatedGroup:
         self.name, self.dims, self.ranks, self.label = group.name, group.dims, group.ranks, group.label
         self.scheduler = scheduler
         self.pending: dict[int, PendingCollective] = {}
-        self.moves: dict[tuple[int, str], tuple[int, int]] = {}
         # By destination and tag, each in the order of posting.
         self._ends: dict[tuple[int, int], list[PendingMessage]] = defaultdict(list)
         self._messages = 0
         # Of a backend that queues calls.
         self.order = StartOrder(messages=True)
-
-    def moved(self, coord: int, operation: str, nbytes: int) -> None:
-        """Count a call."""
-        calls, before = self.moves.get((coord, operation), (0, 0))
-        self.moves[coord, operation] = calls + 1, before + nbytes
 
     def start(self, coord: int, number: int, call: Call, told: Told | None) -> SimulatedWork:
         """Coord `coord` starts its collective with sequence number `number`; see Contribution."""
@@ -289,12 +282,9 @@ class SimulatedGroup:
             scheduler, actor, direction, site.call, self.label, lambda: peers, site, 0, other, tag
         )
         self._messages += 1
-        if direction == "send":
-            assert peer is not None
-            self.moved(coord, "send", x.nbytes)
-            mine = PendingMessage(x, coord, peer, work, self._messages)
-        else:
-            mine = PendingMessage(x, peer, coord, work, self._messages)
+        src, dst = (coord, peer) if direction == "send" else (peer, coord)
+        assert dst is not None
+        mine = PendingMessage(x, src, dst, work, self._messages)
         ends = self._ends[mine.dst, tag]
         fits = [
             end
@@ -385,9 +375,6 @@ class SimulatorTransport(Transport):
         group.scheduler.check_thread(actor)
         told, self._announced = self._announced, None
         self._number += 1
-        # A scatter is counted by the part that each rank gets.
-        x = call.out if row is SCATTER else call.x
-        group.moved(self.coord, row.name, 0 if x is None else x.nbytes)
         if self._start_order is not None:
             name = row.name if told is None else told[1]
             what = f"{name}, call {self._number} on {group.label} at {here().line}"

@@ -39,12 +39,25 @@ class StoreWait:
 
 @final
 @dataclass(slots=True, eq=False)
-class InMemoryStore:
-    """What all ranks share. writers: the ranks that wrote a key. waits: who waits, by a key that is missing."""
+class SharedState:
+    """What the ranks of one simulation share.
 
+    timeout_s: of the mesh.
+    values:    of the store. writers: the ranks that wrote a key. waits: who waits, by a key that is missing.
+    groups:    by prefix of the mesh, name and ranks; in the order of their first use.
+    recorders: coords and recorder of each rank, by prefix and group.
+    """
+
+    scheduler: Scheduler
+    timeout_s: float
     values: dict[str, bytes] = field(default_factory=dict)
     writers: dict[str, list[int]] = field(default_factory=dict)
     waits: dict[str, list[StoreWait]] = field(default_factory=dict)
+    start_order: StartOrder = field(default_factory=StartOrder)
+    groups: dict[tuple[str, str, tuple[int, ...]], SimulatedGroup] = field(default_factory=dict)
+    recorders: dict[tuple[str, str], dict[int, tuple[Mapping[str, int], FlightRecorder]]] = field(
+        default_factory=dict
+    )
 
     def has_to_wait(self, wait: StoreWait) -> bool:
         """Keep `wait` under a key that is not set; False where all are."""
@@ -52,26 +65,6 @@ class InMemoryStore:
         if key is not None:
             self.waits.setdefault(key, []).append(wait)
         return key is not None
-
-
-@final
-@dataclass(slots=True, eq=False)
-class SharedState:
-    """What the ranks of one simulation share.
-
-    timeout_s: of the mesh.
-    groups:    by prefix of the mesh, name and ranks; in the order of their first use.
-    recorders: coords and recorder of each rank, by prefix and group.
-    """
-
-    scheduler: Scheduler
-    timeout_s: float
-    store: InMemoryStore = field(default_factory=InMemoryStore)
-    start_order: StartOrder = field(default_factory=StartOrder)
-    groups: dict[tuple[str, str, tuple[int, ...]], SimulatedGroup] = field(default_factory=dict)
-    recorders: dict[tuple[str, str], dict[int, tuple[Mapping[str, int], FlightRecorder]]] = field(
-        default_factory=dict
-    )
 
     def desync(self, prefix: str, label: str) -> CallMismatchError | None:
         """The error for the first step in which ranks of a group differ, as far as they have come."""
@@ -89,7 +82,7 @@ class SimulatedWorld:
     def __init__(self, shared: SharedState, actor: Actor) -> None:
         size = len(shared.scheduler.actors)
         self.launch = Launch("simulator", actor.rank, size, actor.rank, size)
-        self.store: dist.Store = SimulatedStore(shared.scheduler, actor, shared.store)
+        self.store: dist.Store = SimulatedStore(shared, actor)
         self._shared = shared
         self._actor = actor
 
@@ -151,17 +144,15 @@ _Store: Any = dist.Store
 class SimulatedStore(_Store):  # type: ignore[misc]
     """One rank's view of the shared values, under a prefix. A torch store; PrefixStore works over it."""
 
-    def __init__(self, scheduler: Scheduler, actor: Actor, shared: InMemoryStore, prefix: str = "") -> None:
+    def __init__(self, shared: SharedState, actor: Actor, prefix: str = "") -> None:
         super().__init__()
-        self._scheduler = scheduler
-        self._actor = actor
-        self._shared = shared
+        self._shared, self._scheduler, self._actor = shared, shared.scheduler, actor
         self._prefix = prefix
         self._timeout = timedelta(days=1)
 
     def prefixed(self, prefix: str) -> SimulatedStore:
         """The same store, keys under `prefix`."""
-        return SimulatedStore(self._scheduler, self._actor, self._shared, f"{self._prefix}{prefix}/")
+        return SimulatedStore(self._shared, self._actor, f"{self._prefix}{prefix}/")
 
     @property
     def timeout(self) -> timedelta:
@@ -225,20 +216,6 @@ class SimulatedStore(_Store):  # type: ignore[misc]
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         self.wait(keys)
         return [self._shared.values[self._prefix + key] for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def list_keys(self) -> list[str]:
-        self._touch()
-        found = [key for key in self._shared.values if key.startswith(self._prefix)]
-        return [key.removeprefix(self._prefix) for key in found]
-
-    def num_keys(self) -> int:
-        return len(self.list_keys())
-
-    getNumKeys = num_keys
 
     def has_extended_api(self) -> bool:
         return True

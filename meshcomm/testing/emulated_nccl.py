@@ -121,8 +121,8 @@ class _Item:
         self.queue = queue
         self.name = name
         self.run = run
+        self.tensors = tensors
         self.memory = [(*span_of(x), written) for x, written in tensors if x.numel()]
-        self.kept = [x for x, _ in tensors]
         self.number = self.record = 0
         self.queued_at = 0.0
         self.after: list[_Item] = []
@@ -185,12 +185,7 @@ class EmulatedWork(Work):  # type: ignore[misc]
         return dist.DistBackendError("NCCL communicator was aborted") if gone else None
 
     def result(self) -> list[Tensor]:
-        return [x for item in self._items for x in item.kept]
-
-    def source_rank(self) -> int:
-        raise RuntimeError("sourceRank() may only be called on work objects that correspond to a recv")
-
-    _source_rank = source_rank
+        return [x for item in self._items for x, _ in item.tensors]
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
@@ -383,9 +378,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
                 if work is not None:  # a message
                     work.wait()
 
-        whole = _Item(self, "COALESCED", run, [])
-        whole.memory = [each for item in items for each in item.memory]
-        whole.kept = [x for item in items for x in item.kept]
+        whole = _Item(self, "COALESCED", run, [each for item in items for each in item.tensors])
         self._queue(whole)
         return EmulatedWork([whole])
 
@@ -490,9 +483,8 @@ class Graph:
 
     def replay(self) -> None:
         for captured in self.items:
-            item = _Item(captured.queue, captured.name, captured.run, [])
-            item.memory, item.kept, item.waited = captured.memory, captured.kept, True
-            item.number = captured.number
+            item = _Item(captured.queue, captured.name, captured.run, captured.tensors)
+            item.waited, item.number = True, captured.number
             captured.queue.submit(item)
 
 
@@ -634,9 +626,6 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
                     self._overdue(item, limit_s)
 
     def _overdue(self, item: _Item, limit_s: float) -> None:
-        mode = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-        if mode == "0":
-            return
         print(
             f"[Rank {item.queue.rank()}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum="
             f"{item.number}, OpType={item.name}, Timeout(ms)={limit_s * 1000:.0f}) ran for "
@@ -646,10 +635,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         # The time of the flight recorder's dump, in which the process lives on.
         if self._ended.wait(self._dump_s):
             return
-        if mode == "2":
-            for queue in list(self.queues):
-                queue.abort()
-        elif not item.over.is_set():
+        if not item.over.is_set():
             print(
                 f"[Rank {item.queue.rank()}] To avoid data inconsistency, we are taking the entire process down.",
                 file=sys.stderr,

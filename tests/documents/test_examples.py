@@ -137,7 +137,7 @@ def test_it_prints_what_it_says(pool: Pool, name: str) -> None:
     config, world = what.simulate
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        simulate_script(config, FOLDER / name, (), (), world, 0, 1)
+        simulate_script(config, FOLDER / name, (), (), world, 0)
     simulated = out.getvalue().splitlines()
     check(name, what, simulated)
     if "print(mesh)" in (FOLDER / name).read_text():

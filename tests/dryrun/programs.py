@@ -65,7 +65,7 @@ class Rank:
 
     def wait(self, call: int) -> None:
         """For a call that was only begun."""
-        self.events.append(Event("wait", call, self.flops, "forward 0"))
+        self.events.append(Event("wait", call, self.flops))
 
     def step(self) -> RankStep:
         """All of it."""
@@ -81,7 +81,7 @@ class Rank:
     def _made(self, span: Span, wait: bool) -> int:
         number = len(self.calls)
         self.calls.append(span)
-        self.events.append(Event("start", number, self.flops, "forward 0"))
+        self.events.append(Event("start", number, self.flops))
         if wait:
             self.wait(number)
         return number

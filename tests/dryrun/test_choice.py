@@ -29,11 +29,9 @@ def test_every_stage_the_ends_and_middles_of_each_dim_and_the_corners() -> None:
 
 def test_a_sample_and_what_is_asked_for() -> None:
     layout = Layout({"dp": 1024, "tp": 8})
-    plain, more = chosen(layout, sample=0), chosen(layout, sample=5, seed=3, also=[4321])
+    plain, more = chosen(layout, sample=0), chosen(layout, sample=5, also=[4321])
     assert set(plain) < set(more) and 4321 in more and len(more) == len(plain) + 6
-    assert (
-        more == chosen(layout, sample=5, seed=3, also=[4321]) != chosen(layout, sample=5, seed=4, also=[4321])
-    )
+    assert more == chosen(layout, sample=5, also=[4321])
 
 
 @pytest.mark.parametrize("order", [None, list(range(31, -1, -1))])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshcomm.dryrun.compare import find_differences
-from meshcomm.dryrun.replay import COMPUTE, Replay, replay
+from meshcomm.dryrun.replay import Replay, replay
 from meshcomm.layout import Layout
 from tests.dryrun.programs import Rank, steps, where
 
@@ -23,10 +23,9 @@ def test_a_late_rank_keeps_the_others_waiting() -> None:
     met = replay(steps(layout, program), where(layout), seconds=lambda span, ranks: 3.0, flop_s=1.0)
     assert met.ends == dict.fromkeys(range(4), 40 + 3 + 5) and met.seconds == 48
     assert [met.dims[rank]["dp"] for rank in range(4)] == [
-        (3, 33 - 10 * rank, 30 - 10 * rank) for rank in range(4)
+        (33 - 10 * rank, 30 - 10 * rank) for rank in range(4)
     ]
-    computed = [bar for bar in met.bars if bar.lane == COMPUTE]
-    assert sum(bar.over - bar.began for bar in computed) == 10 + 20 + 30 + 40 + 4 * 5
+    assert met.computed == {rank: 10 * (1 + rank) + 5 for rank in range(4)}
 
 
 def test_what_is_waited_for_later_hides_behind_what_is_computed() -> None:
@@ -110,7 +109,7 @@ def test_a_call_that_waits_for_the_one_before_it_waits_for_nobody_else() -> None
         rank.wait(one)
 
     met = replay(steps(layout, program), where(layout), seconds=lambda span, ranks: 3.0)
-    assert met.seconds == 6 and met.dims[0]["dp"] == (6.0, 6.0, 0.0)
+    assert met.seconds == 6 and met.dims[0]["dp"] == (6.0, 0.0)
 
 
 def circle(rank: Rank) -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshcomm.config import TopologyConfig, load_config
-from meshcomm.dryrun.script import Script, function_step, script_step
+import meshcomm
+from meshcomm.config import TopologyConfig
+from meshcomm.dryrun.script import ProgramRecorder, Script, recorded_step, script_step
 from meshcomm.dryrun.training import dry_facts, priced
 from meshcomm.dryrun.world import World, dry_world
 from meshcomm.errors import UnsupportedOp
@@ -24,10 +25,14 @@ from meshcomm.show.page import as_text
 
 def ran(program: Callable[[Mesh], object], ranks: int = 4) -> list[Any]:
     """What it returns on each rank, all run in this process."""
-    settings = load_config({"mesh": {"dims": {"dp": ranks}}})
     found: list[Any] = []
+
+    def run() -> None:
+        with meshcomm.init(dims={"dp": ranks}) as mesh:
+            found.append(program(mesh))
+
     for rank in range(ranks):
-        function_step(lambda mesh: found.append(program(mesh)), settings, rank, ranks)
+        recorded_step(rank, ranks, run, ProgramRecorder(0))
     return found
 
 

@@ -100,7 +100,7 @@ def test_a_simulated_script_is_told_too(tmp_path: Path) -> None:
     config.write_text(CONFIG)
     script.write_text("import meshcomm\nmeshcomm.init(dims={'dp': 4})\n")
     with pytest.raises(RankFailed, match=r"mesh\.dims, mesh\.device, mesh\.timeout_s, mesh\.options"):
-        simulate_script(config, script, [], [], None, 0, 1)
+        simulate_script(config, script, [], [], None, 0)
 
 
 def test_overrides_beside_arguments_are_refused() -> None:

@@ -450,7 +450,7 @@ def loop(mesh: Mesh, dim: str, odd: int, at: int, how: str, start: int = 1) -> N
 )
 def test_a_simulated_rank_is_found_in_its_step(dim: str, odd: int, at: int, how: str) -> None:
     with pytest.raises(CallMismatchError) as caught:
-        meshcomm.simulate(loop, dims=DIMS, args=(dim, odd, at, how, 1001), explore=3)
+        meshcomm.simulate(loop, dims=DIMS, args=(dim, odd, at, how, 1001))
     error = caught.value
     assert error.step == at + 1000
     others = 1 if dim == "tp" else 3

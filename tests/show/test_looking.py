@@ -21,7 +21,6 @@ from meshcomm.show.diff import diff_facts, diff_page
 from meshcomm.show.grid import RankGrid, grid_facts
 from meshcomm.show.page import as_text, page_view
 from meshcomm.show.plan import plan_facts, plan_view, read_rank
-from meshcomm.show.stats import traffic_view
 from tests.show.shown import (
     GPT,
     LLAMA,
@@ -286,8 +285,6 @@ def test_a_narrow_table_is_records_with_the_same_facts() -> None:
         assert f"{each['name']} coord {each['coord']} of {each['size']}" in narrow
     shown = run("tune", QUICK, "--world-size", "8", "--top", "1", *NODES, columns=40)
     assert "dp 8 network\n  operation all_reduce; what gradients\n  calls 1; bytes 3.41 MB" in shown.out
-    nothing = traffic_view({"world": 2, "schedules": 1, "dims": [], "links": None})
-    assert as_text(nothing).splitlines()[1:] == ["nothing was sent along a dim of two ranks or more"]
 
 
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(
