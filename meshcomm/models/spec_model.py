@@ -27,7 +27,7 @@ from meshcomm.models.spec import (
 from meshcomm.models.weights import Folder, Names, write
 from meshcomm.parallel.batch_norm import batch_norms, synchronise
 from meshcomm.parallel.build import Model, Splits, along, cast, on_meta
-from meshcomm.parallel.dropout import Dropout, Drops, drop_apart
+from meshcomm.parallel.dropout import DROPOUTS, Dropout, Drops, check_dropouts
 from meshcomm.parallel.expert.experts import EXPERT_NAMES, Experts
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.recompute import run
@@ -59,6 +59,7 @@ class SpecModel(Model):
         self.tied = spec.tied[0] if spec.tied else ""
         self.drops = any(spec.dropped.values())
         self._batch_norms = batch_norms(whole)
+        self._dropouts = [pair for pair in whole.named_modules() if isinstance(pair[1], DROPOUTS)]
         self._names = [name for name in self._names_of(whole) if not spec.tied or name != spec.tied[1]]
         # What transformers says of a class: names in older folders, and of its part without a head.
         self._ignored = tuple(getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -103,8 +104,6 @@ class SpecModel(Model):
             if not train.compile:
                 module.meshcomm_stage.rules = rules_of(split, module, plan)[0]
             tensor_parallel(module, split.mesh, split.dim, plan, sequence_parallel=split.sequence_parallel)
-        if splits.draws is not None:
-            drop_apart(module, split, splits.draws)
         for name, part in experts.items():
             module.set_submodule(name, part)
         for name, part in list(module.named_modules()) if self.drops else []:
@@ -222,6 +221,7 @@ class SpecModel(Model):
                     expected="numbers that are the same on every mesh",
                     hint=f"remove {part}",
                 )
+        check_dropouts(self._dropouts, split)
         blocks = bool(spec.layers) and spec.forward is not None
         size = f"vocab_size = {self.vocab_size} is not divisible by {split.size}"
         # What is used, what the spec has to have for it, in words, and whether it has.

@@ -13,7 +13,7 @@ from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import UnsupportedOp
 from meshcomm.parallel.batch_norm import synchronise
 from meshcomm.parallel.build import Model, Splits, along, cast
-from meshcomm.parallel.dropout import drop_apart
+from meshcomm.parallel.dropout import check_dropouts
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.tensor.parameters import split_dims
@@ -53,8 +53,6 @@ class WrappedModule(Model):
                 if splits.mesh.size(dim) > 1:
                     splits.mesh.broadcast(dim, [each for each in held if each.numel()], src=0)
         synchronise(module, splits.mesh, along(splits.mesh, splits.data))
-        if splits.draws is not None:
-            drop_apart(module, splits.tensor, splits.draws)
         if train.compute_dtype is not None:
             compute = getattr(torch, train.compute_dtype)
             module.forward = _mixed(module.forward, compute)
@@ -95,6 +93,7 @@ class WrappedModule(Model):
                 expected="a model whose layers are known",
                 hint=f"{_SPEC}, or remove {setting}",
             )
+        check_dropouts(module.named_modules(), splits.tensor)
         if splits.tensor.size > 1 and splits.tensor.dim not in split:
             dim = splits.tensor.dim
             raise UnsupportedOp(

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
-from meshcomm.errors import ShapeError, TrainingError
+from meshcomm.errors import ShapeError, TrainingError, UnsupportedOp
+from meshcomm.layout.names import listed
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor import TensorSplit
-from meshcomm.transport.torch_private import outside_graphs
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-# The difference between ranks that computed the same thing, at most, as a share of the largest element.
-_ROUNDING = 1e-2
 
 
 def _signed(value: int) -> int:
@@ -150,8 +149,8 @@ class Draws:
 
     Random numbers follow from (seed, step, microbatch, block), with microbatches counted over all ranks along data and
     shard and blocks through all stages: the same as in one process with the same train.micro_batch_size. Ranks along context
-    have other tokens of the same microbatch, so their coord is a part of the key; along tensor all draw the same,
-    except in what `drop_apart` finds. No state is kept: a resumed run and a recomputed block draw the same again.
+    have other tokens of the same microbatch, so their coord is a part of the key; along tensor all draw the same: see
+    `check_dropouts`. No state is kept: a resumed run and a recomputed block draw the same again.
 
     seed:  of the run.
     apart: dims along which ranks have other tokens of the same samples.
@@ -160,61 +159,36 @@ class Draws:
     def __init__(self, mesh: Mesh, seed: int, apart: Iterable[str] = ()) -> None:
         self._mesh, self._seed = mesh, seed
         self._apart = tuple(dim for dim in apart if mesh.size(dim) > 1)
-        self._step, self._first = "", 0
-        # Of the block that runs: its seed's key, and how often something was drawn apart in it since.
-        self._key: tuple[int | str, ...] = ()
-        self._often = 0
+        self._step, self._first, self._microbatch = "", 0, 0
         self._blocks: Counter[int] = Counter()
-        # False where a block is computed again: nobody else is there to compare with.
-        self.comparing = True
 
-    @contextmanager
-    def step(self, name: str, first: int) -> Iterator[None]:
+    def step(self, name: str, first: int) -> AbstractContextManager[None]:
         """Forward passes of one step in here; the generators are put back after it. first: this rank's microbatch."""
         self._step, self._first = name, first
-        with self._forked():
-            yield
+        device = self._mesh.device
+        return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
     def microbatch(self, number: int, place: str) -> None:
         """Before a forward pass of a stage. number: of this rank's microbatches; place: which stage, in words."""
         self._blocks.clear()
-        self.seed((self._seed, self._step, self._first + number, place))
+        self._microbatch = self._first + number
+        self.seed(self._seed, self._step, self._microbatch, place)
 
     def seeded(self, number: int, block: Callable[..., Any]) -> Callable[..., Any]:
         """The number-th block of the model, for one forward pass: called again, it draws the same again."""
         self._blocks[number] += 1
-        key = (*self._key[:3], f"block {number}", self._blocks[number])
-        again = False
+        key = (self._seed, self._step, self._microbatch, f"block {number}", self._blocks[number])
+        return partial(self._drawn, key, block)
 
-        def run(*args: Any, **named: Any) -> Any:
-            nonlocal again
-            self.seed(key)
-            self.comparing, again = not again, True
-            try:
-                return block(*args, **named)
-            finally:
-                self.comparing = True
+    def _drawn(
+        self, key: tuple[int | str, ...], block: Callable[..., Any], /, *args: Any, **named: Any
+    ) -> Any:
+        self.seed(*key)
+        return block(*args, **named)
 
-        return run
-
-    def seed(self, key: tuple[int | str, ...]) -> None:
+    def seed(self, *key: int | str) -> None:
         """Set the generators by `key` and this rank's coords."""
-        self._key, self._often = key, 0
-        self._set(self._mesh.seed(*key, along=self._apart))
-
-    @contextmanager
-    def on_this_rank(self, dim: str) -> Iterator[None]:
-        """Draws in here differ along `dim`; later draws do not depend on them."""
-        self._often += 1
-        with self._forked():
-            self._set(self._mesh.seed(*self._key, self._often, along=(*self._apart, dim)))
-            yield
-
-    def _forked(self) -> AbstractContextManager[None]:
-        device = self._mesh.device
-        return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
-
-    def _set(self, seed: int) -> None:
+        seed = self._mesh.seed(*key, along=self._apart)
         torch.default_generator.manual_seed(seed)
         if self._mesh.device.type != "cpu":
             # Of the current device, which is this rank's; a seed is set without a look at the device.
@@ -224,46 +198,16 @@ class Draws:
         return self
 
 
-def drop_apart(module: nn.Module, split: TensorSplit, draws: Draws) -> None:
-    """Have the dropouts of a module that is split along the tensor's dim draw the same where all its ranks have the
-    same activations, and differently where each has a part of them.
+def check_dropouts(parts: Iterable[tuple[str, nn.Module]], split: TensorSplit) -> None:
+    """Raises UnsupportedOp for dropouts along the tensor's dim: all its ranks draw the same, also for parts of an activation.
 
-    A module that knows nothing of meshes does not say which is which: the first activations that a dropout gets are
-    compared along the dim. `torch.nn.functional.dropout` is not seen: it drops the same on all ranks.
+    `torch.nn.functional.dropout` is not seen.
     """
-    dropouts: list[Any] = [part for part in module.modules() if isinstance(part, DROPOUTS) and part.p > 0]
-    for part in dropouts if split.size > 1 else ():
-        part.forward = _DropApart(part, split, draws)
-
-
-@final
-class _DropApart:
-    """The forward of a dropout in a module that is split."""
-
-    def __init__(self, part: Any, split: TensorSplit, draws: Draws) -> None:
-        self._part, self._split, self._draws = part, split, draws
-        # A module may be split for one trainer after the other.
-        self.plain: Any = part.forward.plain if isinstance(part.forward, _DropApart) else part.forward
-        # By the shape of an activation: whether ranks have parts of it.
-        self._parts: dict[torch.Size, bool] = {}
-
-    @outside_graphs
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        """As without a mesh. The first activation of each shape is compared: this waits for the device."""
-        x = next((each for each in (*args, *named.values()) if isinstance(each, Tensor)), None)
-        if not self._part.training or x is None or not self._is_part(x.detach()):
-            return self.plain(*args, **named)
-        with self._draws.on_this_rank(self._split.dim):
-            return self.plain(*args, **named)
-
-    def _is_part(self, x: Tensor) -> bool:
-        """Whether ranks have different activations; not known of zeros, of which none can be dropped."""
-        if x.shape not in self._parts:
-            if not self._draws.comparing:
-                return False
-            ends = self._split.mesh.all_reduce(self._split.dim, torch.stack([x, -x]).double(), op="max")
-            most, fewest, largest = ends[0], -ends[1], ends.max()
-            if not largest:
-                return False
-            self._parts[x.shape] = bool((most - fewest).max() > _ROUNDING * largest)
-        return self._parts[x.shape]
+    names = [name for name, part in parts if isinstance(part, DROPOUTS) and part.p > 0]
+    if split.size > 1 and names:
+        raise UnsupportedOp(
+            f"the dropouts of a module that is split along {split.dim} would depend on the mesh",
+            given=listed(names),
+            expected="p = 0 in each, or dropout by the place of an element, which is the same on every mesh",
+            hint='ModelSpec(dropped={"blocks.*.mlp": 0.1}), and p = 0 in the module; or no parallel.tensor',
+        )

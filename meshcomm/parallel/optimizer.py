@@ -197,7 +197,7 @@ class Update:
             self._step(spoilt)
             return
         with self._draws.step(f"optimizer {number}", 0):
-            self._draws.seed((self._seed, "optimizer", number))
+            self._draws.seed(self._seed, "optimizer", number)
             self._step(spoilt)
 
     def _step(self, spoilt: Tensor) -> None:

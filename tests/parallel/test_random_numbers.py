@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 import meshcomm
 from meshcomm.config import Config, load_config
-from meshcomm.errors import ConfigError, UnknownDim
+from meshcomm.errors import ConfigError, UnknownDim, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.models import ModelSpec, StageContext
-from meshcomm.parallel.dropout import Draws, drop_apart
-from meshcomm.parallel.tensor import TensorSplit, tensor_parallel
 from meshcomm.testing import Pool
 from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs, no_host_sync
 from meshcomm.train import Trainer
@@ -26,7 +24,7 @@ from tests.models.families import config_of, differences
 
 
 class Block(own.Block):
-    """With dropouts on whole activations; and on the inner ones, which tensor splits, where `inner` is above 0."""
+    """With dropouts on what blocks add, and on the inner activations where `inner` is above 0."""
 
     def __init__(self, inner: float) -> None:
         super().__init__(32, 4)
@@ -87,13 +85,13 @@ INNER = {**SPEC, "args": {"inner": 0.3}}
 
 TWO: dict[str, Any] = {"stages_per_rank": 2}
 DEEP: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
-    (SPEC, "dp=2 tp=2", {"train": {"micro_batch_size": 2, "activation_checkpointing": "selective"}}),
+    (SPEC, "dp=2 fsdp=2", {"train": {"micro_batch_size": 2, "activation_checkpointing": "selective"}}),
     (
         INNER,
         "pp=2 dp=2",
         {**TWO, "schedule": "interleaved_1f1b", "train": {"activation_checkpointing": True}},
     ),
-    (SPEC, "pp=2 tp=2", {**TWO, "schedule": "zero_bubble", "train": {"activation_checkpointing": 2}}),
+    (SPEC, "pp=2 dp=2", {**TWO, "schedule": "zero_bubble", "train": {"activation_checkpointing": 2}}),
 ]
 
 
@@ -138,15 +136,14 @@ def masks(config: Config, steps: Sequence[int]) -> tuple[dict[str, int], dict[in
 def test_masks_by_role(pool: Pool) -> None:
     config = config_of(
         INNER,
-        "dp=2 cp=2 tp=2",
-        sequence_parallel=True,
+        "dp=2 cp=2",
         train={"global_batch_size": 4, "micro_batch_size": 1, "activation_checkpointing": True},
     )
-    ranks = pool.run(masks, config, [2, 3], ranks=8)
+    ranks = pool.run(masks, config, [2, 3], ranks=4)
     torch.manual_seed(3)
     assert {each[2] for each in ranks} == {float(torch.rand(()))}
     by_coords = {tuple(coords.values()): found for coords, found, _ in ranks}
-    zero = by_coords[0, 0, 0]
+    zero = by_coords[0, 0]
     # Two microbatches, 14 dropouts; those of four blocks run again in backward, the last of each not to its end.
     names = [name for name, _ in zero[2]]
     assert len(names) == 2 * (2 + 12 + 8)
@@ -155,7 +152,7 @@ def test_masks_by_role(pool: Pool) -> None:
     for coords, found in by_coords.items():
         for step in (2, 3):
             assert [mask.name for mask in found[step]] == names
-            if coords != (0, 0, 0):
+            if coords != (0, 0):
                 assert not any(
                     torch.equal(a.kept, b.kept) for a, b in zip(found[step], zero[step], strict=True)
                 )
@@ -165,12 +162,17 @@ def test_masks_by_role(pool: Pool) -> None:
     assert shares["0.blocks.1.drop_inner"] == pytest.approx(0.7, abs=0.05)
 
 
-def test_whole_activations_are_dropped_alike_and_split_ones_are_not(pool: Pool) -> None:
-    config = config_of(INNER, "tp=2", train={"global_batch_size": 1})
-    (_, found, _), (_, other, _) = pool.run(masks, config, [1], ranks=2)
-    for mine, its in zip(found[1], other[1], strict=True):
-        assert mine.name == its.name
-        assert torch.equal(mine.kept, its.kept) == ("inner" not in mine.name)
+def _with_dropouts(mesh: Mesh, config: Config) -> str:
+    with pytest.raises(UnsupportedOp) as caught:
+        Trainer(mesh, config).engine  # noqa: B018
+    return str(caught.value)
+
+
+def test_dropouts_along_tensor_are_refused() -> None:
+    config = config_of(SPEC, "tp=2", train={"global_batch_size": 1})
+    for told in meshcomm.simulate(_with_dropouts, config, args=(config,)):
+        assert "the dropouts of a module that is split along tp would depend on the mesh" in told
+        assert "blocks.0.drop, blocks.0.noise, blocks.1.drop" in told and "ModelSpec(dropped=" in told
 
 
 def test_a_step_draws_the_same_whatever_came_before_it(pool: Pool) -> None:
@@ -183,34 +185,28 @@ def test_a_step_draws_the_same_whatever_came_before_it(pool: Pool) -> None:
             assert mine.name == its.name and torch.equal(mine.kept, its.kept)
 
 
-def given(config: Config) -> tuple[list[float], bool]:
-    """Losses of a module that is split already, and whether ranks have the same gradients of what is not."""
+def given(config: Config) -> list[float]:
+    """Losses of a module that is made already."""
     with meshcomm.init(config) as mesh:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 4), nn.Dropout(0.5))
-        tensor_parallel(net, mesh, "tp", {"0": "column", "3": "row"})
         trainer = Trainer(mesh, config, net, loss=F.mse_loss)
         torch.manual_seed(mesh.rank)
         for _ in range(3):
-            trainer.step(torch.ones(8, 4), torch.zeros(8, 4))
-        losses = [done.loss for done in trainer.results()]
-        bias = dict(net.named_parameters())["3.bias"].detach()
-        bias = bias.full_tensor() if hasattr(bias, "full_tensor") else bias
-        held = torch.stack(mesh.objects.all_gather("tp", bias))
-        return losses, bool((held == held[0]).all())
+            trainer.step(torch.ones(4, 4), torch.zeros(4, 4))
+        return [done.loss for done in trainer.results()]
 
 
 def test_a_module_that_is_made_draws_by_role_too(pool: Pool) -> None:
     config = load_config(
         {
-            "mesh": {"dims": {"dp": 1, "tp": 2}, "device": "cpu", "timeout_s": 60.0, "reports": ""},
-            "parallel": {"data": "dp", "tensor": "tp"},
+            "mesh": {"dims": {"dp": 2}, "device": "cpu", "timeout_s": 60.0, "reports": ""},
+            "parallel": {"data": "dp"},
             "train": {"steps": 3, "global_batch_size": 8, "micro_batch_size": 4},
         }
     )
-    (losses, same), (others, _) = pool.run(given, config, ranks=2)
-    assert losses == others and same
-    assert pool.run(given, config, ranks=2)[0][0] == losses
+    losses, others = pool.run(given, config, ranks=2)
+    assert losses == others == pool.run(given, config, ranks=2)[0]
 
 
 def queued(config: Config) -> int:
@@ -233,50 +229,10 @@ def queued(config: Config) -> int:
 @pytest.mark.parity
 def test_setting_generators_waits_for_nothing(pool: Pool) -> None:
     config = config_of(
-        INNER, "dp=2 tp=2", train={"dtype": "float32", "activation_checkpointing": True, "steps": 20}
+        INNER, "dp=4", train={"dtype": "float32", "activation_checkpointing": True, "steps": 20}
     )
     config = load_config(config, [f"mesh.backend={NAME}", "mesh.validate_calls=2"])
     assert pool.run(queued, config, ranks=4) == [0] * 4
-
-
-# -- dropouts of a split module -------------------------------------------------------------------
-
-
-class Scaled(nn.Dropout):
-    """Takes more than a tensor."""
-
-    def forward(self, x: Tensor, factor: float = 1.0, *, more: float = 0.0) -> Tensor:
-        """(...) -> (...)."""
-        return super().forward(x) * factor + more
-
-
-def _calls(mesh: Mesh) -> int:
-    return sum(row.calls for row in mesh.stats().rows)
-
-
-def _split_dropouts(mesh: Mesh) -> tuple[int, int]:
-    draws, split = Draws(mesh, 0), TensorSplit(mesh, "tp", torch.float64)
-    module: Any = nn.ModuleList([nn.Dropout(0.5), Scaled(0.5), nn.Dropout(0.5)])
-    module[2].forward = lambda x: 3 * x
-    for _ in range(2):  # for one trainer after the other
-        drop_apart(module, split, draws)
-    whole = torch.ones(64)
-    assert set(module[1](whole, 3.0, more=1.0).tolist()) == {1.0, 7.0}
-    assert torch.equal(module[2](whole), 3 * whole)
-    # A block that is computed again in backward is alone: it compares nothing that its first run could not.
-    block, zeros = draws.seeded(0, module[0]), torch.zeros(5)
-    calls = [_calls(mesh)]
-    for _ in range(2):
-        block(zeros)
-        calls.append(_calls(mesh))
-    module[0](torch.ones(5))
-    assert _calls(mesh) == calls[2] + 1
-    return calls[1] - calls[0], calls[2] - calls[1]
-
-
-def test_dropouts_of_a_split_module_keep_their_forward_and_compare_in_forward_only() -> None:
-    layout = {"mesh": {"dims": {"tp": 2}, "device": "cpu"}}
-    assert meshcomm.simulate(_split_dropouts, load_config(layout)) == [(1, 0)] * 2
 
 
 # -- generators of a user's own -------------------------------------------------------------------
