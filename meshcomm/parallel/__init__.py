@@ -2,7 +2,7 @@
 
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import GradientSync
-from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner, Stage, TiedWeight, split_layers
+from meshcomm.parallel.pipeline import Accumulate, Pipelined, Stage, TiedWeight, split_layers
 from meshcomm.parallel.tensor import (
     ColumnParallel,
     RowParallel,
@@ -23,7 +23,6 @@ __all__ = [
     "GradientSync",
     "Pipelined",
     "RowParallel",
-    "Runner",
     "Stage",
     "TensorSplit",
     "TiedWeight",

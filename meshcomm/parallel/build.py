@@ -27,7 +27,7 @@ from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync, Sharded, broadcast_values
 from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.expert import separate
-from meshcomm.parallel.pipeline import Accumulate, Pipelined, Runner, TiedWeight
+from meshcomm.parallel.pipeline import Accumulate, Pipelined, TiedWeight
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy
 from meshcomm.parallel.torch_private import unsaved_buffers
 from meshcomm.predict.passes import schedule_properties
@@ -216,7 +216,7 @@ class LocalModel:
             if key not in unsaved_buffers(part)
         ]
 
-    def runner(self, loss: Callable[[Any, Tensor], Tensor]) -> Runner:
+    def runner(self, loss: Callable[[Any, Tensor], Tensor]) -> Accumulate | Pipelined:
         """Forward and backward of a step's microbatches. Raises ConfigError for a pipeline of samples of unknown length."""
         mesh, parallel, train, draws = self.mesh, self._parallel, self._train, self.splits.draws
         if not parallel.pipeline or self._ranks == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from meshcomm.parallel.torch_private import is_view
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
 
-__all__ = ["Accumulate", "Pipelined", "Runner", "Stage", "split_layers"]
+__all__ = ["Accumulate", "Pipelined", "Stage", "split_layers"]
 
 # Where the default generators are set first, in one process and on the first stage.
 START: Final = "start"
@@ -35,25 +35,9 @@ Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Shape: TypeAlias = tuple[int, ...]
 
 
-class Runner(Protocol):
-    """Forward and backward of all microbatches of one step."""
-
-    def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor | None:
-        """Accumulate gradients over this rank's batch, split along axis 0 into microbatches.
-
-        more: further arguments of every stage's module, by name, split in the same way.
-        Returns the sum of the microbatches' losses on the last stage, None on the others.
-        """
-        ...
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """The same without a backward pass, nothing being kept for one. Returns what a call does."""
-        ...
-
-
 @final
 class Accumulate:
-    """A `Runner` without a pipeline: one microbatch after the other."""
+    """Forward and backward of all microbatches of one step, one after the other."""
 
     def __init__(
         self,
@@ -69,12 +53,15 @@ class Accumulate:
         self._before, self._mesh, self._draws = before, mesh, draws
 
     def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor:
-        """See `Runner`."""
+        """Accumulate gradients over this rank's batch, split along axis 0 into microbatches; the sum of their losses.
+
+        more: further arguments of the module, by name, split in the same way.
+        """
         return self._run(inputs, targets, more)
 
     @torch.no_grad()
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `Runner`."""
+        """The same without a backward pass, nothing being kept for one."""
         return self._run(inputs, targets, {}, backward=False)
 
     def _run(
@@ -101,7 +88,7 @@ class Accumulate:
 
 @final
 class Pipelined:
-    """A `Runner` over `mesh.group(dim)`, by torch's schedules.
+    """What `Accumulate` does, over the stages of a pipeline on `mesh.group(dim)`, by torch's schedules.
 
     Args:
         mesh, dim: ranks of the pipeline lie along `dim`, 2 or more.
@@ -163,7 +150,7 @@ class Pipelined:
         self._schedule = _schedule(schedule, stages, microbatches, loss)
 
     def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor | None:
-        """See `Runner`. Every rank along the dim calls this; inputs and targets are equal on all."""
+        """As `Accumulate`; None but on the last stage. Every rank along the dim calls this, with equal inputs and targets."""
         losses: list[Tensor] = []
         try:
             self._schedule.step(
@@ -183,7 +170,7 @@ class Pipelined:
 
     @torch.no_grad()
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """See `Runner`. Every rank along the dim calls this; one message for each microbatch and boundary.
+        """Forward passes alone. Every rank along the dim calls this; one message for each microbatch and boundary.
 
         Each microbatch goes through all of a rank's stages before the next one: with one stage on each rank all of them
         work at the same time.

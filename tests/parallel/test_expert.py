@@ -22,7 +22,7 @@ import meshcomm
 from meshcomm.errors import LayoutError, ShapeError, TrainingError, UnknownDim
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import TensorSplit
-from meshcomm.parallel.expert import Experts, expert_gradient_dims
+from meshcomm.parallel.expert import Experts
 from meshcomm.parallel.expert.routing import balance, capacity, counts
 from meshcomm.parallel.tensor import local
 from meshcomm.testing import Pool
@@ -193,9 +193,7 @@ def program(mesh: Mesh, case: Case, given: Numbers, expected: Result) -> None:
     (y * tokens_of(mesh, case, given.upstream)).sum().backward()
     expert_dims: tuple[str, ...] = ("dp", "cp")
     if layer.dim:
-        pipeline = "pp" if "pp" in mesh.layout.names else None
-        expert_dims = expert_gradient_dims(mesh, "ep", tensor=tp_of(mesh), pipeline=pipeline)
-        assert pipeline is None or expert_dims == ("edp",)
+        expert_dims = ("edp",)
     experts = [parameter.grad for parameter in layer.experts.parameters()]
     for dims, values in ((("dp", "cp"), [layer.router.weight.grad]), (expert_dims, experts)):
         for dim in dims:

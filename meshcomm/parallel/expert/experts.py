@@ -134,7 +134,8 @@ class Experts(nn.Module):
 
     Parameters: `router.weight` (experts, hidden_size) is dense: equal on all ranks, its gradient summed where those of
         other dense weights are, and complete on every rank along tensor. The others are those of `ExpertWeights`; their
-        gradients are summed along `expert_gradient_dims` only. Their memory is not yet written.
+        gradients are summed along the other dims of the view that `dim` is in, but tensor's and pipeline's: tokens of
+        all ranks along `dim` have reached the expert already. Their memory is not yet written.
 
     Raises ShapeError where sizes do not fit; UnknownDim where dims belong to different views.
     """
@@ -296,28 +297,11 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def expert_gradient_dims(
-    mesh: Mesh, dim: str, *, tensor: str | None = None, pipeline: str | None = None
-) -> tuple[str, ...]:
-    """Dims along which the gradients of experts split along `dim` are summed, such as ("edp",).
-
-    The dims of the view that `dim` belongs to (or of the base), without `dim`, from whose ranks the tokens have reached
-    the expert already, and without tensor and pipeline, whose ranks hold the same tokens. Raises UnknownDim where the
-    dims do not belong to one view.
-    """
-    own = [name for name in (dim, tensor, pipeline) if name is not None]
-    for name in own:
-        mesh.size(name)
-    home = mesh.layout.home(tuple(own))
-    sizes = mesh.layout.views[home] if home else mesh.layout.dims
-    return tuple(name for name in sizes if name not in own)
-
-
 def separate(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """The parameters of `module` by name, in order of registration: dense ones, and those of experts.
 
-    Gradients of the first are summed along the data's and the context's dims, of the second along
-    `expert_gradient_dims`. Routers are dense.
+    Gradients of the first are summed along the data's and the context's dims, of the second as `Experts` says. Routers
+    are dense.
     """
     parts = [part for part in module.modules() if isinstance(part, ExpertWeights)]
     of_experts = {id(parameter) for part in parts for parameter in part.parameters()}
