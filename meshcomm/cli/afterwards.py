@@ -21,20 +21,15 @@ def report(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="[DIR|TRACE]",
-            help="Reports of a run, or of runs: the newest is read; or a file of mesh.trace. "
-            "Default: meshcomm-reports.",
+            metavar="[DIR]",
+            help="Reports of a run, or of runs: the newest is read. Default: meshcomm-reports.",
         ),
     ] = Path("meshcomm-reports"),
-    timeline: Annotated[
-        bool, typer.Option("--timeline", help="Draw who was in which call when, a row for each rank.")
-    ] = False,
 ) -> None:
     """Put the reports of a job whose calls failed together: who kept whom waiting, and where."""
     from meshcomm.jobs.afterwards import report as job
-    from meshcomm.jobs.afterwards import timeline_of
 
-    typer.echo(timeline_of(source) if timeline else job(source))
+    typer.echo(job(source))
 
 
 @app.command()

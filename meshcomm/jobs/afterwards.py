@@ -1,20 +1,17 @@
-"""`meshcomm report`, `export` and `import`: what is left of a job, read together, drawn, or carried elsewhere."""
+"""`meshcomm report` and `export`: what is left of a job, read together, or carried elsewhere."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from meshcomm.comm.diagnosis import activity, name_of_rank, root_cause
-from meshcomm.comm.spans import PASSES
 from meshcomm.errors import ConfigError, LaunchError
 from meshcomm.layout.names import did_you_mean
-from meshcomm.show.timeline import Bar, TimelineRow, timeline
 
 _OURS: Final = "a file that this version of meshcomm wrote on that rank"
 _DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -36,17 +33,15 @@ def newest_run(folder: Path) -> Path:
 
 
 @contextmanager
-def _reading(file: Path, what: str, expected: str, hint: str) -> Iterator[None]:
-    """A LaunchError, `what`, for a file whose content the block cannot use, as another program may have written it."""
+def _reading_report(file: Path) -> Iterator[None]:
+    """A LaunchError for a file whose content the block cannot use, as another program may have written it."""
     try:
         yield
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         given = f"{type(error).__name__}: {error}"
-        raise LaunchError(f"{file} {what}", given=given, expected=expected, hint=hint) from None
-
-
-def _reading_report(file: Path) -> Any:
-    return _reading(file, "is not a report", _OURS, f"remove {file}")
+        raise LaunchError(
+            f"{file} is not a report", given=given, expected=_OURS, hint=f"remove {file}"
+        ) from None
 
 
 def read_reports(folder: Path) -> dict[int, Any]:
@@ -93,69 +88,6 @@ def _line(rank: int, status: Mapping[str, Any]) -> str:
         return activity(rank, status)
     call = f"{failed['call']} on {failed['label']}, at {failed['callsite']}"
     return f"{name_of_rank(rank, status)}: {call}: {' '.join(failed['error'])}"
-
-
-def timeline_of(source: Path, width: int | None = None) -> str:
-    """The calls of the ranks over time, from a file of `mesh.trace` or a folder of reports.
-
-    width: characters; None: as wide as the terminal.
-    Raises: LaunchError where there is neither.
-    """
-    source, columns = newest_run(source), width or shutil.get_terminal_size((100, 24)).columns
-    if source.is_dir():
-        return "\n".join([str(source), *timeline(_of_reports(source), columns)])
-    expected = "a file that mesh.trace wrote, or a folder of reports"
-    with _reading(source, "is no trace of a mesh", expected, 'with mesh.trace("trace.json"): ...'):
-        return "\n".join([str(source), *timeline(_of_trace(source), columns)])
-
-
-def _of_trace(file: Path) -> list[TimelineRow]:
-    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    ranks = sorted({e["pid"] for e in events if e["name"] == "process_name"})
-    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    calls: dict[int, list[Bar]] = {pid: [] for pid in ranks}
-    passes: dict[int, list[Bar]] = {pid: [] for pid in ranks}
-    for event in events:
-        if event["ph"] != "X":
-            continue
-        lane, pid = lanes[event["pid"], event["tid"]], event["pid"]
-        bar = Bar(lane, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
-        if lane == PASSES:
-            passes[pid].append(bar._replace(kind=event["name"].split()[0]))
-        elif event["cat"] != "program":
-            calls[pid].append(bar)
-    rows = []
-    for pid in calls:
-        if passes[pid]:
-            rows.append(TimelineRow(pid, f"{pid} {PASSES}", passes[pid]))
-        rows.append(TimelineRow(pid, f"{pid} calls" if passes[pid] else str(pid), calls[pid]))
-    return rows
-
-
-def _of_reports(folder: Path) -> list[TimelineRow]:
-    reports, rows = read_reports(folder), []
-    for rank, status in sorted(reports.items()):
-        with _reading_report(folder / f"rank{rank}.json"):
-            if status.get("clock") and "history" in status:
-                rows.append(TimelineRow(rank, str(rank), _bars(status)))
-                timeline(rows[-1:])
-    if not rows:
-        raise LaunchError(
-            f"the reports in {folder} hold no calls with their times",
-            given=f"{len(reports)} report(s) without them",
-            expected="reports that this version of meshcomm wrote",
-            hint="meshcomm report without --timeline",
-        )
-    return rows
-
-
-def _bars(status: Mapping[str, Any]) -> list[Bar]:
-    """The calls of a report, in seconds of the host's wall clock."""
-    now, ahead = status["clock"]["now_s"], status["clock"]["ahead_s"]
-    return [
-        Bar(call["dim"], call["began"] + ahead, (now if call["over"] is None else call["over"]) + ahead)
-        for call in status["history"]
-    ]
 
 
 def export(

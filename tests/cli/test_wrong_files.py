@@ -26,7 +26,7 @@ WORDS: dict[str, list[list[str]]] = {
     "lint": [["FILE"]],
     "view": [["FILE", "--export", "out.html"]],
     "schema": [],  # it takes none
-    "report": [["FILE"], ["FILE", "--timeline"]],
+    "report": [["FILE"]],
     "doctor": [["FILE"]],
     "parity": [["FILE"], [QUICK, "FILE"]],
     "bench": [["FILE"]],

@@ -14,14 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.cli import app
 from meshcomm.comm.spans import Span
 from meshcomm.config import load_config
-from meshcomm.errors import ConfigError, LaunchError, StoreError, UnsupportedOp
-from meshcomm.jobs.afterwards import timeline_of
+from meshcomm.errors import ConfigError, StoreError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.tracing import events_of, write
 from meshcomm.parallel.pipeline import Pipelined
@@ -221,30 +218,6 @@ def test_a_block_that_raises_leaves_each_rank_its_own_file(folder: Path) -> None
         assert json.loads(text)["otherData"]["alone"] is True
 
 
-def test_the_timeline_of_a_trace_and_of_reports(folder: Path) -> None:
-    lines = timeline_of(folder / "new" / "trace.json", 80).splitlines()
-    assert [line.split()[0] for line in lines[2:6]] == ["0", "1", "2", "3"]
-    assert all(len(line) <= 80 for line in lines[1:6])
-    assert set(lines[2].split()[1]) <= {"p", "d", "."}
-    assert lines[6].replace("; ", " ").split()[::2] in (["p:", "d:"], ["d:", "p:"])
-    told = timeline_of(folder / "reports", 80).splitlines()
-    assert [line.split()[0] for line in told[2:6]] == ["0", "1", "2", "3"]
-    assert "d" in told[2].split()[1]
-    typed = CliRunner().invoke(app, ["report", "--timeline", str(folder / "reports")], env={"COLUMNS": "80"})
-    assert typed.exit_code == 0, typed.output
-    assert typed.output.splitlines() == told
-    with pytest.raises(LaunchError, match="is no trace of a mesh"):
-        timeline_of(folder / "nothing.json")
-    with pytest.raises(LaunchError, match="there are no reports"):
-        timeline_of(folder / "new")
-
-
-# -- clocks -----------------------------------------------------------------------------------------
-
-AHEAD_S = 100.0
-
-
-@pytest.mark.mesh(dp=2, via="gloo")
 def test_ranks_of_two_hosts_are_put_on_the_wall_clock(mesh: Mesh, tmp_path: Path) -> None:
     """Rank 1 takes itself for one of another host, whose monotonic clock is 100 s ahead."""
     path, tracing = tmp_path / "trace.json", import_module("meshcomm.mesh.tracing")
@@ -311,8 +284,6 @@ def test_passes_of_a_pipeline_are_in_the_trace(mesh: Mesh, tmp_path: Path) -> No
     for number in range(3):
         assert at[0, f"forward {number}"][1] <= at[1, f"forward {number}"][0]
         assert at[1, f"backward {number}"][1] <= at[0, f"backward {number}"][0]
-    text = timeline_of(path, 60)
-    assert "0 passes" in text and "F: forward; B: backward" in text
 
 
 def trained(out: str) -> list[str]:
@@ -430,18 +401,3 @@ def test_the_timeline_in_the_small() -> None:
         "F: forward; B: backward; d: dp; a: data; t: tp",
     ]
     assert timeline([TimelineRow(0, "0", [])]) == ["no calls"]
-
-
-def test_reports_of_two_hosts_are_put_on_the_wall_clock(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        past = [{"dim": "dp", "call": "all_reduce", "bytes": 4, "began": 10.0 * rank + 1, "over": None}]
-        clock = {"host": str(rank), "now_s": 10.0 * rank + 3, "ahead_s": 100.0 - 10.0 * rank}
-        status = {"rank": rank, "coords": {"dp": rank}, "groups": [], "failed": None, "main": "x:1"}
-        (tmp_path / f"rank{rank}.json").write_text(json.dumps({**status, "clock": clock, "history": past}))
-    lines = timeline_of(tmp_path, 40).splitlines()
-    assert lines[1].endswith("2 s")
-    assert [line.split()[1:] for line in lines[2:4]] == [["d" * 30, "100%"]] * 2
-    (tmp_path / "rank1.json").write_text(json.dumps({**status, "rank": 1}))
-    (tmp_path / "rank0.json").write_text(json.dumps({**status, "rank": 0}))
-    with pytest.raises(LaunchError, match="hold no calls with their times"):
-        timeline_of(tmp_path)
