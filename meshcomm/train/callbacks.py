@@ -46,8 +46,6 @@ class Start:
     """Of text_bytes: what the data is counted in."""
     resumed: Resumed | None = None
     """None: it starts from the beginning, and was not asked to resume."""
-    warm_up_s: Mapping[str, float] = field(default_factory=dict)
-    """By name, what the first use of each group took this rank; empty without `mesh.warm_up`."""
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import final
 
+from rich import progress
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from meshcomm.show.page import page_view
@@ -37,14 +29,14 @@ class TrainingReporter(Callback):
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
+        self._bar: progress.Progress | None = None
+        self._task = progress.TaskID(0)
         self._steps = 0
         self._said: Step | None = None
 
     def on_start(self, start: Start) -> None:
         """Print what is about to run, and open the bar."""
-        self._steps, self._said, done = start.steps, None, 0
+        self._steps, self._said = start.steps, None
         size = f"{start.text_bytes:,} " if start.text_bytes else ""
         files = f" from {count(start.text_files, 'file')}" if start.text_files else ""
         self._say(
@@ -52,19 +44,19 @@ class TrainingReporter(Callback):
             f"{start.steps} steps of {start.tokens_per_step:,} tokens, "
             f"{count(start.threads, 'CPU thread')} per rank"
         )
-        if start.warm_up_s:
-            took = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in start.warm_up_s.items())
-            self._say(f"groups warmed up: {took}")
+        done = 0
         if start.resumed is not None:
             done = start.resumed.step
-            self._say("\n".join(resumed_lines(start.resumed)))
+            self._say(resumed_text(start.resumed))
         if self._console.is_terminal:
-            columns = (
-                *(SpinnerColumn(), TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None)),
-                *(TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn(compact=True)),
-                TextColumn("left"),
+            self._bar = progress.Progress(
+                progress.TextColumn("step"),
+                progress.MofNCompleteColumn(),
+                progress.BarColumn(bar_width=None),
+                progress.TextColumn("{task.description}"),
+                progress.TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+                console=self._console,
             )
-            self._bar = Progress(*columns, console=self._console)
             self._task = self._bar.add_task("loss -", total=start.steps, completed=done)
             self._bar.start()
         elif done < start.steps:
@@ -121,20 +113,14 @@ class TrainingReporter(Callback):
         self._console.print(text, highlight=False, soft_wrap=True)
 
 
-def resumed_lines(resumed: Resumed) -> list[str]:
-    """Where a run goes on from, and what is different from then, as text.
-
-    >>> from pathlib import Path
-    >>> print(*resumed_lines(Resumed(40, Path("x"), ("mesh.dims: { dp = 4 } -> { dp = 2 }",), 1)), sep="\\n")
-    restart 1: resumed after step 40 from x; different from then:
-      mesh.dims: { dp = 4 } -> { dp = 2 }
-    """
+def resumed_text(resumed: Resumed) -> str:
+    """Where a run continues from, and what is different from then."""
     why = f"restart {resumed.restarts}: " if resumed.restarts else ""
     if not resumed.step:
-        return [f"{why}no checkpoint in {resumed.folder}, so the first step is next"]
+        return f"{why}no checkpoint in {resumed.folder}, so the first step is next"
     more = "; different from then:" if resumed.differences else ""
     first = f"{why}resumed after step {resumed.step} from {resumed.folder}{more}"
-    return [first, *(f"  {line}" for line in resumed.differences)]
+    return "\n  ".join([first, *resumed.differences])
 
 
 def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -163,14 +149,5 @@ def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def duration(seconds: float) -> str:
-    """A time span to read.
-
-    >>> [duration(seconds) for seconds in (0, 7.24, 59.99, 83, 3599.7, 7260)]
-    ['0.0 s', '7.2 s', '1 min 0 s', '1 min 23 s', '1 h 0 min', '2 h 1 min']
-    """
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    """A time span: `7.2 s`, or `1:01:23` from a minute on."""
+    return f"{seconds:.1f} s" if seconds < 59.95 else str(timedelta(seconds=round(seconds)))

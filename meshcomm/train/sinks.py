@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
 from meshcomm.config import TrainConfig
 from meshcomm.config.write import toml
@@ -19,84 +19,56 @@ from meshcomm.train.run_files import TENSORBOARD, WANDB
 
 
 @final
-class TensorBoard:
-    """Event files in `folder`/tensorboard, by torch.utils.tensorboard. What came after the step `after` is hidden."""
-
-    def __init__(self, folder: Path, settings: Mapping[str, Any], after: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(folder / TENSORBOARD), purge_step=after + 1 if after else None)
-        self._writer.add_text("config", f"```json\n{json.dumps(settings, indent=2)}\n```", after)
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """See Sink."""
-        for name, number in numbers.items():
-            self._writer.add_scalar(name, number, step)
-
-    def close(self, failed: bool) -> None:
-        """See Sink."""
-        self._writer.close()
-
-
-@final
-class WeightsAndBiases:
-    """A run of Weights & Biases in `folder`/wandb, offline unless WANDB_MODE says otherwise; `wandb sync` sends it.
-
-    Its project, name and entity are those of wandb's own variables. A training that is resumed is another run.
-    """
-
-    def __init__(self, folder: Path, settings: Mapping[str, Any], after: int) -> None:
-        import wandb
-
-        (folder / WANDB).mkdir(parents=True, exist_ok=True)
-        self._run: Any = wandb.init(
-            dir=str(folder.absolute()),
-            config={**settings, "resumed": after},
-            mode=None if os.environ.get("WANDB_MODE") else "offline",
-            reinit="create_new",  # a run that the program has opened stays as it is
-        )
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """See Sink."""
-        self._run.log(dict(numbers), step=step)
-
-    def close(self, failed: bool) -> None:
-        """See Sink."""
-        self._run.finish(exit_code=int(failed))
-
-
-# By package.
-_WRITERS: Final = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-
-
-@final
 class Sink(Callback):
     """Numbers by name, such as `train/loss`, to one package. Where it fails, stderr says so once, and the run goes on.
+
+    TensorBoard: event files in `folder`/tensorboard. What came after the step `after` is hidden.
+    Weights & Biases: a run in `folder`/wandb, offline unless WANDB_MODE says otherwise; `wandb sync` sends it. Its
+    project, name and entity are those of wandb's own variables. A training that is resumed is another run.
 
     Made on the rank that writes metrics.jsonl. folder: of the run. settings: its configuration, as config.json
     has it. after: the last step of an earlier run that this one resumes, 0 if none.
     """
 
     def __init__(self, package: str, folder: Path, settings: Mapping[str, Any], after: int) -> None:
-        self._package, self._given = package, (folder, settings, after)
-        self._writer: TensorBoard | WeightsAndBiases | None = None
+        self._package, self._folder, self._settings, self._after = package, folder, settings, after
+        # A SummaryWriter or a wandb.Run.
+        self._writer: Any = None
 
     def on_start(self, start: Start) -> None:
         """Open the package's own writer."""
-        self._writer = self._attempt(_WRITERS[self._package], *self._given)
+        self._writer = self._attempt(self._wandb if self._package == "wandb" else self._tensorboard)
 
     def on_step(self, step: Step) -> None:
         """Write the numbers of the step."""
-        self._write("train", step)
+        self._attempt(self._write, "train", step)
 
     def on_eval(self, evaluation: Evaluation) -> None:
         """Write the validation loss."""
-        self._write("validation", evaluation)
+        self._attempt(self._write, "validation", evaluation)
 
     def on_end(self, summary: Summary, error: BaseException | None) -> None:
         """Close it."""
-        if self._writer is not None:
-            self._attempt(self._writer.close, error is not None)
+        self._attempt(self._close, error is not None)
+
+    def _tensorboard(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purged = self._after + 1 if self._after else None
+        writer: Any = SummaryWriter(str(self._folder / TENSORBOARD), purge_step=purged)
+        writer.add_text("config", f"```json\n{json.dumps(self._settings, indent=2)}\n```", self._after)
+        return writer
+
+    def _wandb(self) -> Any:
+        import wandb
+
+        (self._folder / WANDB).mkdir(parents=True, exist_ok=True)
+        return wandb.init(
+            dir=str(self._folder.absolute()),
+            config={**self._settings, "resumed": self._after},
+            mode=None if os.environ.get("WANDB_MODE") else "offline",
+            reinit="create_new",  # a run that the program has opened stays as it is
+        )
 
     def _write(self, group: str, facts: Step | Evaluation) -> None:
         numbers = {
@@ -104,8 +76,17 @@ class Sink(Callback):
             for key, value in asdict(facts).items()
             if isinstance(value, int | float) and key != "step"
         }
-        if self._writer is not None:
-            self._attempt(self._writer.write, facts.step, numbers)
+        if self._writer is not None and self._package == "wandb":
+            self._writer.log(numbers, step=facts.step)
+        elif self._writer is not None:
+            for name, number in numbers.items():
+                self._writer.add_scalar(name, number, facts.step)
+
+    def _close(self, failed: bool) -> None:
+        if self._writer is not None and self._package == "wandb":
+            self._writer.finish(exit_code=int(failed))
+        elif self._writer is not None:
+            self._writer.close()
 
     def _attempt(self, action: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -138,11 +138,10 @@ class Steps:
         self._cost = Cost(mesh, train)
         self._early = EarlyStop(mesh, train, Best(*lock.best))
         self._metrics: MetricsFile | None = None
-        sinks = []
+        self._callbacks = (self._early, *callbacks)
         if is_first(mesh):
             settings = settings_of(config, mesh.plan)
-            sinks = [Sink(name, self._out, settings, self._first) for name in train.log_to]
-        self._callbacks = (self._early, *callbacks, *sinks)
+            self._callbacks += tuple(Sink(name, self._out, settings, self._first) for name in train.log_to)
         self._start = Start(
             steps=train.steps,
             tokens_per_step=train.global_batch_size * (1 if data is None else data.seq_len),
@@ -152,7 +151,6 @@ class Steps:
             text_files=0 if corpus is None else len(corpus.files),
             threads=torch.get_num_threads(),
             resumed=resumed,
-            warm_up_s=mesh.warm_up_s,
         )
 
     def run(self) -> Summary:

@@ -31,7 +31,7 @@ needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reas
 def told(config: Config, failing: bool = False) -> Summary:
     with meshcomm.init(config) as mesh, pytest.MonkeyPatch.context() as patch:
         if failing:
-            patch.setattr(sinks.TensorBoard, "write", _full)
+            patch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", _full)
         return run(mesh, config, Callback())
 
 
