@@ -283,8 +283,6 @@ eval_batches = 20
 patience = 3
 min_delta = 0.01
 target_loss = 1.2
-profile_steps = [3, 5]
-profile_ranks = [0]
 log_to = ["tensorboard"]
 peak_flops = 989.4e12
 """,

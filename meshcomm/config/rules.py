@@ -18,7 +18,7 @@ from meshcomm.config.section import Absent, Rule, Table, run
 from meshcomm.config.train import DataConfig, TrainConfig
 from meshcomm.config.write import toml, whole_toml
 from meshcomm.layout.names import nearest_name
-from meshcomm.layout.sizes import divisors, fold
+from meshcomm.layout.sizes import divisors
 
 if TYPE_CHECKING:
     from meshcomm.config.root import Config
@@ -490,21 +490,10 @@ def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("train.compile", what, "one of them", ways, given)
 
 
-def _profiled_ranks(resolved: Resolved) -> Iterator[Problem]:
-    mesh, profiled, _ = resolved.mesh, resolved.train.profile_ranks, resolved.parallel
-    known = range(math.prod(mesh.dims.values())) if mesh.ranks is None else mesh.ranks
-    outside = [rank for rank in profiled if rank not in known]
-    if outside:
-        expected = f"ranks of the mesh: {fold(mesh.ranks) if mesh.ranks is not None else f'0 to {known[-1]}'}"
-        ways = [f"train.profile_ranks = {toml([known[0]])}", "remove train.profile_ranks: all ranks"]
-        given = f"{resolved.written('train.profile_ranks')}, dims = {toml(mesh.dims)}"
-        yield Problem("train.profile_ranks", f"rank {outside[0]} is not in the mesh", expected, ways, given)
-
-
 RULES: Final[tuple[Rule, ...]] = (
     _sections, _device_to_bind, _network_of_nccl, _tokenizer, _evaluation,
     _parts, _expert_dim, _expert_view,
     _global_batch, _microbatches, _tokens,
     _split_along_tensor, _stages, _ulysses, _windows, _experts,
-    _compiled_halves, _profiled_ranks,
+    _compiled_halves,
 )  # fmt: skip

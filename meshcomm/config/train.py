@@ -142,13 +142,12 @@ def _selective(train: TrainConfig) -> Iterator[Problem]:
 
 
 def _some_steps(train: TrainConfig) -> Iterator[Problem]:
-    for field in ("trace_steps", "profile_steps"):
-        first, last = getattr(train, field) or (1, 1)
-        if not 1 <= first <= last <= train.steps:
-            what = f"steps {first} to {last} are no steps of this training"
-            expected = f"a first and a last step, from 1 to {train.steps}"
-            ways = [f"train.{field} = {toml((1, min(3, train.steps)))}", f"remove train.{field}"]
-            yield Problem(field, what, expected, ways, train.written(f"{field} steps"))
+    first, last = train.trace_steps or (1, 1)
+    if not 1 <= first <= last <= train.steps:
+        what = f"steps {first} to {last} are no steps of this training"
+        expected = f"a first and a last step, from 1 to {train.steps}"
+        ways = [f"train.trace_steps = {toml((1, min(3, train.steps)))}", "remove train.trace_steps"]
+        yield Problem("trace_steps", what, expected, ways, train.written("trace_steps steps"))
 
 
 def _each_sink_once(train: TrainConfig) -> Iterator[Problem]:
@@ -174,7 +173,6 @@ class TrainConfig(Section):
         NoEffect("decay_steps", "schedule", ("wsd",), 'schedule = "wsd"'),
         NoEffect("min_lr_ratio", "schedule", ("cosine", "linear", "wsd"), 'schedule = "cosine"'),
         NoEffect("compute_dtype float32_matmul_precision", "dtype", ("float32",), 'dtype = "float32"'),
-        NoEffect("profile_ranks", "profile_steps", way="profile_steps = [3, 5]"),
         NoEffect("keep checkpoint_async", "checkpoint_every", way="checkpoint_every = 100"),
         NoEffect("resume_changed", "resume", way="resume = true"),
         NoEffect("eval_batches patience target_loss", "eval_every", way="eval_every = 100"),
@@ -237,11 +235,6 @@ class TrainConfig(Section):
     """Steps from one line of metrics to the next."""
     trace_steps: Pair[int] | None = Field(default=None, examples=[(3, 5)])
     """The first and the last step whose calls are written to trace.json in out. None: none."""
-    profile_steps: Pair[int] | None = Field(default=None, examples=[(3, 5)])
-    """The first and the last step that torch.profiler watches; it writes rankN.json (a Chrome trace) and rankN.txt to
-    out/profile. None: none."""
-    profile_ranks: FrozenList[Annotated[int, Field(ge=0)]] = Field(default=(), examples=[[0]])
-    """With profile_steps: the ranks that are watched. Default []: all."""
     log_to: FrozenList[Literal["tensorboard", "wandb"]] = Field(default=(), examples=[["tensorboard"]])
     """Where metrics also go: out/tensorboard; out/wandb, offline unless WANDB_MODE is set. Default []: nowhere."""
     peak_flops: float | None = Field(default=None, gt=0, examples=[989.4e12])

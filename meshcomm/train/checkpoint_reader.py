@@ -11,7 +11,7 @@ import math
 import pickle
 import zipfile
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, final
@@ -20,18 +20,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 
 from meshcomm.errors import TrainingError
 from meshcomm.train.checkpoint_folder import METADATA, instead_of
-from meshcomm.train.torch_private import storage_info
 
 SAFETENSORS_NAMES: Final = {
     torch.bool: "BOOL",
@@ -68,22 +63,6 @@ _KNOWN: Final = {
         *(str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_NAMES),
     },
 }
-
-
-# Of these, the ones that have fields.
-_MADE: Final = (
-    SavePlan,
-    WriteItem,
-    TensorWriteData,
-    WriteResult,
-    type(storage_info("", 0, 0)),
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    ChunkStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 
 # Offsets and sizes of a part of a tensor.
@@ -268,7 +247,8 @@ class _Plain(pickle._Unpickler):
         if type(made) is TensorProperties and isinstance(state, tuple):
             made.__setstate__(state)
             return
-        known = {each.name for each in fields(made)} if type(made) in _MADE else ()
+        # Of an object, never of a class: only a class that find_class gave has made one.
+        known = {each.name for each in fields(made)} if is_dataclass(type(made)) else ()
         if not isinstance(state, dict) or not known or not known >= state.keys():
             kind = getattr(made, "__name__", type(made).__name__)
             raise pickle.UnpicklingError(f"a state of a {kind} has no place in a checkpoint of tensors")

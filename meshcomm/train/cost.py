@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import sys
 from collections.abc import Iterator
@@ -136,36 +135,27 @@ class FlopCounter(DispatchMode):  # type: ignore[misc]
         return result
 
 
-class Peak(NamedTuple):
-    """The most dense FLOP/s of a device, by what matrices are multiplied in; nan: not in the maker's data sheet."""
-
-    bfloat16: float
-    tf32: float
-    float32: float
-
-
-_NONE: Final = math.nan
-# Dense, without sparsity, as the data sheets have it, in TFLOP/s: by a pattern of torch.cuda.get_device_name. The first
-# that is found counts.
-_PEAKS: Final = {
+# Dense, without sparsity, as the data sheets have it, in TFLOP/s for bfloat16, TF32 and float32; None: not in them. By a
+# pattern of torch.cuda.get_device_name. The first that is found counts.
+_PEAKS: Final[dict[str, tuple[float | None, ...]]] = {
     # nvidia.com/en-us/data-center: gb200-nvl72, b200, h200, h100, a100, l40s, l4, a10, a30, a40; half of what is said "with sparsity".
-    r"\bGB200\b": Peak(2500, _NONE, _NONE),
-    r"\bB200\b": Peak(2250, _NONE, _NONE),
-    r"\bH[12]00 NVL\b": Peak(835.5, 417.5, 60),
-    r"\bH100 PCIe\b": Peak(756, 378, 51),
-    r"\bG?H[12]00\b": Peak(989.4, 494.7, 66.9),
-    r"\bA100\b": Peak(312, 156, 19.5),
-    r"\bL40S\b": Peak(362, 183, 91.6),
-    r"\bL4\b": Peak(121, 60, 30.3),
-    r"\bA10\b": Peak(125, 62.5, 31.2),
-    r"\bA30\b": Peak(165, 82, 10.3),
-    r"\bA40\b": Peak(149.7, 74.8, 37.4),
+    r"\bGB200\b": (2500, None, None),
+    r"\bB200\b": (2250, None, None),
+    r"\bH[12]00 NVL\b": (835.5, 417.5, 60),
+    r"\bH100 PCIe\b": (756, 378, 51),
+    r"\bG?H[12]00\b": (989.4, 494.7, 66.9),
+    r"\bA100\b": (312, 156, 19.5),
+    r"\bL40S\b": (362, 183, 91.6),
+    r"\bL4\b": (121, 60, 30.3),
+    r"\bA10\b": (125, 62.5, 31.2),
+    r"\bA30\b": (165, 82, 10.3),
+    r"\bA40\b": (149.7, 74.8, 37.4),
     # NVIDIA's white papers of the Ada and Ampere GA102 architectures, with sums in float32.
-    r"\bRTX 4090$": Peak(165.2, 82.6, 82.6),
-    r"\bRTX 3090$": Peak(71, 35.6, 35.6),
+    r"\bRTX 4090$": (165.2, 82.6, 82.6),
+    r"\bRTX 3090$": (71, 35.6, 35.6),
     # amd.com/en/products/accelerators/instinct; of a MI250X one of its two devices.
-    r"\bMI3(00|25)X\b": Peak(1307.4, _NONE, 163.4),
-    r"\bMI250X\b": Peak(191.5, _NONE, _NONE),
+    r"\bMI3(00|25)X\b": (1307.4, None, 163.4),
+    r"\bMI250X\b": (191.5, None, None),
 }
 
 
@@ -191,6 +181,6 @@ def known_peak(name: str, dtype: str, tf32: bool = False) -> float | None:
     True
     """
     column = "tf32" if dtype == "float32" and tf32 else dtype
-    found = next((peak for pattern, peak in _PEAKS.items() if re.search(pattern, name)), None)
-    tera = getattr(found, column, _NONE)
-    return None if "MIG" in name.split() or math.isnan(tera) else round(tera * 1e12, -9)
+    found = next((peak for pattern, peak in _PEAKS.items() if re.search(pattern, name)), ())
+    tera = dict(zip(("bfloat16", "tf32", "float32"), found, strict=False)).get(column)
+    return None if "MIG" in name.split() or tera is None else round(tera * 1e12, -9)

@@ -46,17 +46,7 @@ CONFIG: Final = "config.json"
 SHARD_BYTES: Final = 5_000_000_000
 _METADATA: Final = "__metadata__"
 # What belongs to a model beside its weights, where the folder that it came from has it.
-_BESIDE: Final = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
+_BESIDE: Final = ("generation_config.json", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.jinja")
 
 
 class Exported(NamedTuple):
@@ -234,9 +224,8 @@ def _write_beside(
     texts[CONFIG]["dtype"] = dtype.removeprefix("torch.")
     for name, content in texts.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    for name in _BESIDE:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.copyfile(source / name, folder / name)
+    for path in (path for pattern in _BESIDE for path in source.glob(pattern)):
+        shutil.copyfile(path, folder / path.name)
 
 
 def _model(known: Mapping[str, Any]) -> SpecModel:

@@ -38,7 +38,7 @@ _OF_NO_EFFECT = {
     f"train.{name}"
     for name in (
         *("checkpoint_every", "checkpoint_async", "keep", "log_every", "out", "resume", "resume_changed"),
-        *("trace_steps", "profile_steps", "profile_ranks", "log_to", "peak_flops"),
+        *("trace_steps", "log_to", "peak_flops"),
     )
 }
 # In a lock's config: the config.json of [model] pretrained. What of it says nothing about what is computed:

@@ -1,4 +1,4 @@
-"""The files of a run in `train.out`, checkpoints aside: metrics, what it was and how it ended, traces and profiles."""
+"""The files of a run in `train.out`, checkpoints aside: metrics, what it was and how it ended, traces."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, final
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
 from meshcomm.config import Config, TrainConfig
 from meshcomm.config.section import Table
 from meshcomm.config.write import plain
@@ -24,17 +21,14 @@ from meshcomm.layout import Plan
 from meshcomm.mesh import Mesh
 from meshcomm.train.callbacks import Evaluation, Start, Step, Summary
 from meshcomm.train.checkpoint_folder import FOLDER, replace
-from meshcomm.transport.torch_private import profiling
 
 METRICS: Final = "metrics.jsonl"
 CONFIG: Final = "config.json"
 RUN: Final = "run.json"
 TRACE: Final = "trace.json"
-PROFILE: Final = "profile"
 TENSORBOARD: Final = "tensorboard"
 WANDB: Final = "wandb"
 _FORMAT: Final = 1
-_OPERATORS: Final = 20
 
 
 def check_folder(folder: Path) -> None:
@@ -61,7 +55,7 @@ def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
     Or the next number that is free of all, the highest being the latest. Nothing is deleted.
     """
     files = {name: name.replace(".", ".{}.") for name in (METRICS, CONFIG, RUN, TRACE)}
-    names = files | {name: name + ".{}" for name in (FOLDER, PROFILE, TENSORBOARD, WANDB)}
+    names = files | {name: name + ".{}" for name in (FOLDER, TENSORBOARD, WANDB)}
     number = 1
     while any((folder / aside.format(number)).exists() for aside in names.values()):
         number += 1
@@ -210,58 +204,25 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @final
-class Windows(contextlib.ExitStack):
-    """`train.trace_steps` and `train.profile_steps` of a run whose first `done` steps are over.
+class TraceWindow(contextlib.ExitStack):
+    """`train.trace_steps` of a run whose first `done` steps are over.
 
     Called by: every rank, `before` and `after` each step. Leaving it ends what is open.
     """
 
     def __init__(self, mesh: Mesh, train: TrainConfig, done: int) -> None:
         super().__init__()
-        out, self._first = Path(train.out), done + 1
-        self._windows: list[tuple[tuple[int, int], contextlib.AbstractContextManager[Any]]] = []
-        if train.trace_steps:
-            self._windows.append((train.trace_steps, mesh.trace(out / TRACE)))
-        if train.profile_steps and (not train.profile_ranks or mesh.rank in train.profile_ranks):
-            self._windows.append((train.profile_steps, profiled(out / PROFILE, mesh.rank, mesh.device)))
-        self._open: dict[int, contextlib.ExitStack] = {}
+        self._mesh, self._path = mesh, Path(train.out) / TRACE
+        # A run that was resumed may begin inside.
+        first, self._last = train.trace_steps or (0, 0)
+        self._first = max(first, done + 1)
 
     def before(self, step: int) -> None:
-        """Open what begins with this step; a run that was resumed may begin inside."""
-        for place, ((first, last), window) in enumerate(self._windows):
-            if step == max(first, self._first) <= last:
-                self._open[place] = self.enter_context(contextlib.ExitStack())
-                self._open[place].enter_context(window)
+        """Begin with this step, or not."""
+        if step == self._first <= self._last:
+            self.enter_context(self._mesh.trace(self._path))
 
     def after(self, step: int) -> None:
-        """Close what ends with this step."""
-        for place, ((_, last), _) in enumerate(self._windows):
-            if step == last and place in self._open:
-                self._open.pop(place).close()
-
-
-@contextlib.contextmanager
-def profiled(folder: Path, rank: int, device: torch.device) -> Iterator[None]:
-    """Watch the block with torch.profiler; then write `folder`/rankN.json, a Chrome trace, and rankN.txt.
-
-    rankN.txt has the most expensive operators, by their own time on the device, or else on the CPU.
-    Called by: any rank, alone. Ending it waits for the device.
-    Raises:    TrainingError where another profiler runs in this process, or a file cannot be written.
-    """
-    cuda = device.type == "cuda"
-    # torch would end the other one without an error.
-    if profiling():
-        raise TrainingError(
-            f"torch.profiler cannot be started on rank {rank}",
-            given="a profiler that runs already",
-            expected="no other profiler in this process",
-            hint="remove train.profile_steps, or the other one",
-        )
-    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]) as watched:
-        yield
-    with naming(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        watched.export_chrome_trace(str(folder / f"rank{rank}.json"))
-        by = "self_device_time_total" if cuda else "self_cpu_time_total"
-        table = watched.key_averages().table(sort_by=by, row_limit=_OPERATORS, max_name_column_width=60)
-        (folder / f"rank{rank}.txt").write_text(table + "\n", encoding="utf-8")
+        """End with this step, or not."""
+        if step == self._last:
+            self.close()

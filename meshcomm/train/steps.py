@@ -24,7 +24,7 @@ from meshcomm.train.checkpoint import Checkpoints, state_of
 from meshcomm.train.cost import Cost
 from meshcomm.train.data import Batches, Corpus, GivenBatches
 from meshcomm.train.lock import Lock
-from meshcomm.train.run_files import METRICS, MetricsFile, Windows, check_folder, recorded, settings_of
+from meshcomm.train.run_files import METRICS, MetricsFile, TraceWindow, check_folder, recorded, settings_of
 from meshcomm.train.sinks import Sink, check_sinks
 
 # Steps that may be left out one after the other: more of them are no accident.
@@ -165,12 +165,12 @@ class Steps:
                 )
                 ended = stack.enter_context(recorded(self._out, self._config, mesh.plan, self._start))
             stack.enter_context(self._checkpoints)
-            windows = stack.enter_context(Windows(mesh, train, self._first))
+            window = stack.enter_context(TraceWindow(mesh, train, self._first))
             for callback in self._callbacks:
                 callback.on_start(self._start)
             before = mesh.stats()
             try:
-                self._make(windows)
+                self._make(window)
                 self._checkpoints.finish()
             except BaseException as error:
                 ended.append(self._summary())
@@ -193,7 +193,7 @@ class Steps:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _make(self, windows: Windows) -> None:
+    def _make(self, window: TraceWindow) -> None:
         engine, mesh, train, scheduler = self._engine, self._mesh, self._train, self._engine.scheduler
         logged = time.perf_counter()
         began = logged - self._lock.seconds
@@ -203,14 +203,14 @@ class Steps:
                 break
             self._checkpoints.poll()
             lr = learning_rate(train, step) if scheduler is None else None
-            windows.before(step)
+            window.before(step)
             batch = self._reading.batches(step)
             with self._cost.counting():
                 engine.step(*batch, lr, step)
             if scheduler is not None:
                 scheduler.step()
             mesh.step(step)
-            windows.after(step)
+            window.after(step)
             self._seconds = time.perf_counter() - began
             saves, evaluates = self._due(train.checkpoint_every, step), self._due(train.eval_every, step)
             logs = self._logs(step)

@@ -314,11 +314,7 @@ def generator():
     return ([n, n] for n in range(3))
 
 def without():
-    return []
-
-def of_old(seed, sequence=99, data_rank=0, data_world=1, data_world_size=1):
-    return Squares()
-"""
+    return []"""
 
 
 @pytest.fixture
@@ -398,19 +394,3 @@ def test_what_a_function_must_return_is_said(loaders: None, config: Any, what: s
         text.load(named(function, **more), vocab_size=10)
     assert caught.value.what.startswith(what), caught.value.what
     assert given in str(caught.value.given) and caught.value.expected
-
-
-def test_parameters_that_are_given_nothing_any_more_are_refused(loaders: None) -> None:
-    args: dict[str, Any] = {}
-    for name, hint in (
-        ("sequence", "sequence was renamed: seq_len"),
-        ("data_rank", "data_rank is gone: return a dataset by index"),
-        ("data_world", "data_world is gone"),
-        ("data_world_size", "data_world_size is gone"),
-    ):
-        with pytest.raises(TrainingError, match=f"data.build is not given {name} any more") as caught:
-            text.load(named("of_old", args=args))
-        assert str(caught.value.hint).startswith(hint) and "sequence, data_rank" in str(caught.value.given)
-        # A value of the user's own is theirs to give.
-        args = {**args, name: 1}
-    assert text.load(named("of_old", args=args)).samples == 20

@@ -22,31 +22,18 @@ _EXPECTED = (
     "tokens (up to seq_len + 1 whole numbers), a pair of inputs and targets, or a dict with input_ids and, "
     "as transformers has it, labels"
 )
-# What a function was given once: a parameter with a default would keep that without a word.
-_GONE = {"sequence": "sequence was renamed: seq_len"} | {
-    name: f"{name} is gone: return a dataset by index, which each rank reads its own samples of"
-    for name in ("data_rank", "data_world", "data_world_size")
-}
 
 
 def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
     """Call the function of `config.build`, which is given seed and seq_len where its parameters have these names.
 
-    Raises TrainingError where it cannot be called, has a parameter that nothing is given for any more, or returns
-    something else than a dataset by index.
+    Raises TrainingError where it cannot be called, or returns something else than a dataset by index.
     """
     name = config.build
     assert name is not None
     try:
         function = function_of(name)
         taken, facts = inspect.signature(function).parameters, {"seed": seed, "seq_len": config.seq_len}
-        if gone := next((key for key in _GONE if key in taken and key not in config.args), None):
-            raise TrainingError(
-                f"data.build is not given {gone} any more",
-                given=f"{name}({', '.join(taken)})",
-                expected="parameters named seed or seq_len, or those of args",
-                hint=_GONE[gone],
-            )
         found = function(**{key: facts[key] for key in facts if key in taken} | dict(config.args))
     except MeshcommError:
         raise
