@@ -22,7 +22,6 @@ from meshcomm.errors import ConfigError, StoreError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.tracing import events_of, write
 from meshcomm.parallel.pipeline import Pipelined
-from meshcomm.show.timeline import Bar, TimelineRow, timeline
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, run
 from meshcomm.train.run_files import put_aside
@@ -381,23 +380,3 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
     with pytest.raises(zlib.error):
         write(tmp_path / "u.json", [parts[0], b"damaged"], {})
     assert [each.name for each in tmp_path.iterdir()] == ["t.json"]
-
-
-def test_the_timeline_in_the_small() -> None:
-    rows = [
-        TimelineRow(0, "0 passes", [Bar("forward", 0, 2), Bar("backward", 4, 8)]),
-        TimelineRow(0, "0 calls", [Bar("dp", 8, 10), Bar("data", 8.2, 8.4)]),
-        TimelineRow(1, "1 calls", [Bar("dp", 0, 10), Bar("tp", 5, 5.01)]),
-        TimelineRow(2, "2 calls", []),
-    ]
-    lines = timeline(rows, 34)
-    assert max(map(len, lines[:-1])) == 34
-    assert lines == [
-        "rank     0               10 s",
-        "0 passes FFFF....BBBBBBBB....  60%",
-        "0 calls ".rjust(9) + "................dddd  20%",
-        "1 calls ".rjust(9) + "dddddddddddddddddddd 100%",
-        "2 calls ".rjust(9) + "....................   0%",
-        "F: forward; B: backward; d: dp; a: data; t: tp",
-    ]
-    assert timeline([TimelineRow(0, "0", [])]) == ["no calls"]
