@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# (dim, plain data) -> the data of every rank along the dim, by coord.
-Gather = Callable[[str, Any], list[Any]]
-
-
-def records_of_all(gather: Gather, dims: Iterable[str], record: T) -> list[T]:
-    """The records of all ranks, in the order of the layout's grid; called by every rank of the mesh.
-
-    dims: of the layout, in its order. record: of this rank, plain data.
-    """
-    records = [record]
-    for dim in reversed(list(dims)):
-        records = [each for part in gather(dim, records) for each in part]
-    return records
-
 
 def ranks_of(mesh: Mesh) -> list[int]:
     """The ranks of the mesh, in the order of the layout's grid."""
@@ -48,7 +34,10 @@ def is_first(mesh: Mesh) -> bool:
 
 def of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
     """The plain data of each rank, in the order of `ranks_of`. Called by every rank: a gather of objects per dim."""
-    return records_of_all(mesh.objects.all_gather, mesh.layout.dims, mine)
+    records: list[Any] = [mine]
+    for dim in reversed(list(mesh.layout.dims)):
+        records = [each for part in mesh.objects.all_gather(dim, records) for each in part]
+    return records
 
 
 def on_all_ranks(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
@@ -242,10 +231,10 @@ def arrivals(began: Sequence[Mapping[int, int]], ranks: Sequence[int]) -> Arriva
     )
 
 
-def stragglers(recorders: Mapping[str, FlightRecorder], dims: Sequence[str], gather: Gather) -> Stragglers:
+def stragglers(mesh: Mesh, recorders: Mapping[str, FlightRecorder]) -> Stragglers:
     """Compare the arrivals along each dim of `recorders`, then over the whole mesh; called by every rank of the mesh.
 
-    recorders: of this rank's groups, in the same order on all ranks. dims: the base dims of two ranks or more.
+    recorders: of this rank's groups, in the same order on all ranks.
     """
     ahead = time.time_ns() - time.perf_counter_ns()
     # All of it before the first exchange, which is recorded as well.
@@ -253,16 +242,16 @@ def stragglers(recorders: Mapping[str, FlightRecorder], dims: Sequence[str], gat
         dim: {number: round(recorder.began(number) * 1e9) for number in recorder.remembered()}
         for dim, recorder in recorders.items()
     }
-    hosts = len(set(records_of_all(gather, dims, host())))
+    hosts = len(set(of_every_rank(mesh, host())))
     # On one host the monotonic clock is the same for all; across hosts only the wall clock is.
     shift = ahead if hosts > 1 else 0
     groups = {}
     for dim, recorder in recorders.items():
         own = {number: when + shift for number, when in began[dim].items()}
-        groups[dim] = arrivals(gather(dim, own), recorder.ranks)
+        groups[dim] = arrivals(mesh.objects.all_gather(dim, own), recorder.ranks)
     own_latest = {
         dim: (group.mean_s[group.latest], group.ranks[group.latest]) for dim, group in groups.items()
     }
-    records = records_of_all(gather, dims, own_latest)
+    records = of_every_rank(mesh, own_latest)
     latest = {dim: max(record[dim] for record in records) for dim in own_latest}
     return Stragglers(groups, {dim: Straggler(rank, mean_s) for dim, (mean_s, rank) in latest.items()}, hosts)

@@ -52,22 +52,17 @@ def choose_device(wanted: str, launch: Launch) -> torch.device:
     return torch.device(kind, launch.local_rank % present)
 
 
-def device_identity(device: torch.device) -> str | None:
-    """What no other device of any host is called; None where the device does not say."""
-    if device.type != "cuda":
-        return None
-    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return None if found is None else f"{socket.gethostname()}/{found}"
-
-
 def refuse_shared(store: dist.Store, rank: int, plan: Plan, device: torch.device) -> None:
     """Raise LaunchError if another rank has the same device, which NCCL refuses unless NCCL_HOSTID or
     NCCL_MULTI_RANK_GPU_ENABLE is set; one store operation."""
     backends = {backend_on(family.options.backend, device) for family in plan.families if family.creates}
     allowed = "NCCL_HOSTID" in os.environ or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"
-    identity = device_identity(device) if backends & STREAM_ORDERED and not allowed else None
-    if identity is None:
+    if device.type != "cuda" or allowed or not backends & STREAM_ORDERED:
         return
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if uuid is None:
+        return  # then nothing says which device it is
+    identity = f"{socket.gethostname()}/{uuid}"
     first = store.compare_set(f"device/{identity}", "", str(rank)).decode()
     if first != str(rank):
         raise LaunchError(

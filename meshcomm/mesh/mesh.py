@@ -399,8 +399,7 @@ class Mesh(AlongDims):
         # Names that share a group share its record: the first name is kept.
         first = {id(self._at[name].recorder): name for name in reversed(names)}
         named = {name: self._at[name].recorder for name in names if name in first.values()}
-        dims = [dim for dim, size in self.layout.dims.items() if size > 1]
-        return stragglers(named, dims, self.objects.all_gather)
+        return stragglers(self, named)
 
     @outside_graphs
     def step(self, number: int | None = None, *, apart: Sequence[Dims] = ()) -> int:

@@ -16,7 +16,7 @@ from meshcomm.comm.counters import CallCounter, PendingCall, counter_of
 from meshcomm.config import load_config
 from meshcomm.errors import MeshClosed
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.all_ranks import StatsOfAll, records_of_all, stats_of_all
+from meshcomm.mesh.all_ranks import StatsOfAll, of_every_rank, stats_of_all
 from meshcomm.mesh.stats import CallStats, Stats
 from meshcomm.predict.estimate import expected
 from meshcomm.show.page import Cells, Line
@@ -341,7 +341,7 @@ def test_the_sums_of_all_ranks_name_the_slowest() -> None:
 
 def test_records_of_all_ranks_are_in_the_order_of_the_grid() -> None:
     def body(mesh: Mesh) -> list[int]:
-        return records_of_all(mesh.objects.all_gather, mesh.layout.dims, mesh.rank)
+        return of_every_rank(mesh, mesh.rank)
 
     for found in meshcomm.simulate(body, dims={"dp": 2, "one": 1, "tp": 3}):
         assert found == list(range(6))
