@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from meshcomm.mesh import Mesh
 from tests.faults.death_rows import peers
-from tests.faults.row import DIFFERS_S, TIMEOUT_S, Program, Rank, Row, check, everyone, row, without
+from tests.faults.row import (
+    DIFFERS_S,
+    TIMEOUT_S,
+    Program,
+    Rank,
+    Row,
+    check,
+    everyone,
+    opened,
+    row,
+    struck,
+    without,
+)
 
 _ODD: Final = 2
 _LINE: Final = {"dp": 4}
@@ -42,22 +55,23 @@ def differs(
     times: how often `first` comes before. late: seconds by which the odd rank comes later. keys: of its mesh.
     """
 
-    def program(me: Rank) -> None:
-        with me.mesh(**keys) as mesh:
-            for _ in range(times):
-                first(mesh)
-            odd = me.number == _ODD
-            if odd:
-                time.sleep(late)
-            me.strike()
-            try:
-                call(mesh, odd)
-            finally:
-                # Nothing was sent: the group is as good as before.
-                _reduced(mesh)
+    def program(me: Rank, mesh: Mesh) -> None:
+        for _ in range(times):
+            first(mesh)
+        odd = me.number == _ODD
+        if odd:
+            time.sleep(late)
+        me.strike()
+        try:
+            call(mesh, odd)
+        finally:
+            # Nothing was sent: the group is as good as before.
+            _reduced(mesh)
 
     expected = everyone("CallMismatchError")
-    return row(f"{cells} | {dim}", program, expected, (_ODD,), DIFFERS_S, dims=_LINE, quick=quick)
+    return row(
+        f"{cells} | {dim}", opened(program, **keys), expected, (_ODD,), DIFFERS_S, dims=_LINE, quick=quick
+    )
 
 
 _GRADIENTS: Final[Call] = lambda m, odd: m.functional.all_reduce(  # noqa: E731
@@ -81,17 +95,16 @@ def _skips(mesh: Mesh, odd: bool) -> None:
 def _on(dim: str, victim: int, act: Callable[[Rank, Mesh], object], **keys: Any) -> Program:
     """Three rounds of calls along `dim`; then `victim` does something else than the others."""
 
-    def program(me: Rank) -> None:
-        with me.mesh(**keys) as mesh:
-            for _ in range(3):
-                check(mesh.all_reduce(dim, _x(5)), float(mesh.size(dim)))
-            if me.number == victim:
-                me.strike()
-                act(me, mesh)
-            else:
-                check(mesh.all_reduce(dim, _x(5)), float(mesh.size(dim)))
+    def program(me: Rank, mesh: Mesh) -> None:
+        for _ in range(3):
+            check(mesh.all_reduce(dim, _x(5)), float(mesh.size(dim)))
+        if me.number == victim:
+            me.strike()
+            act(me, mesh)
+        else:
+            check(mesh.all_reduce(dim, _x(5)), float(mesh.size(dim)))
 
-    return program
+    return opened(program, **keys)
 
 
 def _goes_elsewhere(me: Rank, mesh: Mesh) -> None:
@@ -118,117 +131,80 @@ def _leaves(
     )
 
 
-def _first_call(stays_s: float) -> Program:
+def _first_call(stays_s: float, me: Rank, mesh: Mesh) -> None:
     """The first call on a group: rank 0 makes it, rank 1 does not and is done after `stays_s`."""
-
-    def program(me: Rank) -> None:
-        with me.mesh() as mesh:
-            mesh.barrier(timeout_s=TIMEOUT_S)
-            if me.number == 0:
-                me.strike()
-                mesh.all_reduce("tp", _x(4))
-            time.sleep(stays_s)
-
-    return program
+    mesh.barrier(timeout_s=TIMEOUT_S)
+    if me.number == 0:
+        me.strike()
+        mesh.all_reduce("tp", _x(4))
+    time.sleep(stays_s)
 
 
-def _another_dim(validate: int | str) -> Program:
+def _another_dim(me: Rank, mesh: Mesh) -> None:
     """Rank 3 calls along dp where the others call along tp; nobody ever closes the circle."""
-
-    def program(me: Rank) -> None:
-        with me.mesh(validate_calls=validate) as mesh:
-            mesh.warm_up()
-            me.strike()
-            check(mesh.all_reduce("dp" if me.number == 3 else "tp", _x(4)), 2.0)
-            time.sleep(TIMEOUT_S + 2)
-
-    return program
+    check(mesh.all_reduce("dp" if me.number == 3 else "tp", _x(4)), 2.0)
+    time.sleep(TIMEOUT_S + 2)
 
 
-def _crossed(validate: int | str) -> Program:
+def _crossed(me: Rank, mesh: Mesh) -> None:
     """Two calls along two dims, in the other order on ranks 1 and 2."""
-
-    def program(me: Rank) -> None:
-        with me.mesh(validate_calls=validate) as mesh:
-            mesh.warm_up()
-            me.strike()
-            for dim in ("dp", "tp") if me.number in (1, 2) else ("tp", "dp"):
-                mesh.all_reduce(dim, _x(4))
-
-    return program
+    for dim in ("dp", "tp") if me.number in (1, 2) else ("tp", "dp"):
+        mesh.all_reduce(dim, _x(4))
 
 
-def _asynchronous(me: Rank) -> None:
-    with me.mesh(validate_calls=0) as mesh:
-        mesh.warm_up()
-        me.strike()
-        if me.number == 1:
-            time.sleep(TIMEOUT_S + 2)
-        else:
-            check(mesh.all_reduce("dp", _x(4), async_op=True).wait(), 2.0)
+def _asynchronous(me: Rank, mesh: Mesh) -> None:
+    if me.number == 1:
+        time.sleep(TIMEOUT_S + 2)
+    else:
+        check(mesh.all_reduce("dp", _x(4), async_op=True).wait(), 2.0)
 
 
-def _store_barrier(me: Rank) -> None:
-    with me.mesh() as mesh:
-        me.strike()
-        if me.number == 1:
-            time.sleep(TIMEOUT_S)
-        else:
-            mesh.barrier(timeout_s=1.0)
+def _store_barrier(me: Rank, mesh: Mesh) -> None:
+    me.strike()
+    if me.number == 1:
+        time.sleep(TIMEOUT_S)
+    else:
+        mesh.barrier(timeout_s=1.0)
 
 
-def _hierarchical(me: Rank) -> None:
-    with me.mesh() as mesh:
-        mesh.warm_up()
-        me.strike()
-        if me.number == 5:
-            time.sleep(TIMEOUT_S + 2)
-        else:
-            mesh.all_reduce(("pp", "dp", "tp"), _x(4), algorithm="hierarchical")
+def _hierarchical(me: Rank, mesh: Mesh) -> None:
+    if me.number == 5:
+        time.sleep(TIMEOUT_S + 2)
+    else:
+        mesh.all_reduce(("pp", "dp", "tp"), _x(4), algorithm="hierarchical")
 
 
-def _object_dies(me: Rank) -> None:
-    with me.mesh() as mesh:
-        check(torch.tensor(mesh.objects.all_gather("dp", me.number)), torch.arange(4.0))
-        if me.number == _ODD:
-            me.end("SIGKILL")
-        mesh.objects.all_gather("dp", {"step": 3})
+def _object_dies(me: Rank, mesh: Mesh) -> None:
+    check(torch.tensor(mesh.objects.all_gather("dp", me.number)), torch.arange(4.0))
+    if me.number == _ODD:
+        me.end("SIGKILL")
+    mesh.objects.all_gather("dp", {"step": 3})
 
 
-def _unpicklable_object(me: Rank) -> None:
-    with me.mesh() as mesh:
-        me.strike()
-        mesh.objects.all_gather("dp", object() if me.number == _ODD else me.number)
+def _unpicklable_object(me: Rank, mesh: Mesh) -> None:
+    me.strike()
+    mesh.objects.all_gather("dp", object() if me.number == _ODD else me.number)
 
 
-def _training(odd: str) -> Program:
+_TRAINING: Final[dict[str, Any]] = {
+    "mesh": {"dims": _LINE, "device": "cpu", "timeout_s": TIMEOUT_S},
+    "parallel": {"data": "dp"},
+    "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 16},
+    "data": {"seq_len": 32, "max_bytes": 20_000},
+    "train": {"steps": 2, "global_batch_size": 4, "micro_batch_size": 1, "warmup_steps": 1},
+}
+
+
+def _training(odd: str, me: Rank, mesh: Mesh) -> None:
     """Rank 2 has other settings of the part of the configuration that all ranks share."""
-    config = {
-        "mesh": {"dims": {"dp": 4}, "device": "cpu", "timeout_s": TIMEOUT_S},
-        "parallel": {"data": "dp"},
-        "model": {
-            "num_layers": 1,
-            "hidden_size": 16,
-            "num_heads": 2,
-            "num_kv_heads": 2,
-            "intermediate_size": 16,
-        },
-        "data": {"seq_len": 32, "max_bytes": 20_000},
-        "train": {"steps": 2, "global_batch_size": 4, "micro_batch_size": 1, "warmup_steps": 1},
-    }
+    # Here, as few rows need it and it takes seconds where it is not loaded yet.
+    from meshcomm.config import load_config
+    from meshcomm.train.agree import agree
 
-    def program(me: Rank) -> None:
-        # Here, as few rows need it and it takes seconds where it is not loaded yet.
-        from meshcomm.config import load_config
-        from meshcomm.train.agree import agree
-
-        with me.mesh() as mesh:
-            own = [odd] if me.number == _ODD else []
-            settings = load_config(config, [f'train.out="{me.folder / "run"}"', *own])
-            me.strike()
-            agree(mesh, settings)
-
-    return program
+    own = [odd] if me.number == _ODD else []
+    settings = load_config(_TRAINING, [f'train.out="{me.folder / "run"}"', *own])
+    me.strike()
+    agree(mesh, settings)
 
 
 def _shapes(mesh: Mesh, odd: bool) -> object:
@@ -277,14 +253,14 @@ ROWS = [
     *(
         row(
             f"skipped-first-call-{word} | skipped call; its rank ends {word} the timeout | first call on a group | tp",
-            *(_first_call(stays_s), everyone("", r0="CollectiveTimeout|PeerLost"), (1,)),
+            *(opened(partial(_first_call, stays_s)), everyone("", r0="CollectiveTimeout|PeerLost"), (1,)),
         )
         for word, stays_s in (("before", 1.0), ("after", TIMEOUT_S + 2))
     ),
     *(
         row(
             f"call-on-another-dim-{word.replace(' ', '-')} | call on another dim, calls {word} | between calls | dp, tp",
-            _another_dim(validate),
+            struck(_another_dim, validate_calls=validate),
             everyone("", r2="CollectiveTimeout", r3="CollectiveTimeout"),
             {2: (3,), 3: (1,)},
         )
@@ -293,37 +269,45 @@ ROWS = [
     *(
         row(
             f"crossed-{word.replace(' ', '-')} | swapped order of two calls, calls {word} | two dims | dp, tp",
-            *(_crossed(validate), everyone("CollectiveTimeout"), {0: (1,), 1: (3,), 2: (0,), 3: (2,)}),
+            *(
+                struck(_crossed, validate_calls=validate),
+                everyone("CollectiveTimeout"),
+                {0: (1,), 1: (3,), 2: (0,), 3: (2,)},
+            ),
         )
         for word, validate in _WORDS
     ),
     row(
         "asynchronous | skipped call | in wait() of an asynchronous all_reduce | dp",
-        *(_asynchronous, everyone("", r3="CollectiveTimeout"), (1,)),
+        *(struck(_asynchronous, validate_calls=0), everyone("", r3="CollectiveTimeout"), (1,)),
     ),
     row(
         "store-barrier | skipped barrier | in barrier(timeout_s=1) | all",
-        *(_store_barrier, everyone("BarrierTimeout", r1=""), (1,), 3.0),
+        *(opened(_store_barrier), everyone("BarrierTimeout", r1=""), (1,), 3.0),
     ),
     row(
         "hierarchical | skipped call | in a hierarchical all_reduce | pp, dp, tp",
-        *(_hierarchical, everyone("CollectiveTimeout|PeerLost", 8, r5=""), dict.fromkeys((1, 4, 7), (5,))),
+        *(
+            struck(_hierarchical),
+            everyone("CollectiveTimeout|PeerLost", 8, r5=""),
+            dict.fromkeys((1, 4, 7), (5,)),
+        ),
         dims=_CUBE,
     ),
     row(
         "sigkill-objects | SIGKILL | in objects.all_gather | dp",
-        *(_object_dies, without(everyone("PeerLost"), _ODD), (_ODD,)),
+        *(opened(_object_dies), without(everyone("PeerLost"), _ODD), (_ODD,)),
         dims=_LINE,
     ),
     row(
         "unpicklable-object | an object that cannot cross on one rank | in objects.all_gather | dp",
-        *(_unpicklable_object, everyone("ObjectError"), (_ODD,), DIFFERS_S),
+        *(opened(_unpicklable_object), everyone("ObjectError"), (_ODD,), DIFFERS_S),
         dims=_LINE,
     ),
     *(
         row(
             f"other-{name} | other {setting} | before the first step | dp",
-            *(_training(setting), everyone("TrainingError"), (_ODD,), DIFFERS_S),
+            *(opened(partial(_training, setting)), everyone("TrainingError"), (_ODD,), DIFFERS_S),
             dims=_LINE,
         )
         for name, setting in (

@@ -6,24 +6,24 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from meshcomm.layout import Layout
+from meshcomm.mesh import Mesh
 from tests.faults.collectives import CALLS, end_inside
-from tests.faults.row import ENDS, TIMEOUT_S, End, Program, Rank, Row, both, row
+from tests.faults.row import ENDS, TIMEOUT_S, End, Program, Rank, Row, both, opened, row
 
 _STEPS: Final = 20
 _STRUCK: Final = 3
 
 
-def ends_in(call: str, dim: str, victim: int, how: End, validate: int | str = 0) -> Program:
+def ends_in(call: str, dim: str, victim: int, how: End) -> Program:
     """Every rank makes the same calls, all numbers checked; `victim` ends inside the fourth."""
 
-    def program(me: Rank) -> None:
-        with me.mesh(validate_calls=validate) as mesh:
-            for step in range(_STEPS):
-                if step == _STRUCK and me.number == victim:
-                    end_inside(me, mesh, dim, call, how)
-                CALLS[call](mesh, dim)
+    def act(me: Rank, mesh: Mesh) -> None:
+        for step in range(_STEPS):
+            if step == _STRUCK and me.number == victim:
+                end_inside(me, mesh, dim, call, how)
+            CALLS[call](mesh, dim)
 
-    return program
+    return opened(act, validate_calls=0)
 
 
 def peers(dims: Mapping[str, int], dim: str, victim: int, error: str) -> dict[int, str]:
@@ -48,30 +48,22 @@ _LINES: Final = ("dp", "tp", "pp")
 _SQUARES: Final = ("pp", "dp", "tp")
 
 
-def _in_validation(how: End) -> Program:
+def _in_validation(how: End, me: Rank) -> None:
     """While calls are compared, the first thing that moves is the comparison."""
-
-    def program(me: Rank) -> None:
-        with me.mesh() as mesh:
-            for step in range(_STEPS):
-                if step == _STRUCK and me.number == 2:
-                    end_inside(me, mesh, "dp", "all_gather", how)
-                CALLS["broadcast"](mesh, "dp")
-
-    return program
+    with me.mesh() as mesh:
+        for step in range(_STEPS):
+            if step == _STRUCK and me.number == 2:
+                end_inside(me, mesh, "dp", "all_gather", how)
+            CALLS["broadcast"](mesh, "dp")
 
 
-def _before_the_first_call(how: End) -> Program:
+def _before_the_first_call(how: End, me: Rank) -> None:
     """Everyone's mesh is open, and no two ranks of the group have talked yet."""
-
-    def program(me: Rank) -> None:
-        with me.mesh() as mesh:
-            mesh.barrier("dp", timeout_s=TIMEOUT_S)
-            if me.number == 1:
-                me.end(how)
-            CALLS["all_reduce"](mesh, "tp")
-
-    return program
+    with me.mesh() as mesh:
+        mesh.barrier("dp", timeout_s=TIMEOUT_S)
+        if me.number == 1:
+            me.end(how)
+        CALLS["all_reduce"](mesh, "tp")
 
 
 _LINE: Final = {"dp": 4}

@@ -8,6 +8,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,11 +22,11 @@ from tests.faults.row import (
     ENDS,
     TIMEOUT_S,
     End,
-    Program,
     Rank,
     both,
     check,
     everyone,
+    opened,
     row,
     without,
 )
@@ -37,24 +38,16 @@ _SQUARE: Final = {"dp": 2, "tp": 2}
 # -- closing ------------------------------------------------------------------------------------------
 
 
-def _ends_in_close(how: End) -> Program:
-    def program(me: Rank) -> None:
-        with me.mesh() as mesh:
-            mesh.warm_up()
-            if me.number == _VICTIM:
-                mesh._runtime.resources.callback(lambda: me.end(how))  # before the groups are given back
-
-    return program
+def _ends_in_close(how: End, me: Rank, mesh: Mesh) -> None:
+    mesh.warm_up()
+    if me.number == _VICTIM:
+        mesh._runtime.resources.callback(lambda: me.end(how))  # before the groups are given back
 
 
-def _ends_before_close(how: End) -> Program:
-    def program(me: Rank) -> None:
-        with me.mesh() as mesh:
-            mesh.warm_up()
-            if me.number == _VICTIM:
-                me.end(how)
-
-    return program
+def _ends_before_close(how: End, me: Rank, mesh: Mesh) -> None:
+    mesh.warm_up()
+    if me.number == _VICTIM:
+        me.end(how)
 
 
 def _forgets(me: Rank) -> None:
@@ -71,13 +64,12 @@ def _forgets(me: Rank) -> None:
             check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
 
 
-def _calls_after_close(me: Rank) -> None:
-    with me.mesh() as mesh:
-        check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
-        if me.number == _VICTIM:
-            me.strike()
-            mesh.close()
-        check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
+def _calls_after_close(me: Rank, mesh: Mesh) -> None:
+    check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
+    if me.number == _VICTIM:
+        me.strike()
+        mesh.close()
+    check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
 
 
 # -- the store ------------------------------------------------------------------------------------------
@@ -95,88 +87,71 @@ def _store_ends(me: Rank, mesh: Mesh, dim: str = "tp") -> None:
     me.wait_for("dead")
 
 
-def _goes_on_without(me: Rank) -> None:
-    with me.mesh() as mesh:
-        mesh.warm_up()
-        _store_ends(me, mesh)
-        for _ in range(50):
-            check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
-            check(mesh.all_reduce("dp", torch.ones(2)), 2.0)
-
-
-def _meets_without(me: Rank) -> None:
-    """The first call along dp comes after the store is gone, which its ranks need no longer: they are connected."""
-    with me.mesh() as mesh:
-        _store_ends(me, mesh)
+def _goes_on_without(me: Rank, mesh: Mesh) -> None:
+    mesh.warm_up()
+    _store_ends(me, mesh)
+    for _ in range(50):
+        check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
         check(mesh.all_reduce("dp", torch.ones(2)), 2.0)
 
 
-def _dies_without(me: Rank) -> None:
-    with me.mesh(dims={"dp": 4}) as mesh:
-        _store_ends(me, mesh, "dp")
-        if me.number == _VICTIM:
-            me.end("SIGKILL")
-        mesh.all_reduce("dp", torch.ones(2))
+def _meets_without(me: Rank, mesh: Mesh) -> None:
+    """The first call along dp comes after the store is gone, which its ranks need no longer: they are connected."""
+    _store_ends(me, mesh)
+    check(mesh.all_reduce("dp", torch.ones(2)), 2.0)
 
 
-def _asks_dead_store(me: Rank) -> None:
-    with me.mesh() as mesh:
-        _store_ends(me, mesh)
-        mesh.store.get("a note")
+def _dies_without(me: Rank, mesh: Mesh) -> None:
+    _store_ends(me, mesh, "dp")
+    if me.number == _VICTIM:
+        me.end("SIGKILL")
+    mesh.all_reduce("dp", torch.ones(2))
 
 
-def _never_set(me: Rank) -> None:
-    with me.mesh() as mesh:
-        me.strike()
-        if me.number == _VICTIM:
-            mesh.store.get("nobody sets this", timeout_s=1.0)
+def _asks_dead_store(me: Rank, mesh: Mesh) -> None:
+    _store_ends(me, mesh)
+    mesh.store.get("a note")
 
 
-def _host_dies(me: Rank) -> None:
+def _never_set(me: Rank, mesh: Mesh) -> None:
+    me.strike()
+    if me.number == _VICTIM:
+        mesh.store.get("nobody sets this", timeout_s=1.0)
+
+
+def _host_dies(me: Rank, mesh: Mesh) -> None:
     """Rank 0, which holds the store, is killed between calls along tp."""
-    with me.mesh() as mesh:
+    check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
+    mesh.barrier()
+    if me.number == 0:
+        me.end("SIGKILL")
+    for _ in range(20):
         check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
-        mesh.barrier()
-        if me.number == 0:
-            me.end("SIGKILL")
-        for _ in range(20):
-            check(mesh.all_reduce("tp", torch.ones(2)), 2.0)
 
 
 # -- saving -----------------------------------------------------------------------------------------------
 
 
-def _saves(fault: Callable[[Rank], None]) -> Program:
+def _saves(fault: Callable[[Rank], None], me: Rank, mesh: Mesh) -> None:
     """Two checkpoints; the fault is in the second, and the first has to be whole afterwards."""
+    # Here, as few rows need it and it takes seconds where it is not loaded yet.
+    from meshcomm.config import TrainConfig
+    from meshcomm.train import Checkpoints
+    from meshcomm.train.lock import Lock
 
-    def program(me: Rank) -> None:
-        # Here, as few rows need it and it takes seconds where it is not loaded yet.
-        from meshcomm.config import TrainConfig
-        from meshcomm.train import Checkpoints
-        from meshcomm.train.lock import Lock
-
-        with me.mesh() as mesh:
-            settings = TrainConfig(
-                steps=9,
-                global_batch_size=4,
-                micro_batch_size=1,
-                out=str(me.folder / "run"),
-                checkpoint_every=1,
-            )
-            checkpoints = Checkpoints(mesh, settings)
-            # Equal on all ranks: each of them writes its share.
-            state = {f"w{i}": torch.full((4096,), float(i)) for i in range(8)}
-            first = checkpoints.save(Lock(1, 0.0, "", {}, {}, {}), state)
-            if me.number == _VICTIM:
-                fault(me)
-            try:
-                checkpoints.save(Lock(2, 0.0, "", {}, {}, {}), state)
-            finally:
-                at = time.monotonic()
-                _whole(checkpoints, first)
-                me.raised_at = at
-
-    return program
+    batch: dict[str, Any] = {"steps": 9, "global_batch_size": 4, "micro_batch_size": 1}
+    checkpoints = Checkpoints(mesh, TrainConfig(**batch, out=str(me.folder / "run"), checkpoint_every=1))
+    # Equal on all ranks: each of them writes its share.
+    state = {f"w{i}": torch.full((4096,), float(i)) for i in range(8)}
+    first = checkpoints.save(Lock(1, 0.0, "", {}, {}, {}), state)
+    if me.number == _VICTIM:
+        fault(me)
+    try:
+        checkpoints.save(Lock(2, 0.0, "", {}, {}, {}), state)
+    finally:
+        at = time.monotonic()
+        _whole(checkpoints, first)
+        me.raised_at = at
 
 
 def _whole(checkpoints: Any, first: Path) -> None:
@@ -209,13 +184,10 @@ def _no_space(me: Rank) -> None:
     os.fsync = full
 
 
-def _ends_in_write(how: End) -> Callable[[Rank], None]:
-    def fault(me: Rank) -> None:
-        from meshcomm.train import checkpoint_writer
+def _ends_in_write(how: End, me: Rank) -> None:
+    from meshcomm.train import checkpoint_writer
 
-        checkpoint_writer.write_part = lambda *_: me.end(how)  # type: ignore[assignment]
-
-    return fault
+    checkpoint_writer.write_part = lambda *_: me.end(how)  # type: ignore[assignment]
 
 
 _OWN: Final[dict[str, Any]] = {"server": "own process"}
@@ -223,9 +195,9 @@ _SURVIVORS: Final = without(everyone(""), _VICTIM)
 
 ROWS = [
     *(
-        row(f"{how.lower()}-{name} | {how} | {moment} | all", program(how), _SURVIVORS)
+        row(f"{how.lower()}-{name} | {how} | {moment} | all", opened(partial(act, how)), _SURVIVORS)
         for how in ENDS
-        for name, moment, program in (
+        for name, moment, act in (
             ("in-teardown", "in teardown", _ends_in_close),
             ("before-teardown", "before teardown", _ends_before_close),
         )
@@ -236,42 +208,42 @@ ROWS = [
     ),
     row(
         "call-after-close | call on a closed mesh | after teardown | tp",
-        *(_calls_after_close, everyone("", r0="PeerLost", r1="MeshClosed"), (_VICTIM,)),
+        *(opened(_calls_after_close), everyone("", r0="PeerLost", r1="MeshClosed"), (_VICTIM,)),
     ),
     row(
         "store-ends-live | store server dies | between calls | dp, tp",
-        *(_goes_on_without, everyone("")),
+        *(opened(_goes_on_without), everyone("")),
         **_OWN,
     ),
     row(
         "store-ends-then-sigkill | store server dies, then SIGKILL | in all_reduce | dp",
-        *(_dies_without, without(everyone("CommunicationError|PeerLost"), _VICTIM)),
+        *(opened(_dies_without), without(everyone("CommunicationError|PeerLost"), _VICTIM)),
         **{**_OWN, "dims": {"dp": 4}, "blameless": (0, 2, 3)},
     ),
     row(
         "store-ends-then-first-call | store server dies | before the first call on a group | dp",
-        *(_meets_without, everyone("")),
+        *(opened(_meets_without), everyone("")),
         **_OWN,
     ),
     row(
         "store-ends-then-asked | store server dies | in store.get | all",
-        *(_asks_dead_store, everyone("StoreError")),
+        *(opened(_asks_dead_store), everyone("StoreError")),
         **_OWN,
     ),
     row(
         "store-key | a key that nobody sets | in store.get(timeout_s=1) | all",
-        *(_never_set, everyone("", r1="StoreTimeout")),
+        *(opened(_never_set), everyone("", r1="StoreTimeout")),
         promise_s=3.0,
     ),
     row(
         "sigkill-host-of-the-store | SIGKILL of the rank that holds the store | in all_reduce | tp",
-        *(_host_dies, peers(_SQUARE, "tp", 0, "PeerLost"), (0,)),
+        *(opened(_host_dies), peers(_SQUARE, "tp", 0, "PeerLost"), (0,)),
         server="rank 0",
     ),
     *(
         row(
             f"disk-full-{name} | disk full: {how} | while saving | all",
-            *(_saves(fault), everyone("TrainingError"), (_VICTIM,), DIFFERS_S),
+            *(opened(partial(_saves, fault)), everyone("TrainingError"), (_VICTIM,), DIFFERS_S),
         )
         for name, how, fault in (
             ("efbig", "RLIMIT_FSIZE, EFBIG", _small_files),
@@ -280,7 +252,7 @@ ROWS = [
     ),
     *both(
         "saving | while saving | all",
-        lambda how: _saves(_ends_in_write(how)),
+        lambda how, me: opened(partial(_saves, partial(_ends_in_write, how)))(me),
         {0: "PeerLost", 2: "PeerLost|CollectiveTimeout", 3: "PeerLost"},
         {0: (1,), 2: (0,), 3: (1,)},
     ),

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from tests.faults.row import DIFFERS_S, Program, Rank, check, everyone, row
+from tests.faults.row import DIFFERS_S, Rank, check, everyone, row
 
 # Ranks of each of the two jobs of a row.
 _EACH: Final = 2
@@ -37,19 +37,12 @@ def _own_job(me: Rank) -> None:
             check(mesh.all_reduce("dp", torch.full((3,), 10.0**job)), _EACH * 10.0**job)
 
 
-_PROGRAM: Final[Program] = _own_job
-
 ROWS = [
     row(
-        "two-jobs-mpi | two jobs at once under MPI variables | before agreement | dp",
-        *(_PROGRAM, everyone(""), (), DIFFERS_S),
-        environment=lambda rank: _mpi(rank // _EACH, rank % _EACH),
+        f"two-jobs-{name} | two jobs at once under {what} variables | before agreement | dp",
+        *(_own_job, everyone(""), (), DIFFERS_S),
+        environment=lambda rank, variables=variables: variables(rank // _EACH, rank % _EACH),
         quick=True,
-    ),
-    row(
-        "two-jobs-slurm | two jobs at once under Slurm step variables | before agreement | dp",
-        *(_PROGRAM, everyone(""), (), DIFFERS_S),
-        environment=lambda rank: _slurm(rank // _EACH, rank % _EACH),
-        quick=True,
-    ),
+    )
+    for name, what, variables in (("mpi", "MPI", _mpi), ("slurm", "Slurm step", _slurm))
 ]

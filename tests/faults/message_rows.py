@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 import torch
 
 from meshcomm.mesh import Mesh
-from tests.faults.row import ENDS, TIMEOUT_S, End, Rank, Row, check, row
+from tests.faults.row import ENDS, TIMEOUT_S, End, Rank, Row, check, opened, row
 
 _LINE: Final = {"pp": 4}
 _LOST: Final = "PeerLost"
@@ -37,15 +38,14 @@ def _row(
 ) -> Row:
     """A line of four ranks along pp: one good message to the right, then `acts`; the others are done."""
 
-    def program(me: Rank) -> None:
-        with me.mesh() as mesh:
-            found = mesh.shift("pp", _x(me.number), 1)
-            check(found, float((me.number - 1) % 4))
-            if me.number in acts:
-                acts[me.number](me, mesh)
+    def program(me: Rank, mesh: Mesh) -> None:
+        found = mesh.shift("pp", _x(me.number), 1)
+        check(found, float((me.number - 1) % 4))
+        if me.number in acts:
+            acts[me.number](me, mesh)
 
     expected = {rank: errors.get(rank, "") for rank in range(4) if rank not in gone}
-    return row(f"{cells} | pp", program, expected, named, dims=_LINE, quick=quick)
+    return row(f"{cells} | pp", opened(program), expected, named, dims=_LINE, quick=quick)
 
 
 def _receives(src: int, n: int = 4, dtype: torch.dtype = torch.float32, tag: int = 0) -> Act:
@@ -93,14 +93,10 @@ def _shifts_first(me: Rank, mesh: Mesh) -> None:
     me.say("rank 0 has shifted")
 
 
-def _ends_after_the_first(how: End) -> Act:
+def _ends_after_the_first(how: End, me: Rank, mesh: Mesh) -> None:
     """Rank 0's neighbours need rank 2, rank 0 does not: it must not come after they have failed."""
-
-    def act(me: Rank, mesh: Mesh) -> None:
-        me.wait_for("rank 0 has shifted")
-        me.end(how)
-
-    return act
+    me.wait_for("rank 0 has shifted")
+    me.end(how)
 
 
 def _exchanges(me: Rank, mesh: Mesh) -> None:
@@ -140,7 +136,7 @@ ROWS = [
             _gone(how, "exchange", "in exchange: the partner", _exchanges),
             _row(
                 f"{how.lower()}-shift | {how} | in shift",
-                {**_all_but_2(_shifts, _ends_after_the_first(how)), 0: _shifts_first},
+                {**_all_but_2(_shifts, partial(_ends_after_the_first, how)), 0: _shifts_first},
                 {1: _LOST, 3: _LOST},
                 gone=(2,),
             ),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshcomm.mesh import agree, groups
+from meshcomm.mesh import Mesh, agree, groups
 from tests.faults.row import (
     DIFFERS_S,
     ENDS,
@@ -24,35 +25,32 @@ from tests.faults.row import (
     check,
     everyone,
     row,
+    struck,
     without,
 )
 
 _ODD = 2
 
 
-def _opens(odd: Mapping[str, Any], usual: Mapping[str, Any] | None = None) -> Program:
-    """Every rank opens the mesh; rank 2 with other settings."""
-
-    def program(me: Rank) -> None:
-        me.strike()
-        keys = dict(usual or {}) | (dict(odd) if me.number == _ODD else {})
-        with me.mesh(**keys) as mesh:
-            mesh.warm_up()
-
-    return program
+def _opens(me: Rank, odd: Mapping[str, Any] = {}, usual: Mapping[str, Any] = {}) -> None:
+    """Every rank that is there opens the mesh, rank 2 with other settings; the time counts from the last of them."""
+    me.strike()
+    with me.mesh(**{**usual, **(odd if me.number == _ODD else {})}) as mesh:
+        mesh.warm_up()
 
 
 def _differs(
-    name: str, fault: str, odd: Mapping[str, Any], usual: Mapping[str, Any] | None = None, **more: Any
+    name: str, fault: str, odd: Mapping[str, Any], usual: Mapping[str, Any] = {}, **more: Any
 ) -> Row:
     cells = f"{name} | {fault} | agreement | {more.pop('dim', 'all')}"
-    return row(cells, _opens(odd, usual), everyone("MeshMismatchError"), (_ODD,), DIFFERS_S, **more)
+    program = partial(_opens, odd=odd, usual=usual)
+    return row(cells, program, everyone("MeshMismatchError"), (_ODD,), DIFFERS_S, **more)
 
 
 def _other_version(me: Rank) -> None:
     if me.number == _ODD:
         torch.__version__ = "2.12.1+cpu"
-    _opens({})(me)
+    _opens(me)
 
 
 def _unreadable(me: Rank) -> None:
@@ -61,42 +59,24 @@ def _unreadable(me: Rank) -> None:
         pass
 
 
-def _comes(me: Rank) -> None:
-    """Every rank that is there opens the mesh; the time counts from the last of them."""
-    me.strike()
-    with me.mesh() as mesh:
-        mesh.warm_up()
+def _ends_before(how: End, me: Rank) -> None:
+    if me.number == 1:
+        me.end(how)
+    _opens(me)
 
 
-def _ends_before(how: End) -> Program:
-    def program(me: Rank) -> None:
-        if me.number == 1:
-            me.end(how)
-        _comes(me)
-
-    return program
-
-
-def _ends_in_agreement(how: End) -> Program:
+def _ends_in_agreement(how: End, me: Rank) -> None:
     """Rank 1 has counted itself, and ends before it says who it is."""
-
-    def program(me: Rank) -> None:
-        if me.number == 1:
-            agree._announce = lambda *_: me.end(how)
-        _comes(me)
-
-    return program
+    if me.number == 1:
+        agree._announce = lambda *_: me.end(how)
+    _opens(me)
 
 
-def _ends_signed_in(how: End) -> Program:
+def _ends_signed_in(how: End, me: Rank) -> None:
     """Rank 1 has said that it is here, and ends while it waits for the verdict."""
-
-    def program(me: Rank) -> None:
-        if me.number == 1:
-            agree._get = lambda *_: me.end(how)
-        _then_used(me)
-
-    return program
+    if me.number == 1:
+        agree._get = lambda *_: me.end(how)
+    _then_used(me)
 
 
 def _too_late(me: Rank) -> None:
@@ -118,39 +98,31 @@ def _then_used(me: Rank, dim: str = "tp") -> None:
         check(mesh.all_reduce(dim, torch.ones(3)), 2.0)
 
 
-def _in_default_group(act: Callable[[Rank], None]) -> Program:
-    """All have agreed; rank 1 does not come to torch's default group."""
+def _in_default_group(how: End, me: Rank) -> None:
+    """All have agreed; rank 1 ends before it comes to torch's default group."""
+    if me.number == 1:
+        original = dist.init_process_group
 
-    def program(me: Rank) -> None:
-        if me.number == 1:
-            original = dist.init_process_group
+        def instead(*args: Any, **options: Any) -> None:
+            me.end(how)
+            original(*args, **options)
 
-            def instead(*args: Any, **options: Any) -> None:
-                act(me)
-                original(*args, **options)
-
-            dist.init_process_group = instead
-        _then_used(me)
-
-    return program
+        dist.init_process_group = instead
+    _then_used(me)
 
 
-def _in_creation(dim: str, act: Callable[[Rank], None]) -> Program:
+def _in_creation(dim: str, act: Callable[[Rank], None], me: Rank) -> None:
     """All have agreed, and groups exist; rank 1 does not come to that of `dim`."""
+    if me.number == 1:
+        original = groups.create_group
 
-    def program(me: Rank) -> None:
-        if me.number == 1:
-            original = groups.create_group
+        def instead(**options: Any) -> Any:
+            if f"/{dim}/" in options["name"]:
+                act(me)
+            return original(**options)
 
-            def instead(**options: Any) -> Any:
-                if f"/{dim}/" in options["name"]:
-                    act(me)
-                return original(**options)
-
-            groups.create_group = instead
-        _then_used(me, dim)
-
-    return program
+        groups.create_group = instead
+    _then_used(me, dim)
 
 
 def _fails(me: Rank) -> None:
@@ -205,23 +177,20 @@ def _server_ends_in_creation(me: Rank) -> None:
     _then_used(me)
 
 
-def _live(odd: Callable[[Any], None]) -> Program:
+def _live(odd: Callable[[Mesh], object]) -> Program:
     """On a live mesh every rank declares one more merged dim; rank 2 does something else."""
 
-    def program(me: Rank) -> None:
-        with me.mesh() as mesh:
-            mesh.warm_up()
-            me.strike()
-            if me.number == _ODD:
-                odd(mesh)
-            else:
-                mesh.create_group("both", ("dp", "tp"))
-                check(mesh.all_reduce("both", torch.ones(3)), 4.0)
+    def act(me: Rank, mesh: Mesh) -> None:
+        if me.number == _ODD:
+            odd(mesh)
+        else:
+            mesh.create_group("both", ("dp", "tp"))
+            check(mesh.all_reduce("both", torch.ones(3)), 4.0)
 
-    return program
+    return struck(act)
 
 
-def _not_here(mesh: Any) -> None:
+def _not_here(mesh: Mesh) -> None:
     time.sleep(TIMEOUT_S + 1.5)  # the rank does something that has nothing to do with the mesh
 
 
@@ -254,28 +223,28 @@ ROWS = [
     ),
     row(
         "wrong-world-size | wrong world size: WORLD_SIZE=5 on one rank | agreement | all",
-        *(_comes, _OWN_CONFIG, (_ODD,), DIFFERS_S),
+        *(_opens, _OWN_CONFIG, (_ODD,), DIFFERS_S),
         environment=_environment(WORLD_SIZE="5"),
     ),
     row(
         "wrong-world-size-minus-one | wrong world size: WORLD_SIZE=6 on one rank, dp = -1 | agreement | dp",
-        *(_opens({}, {"dims": {"dp": -1, "tp": 2}}), _NO_ONE, (_ODD,), DIFFERS_S),
+        *(partial(_opens, usual={"dims": {"dp": -1, "tp": 2}}), _NO_ONE, (_ODD,), DIFFERS_S),
         environment=_environment(WORLD_SIZE="6"),
     ),
     row(
         "duplicate-rank | duplicate rank: two processes with RANK=1, none with 2 | agreement | all",
-        *(_comes, everyone("MeshMismatchError|LaunchError"), dict.fromkeys(range(4), (1,))),
+        *(_opens, everyone("MeshMismatchError|LaunchError"), dict.fromkeys(range(4), (1,))),
         environment=_environment(RANK="1"),
     ),
     row(
         "never-starts | a rank never starts | before agreement | all",
-        *(_comes, without(_NO_ONE, 3), (3,)),
+        *(_opens, without(_NO_ONE, 3), (3,)),
         absent=(3,),
     ),
     row("too-late | a rank comes after the others gave up | agreement | all", _too_late, _NO_ONE, (3,)),
     row(
         "two-never-start | two of eight ranks never start | before agreement | pp",
-        *(_comes, without(everyone("MeshMismatchError", 8), 3, 6), (3, 6)),
+        *(_opens, without(everyone("MeshMismatchError", 8), 3, 6), (3, 6)),
         dims={"pp": 2, "dp": 2, "tp": 2},
         absent=(3, 6),
     ),
@@ -284,20 +253,19 @@ ROWS = [
     *both("signed-in | agreement, signed in | tp", _ends_signed_in, _LOST["dp"], _NAMED["dp"]),
     *both(
         "in-the-default-group | creation, torch's default group | all",
-        lambda how: _in_default_group(lambda me: me.end(how)),
-        *(_LOST["dp"], _NAMED["dp"]),
+        *(_in_default_group, _LOST["dp"], _NAMED["dp"]),
     ),
     *(
         row(
             f"{how.lower()}-in-creation-{dim} | {how} | creation | {dim}",
-            *(_in_creation(dim, lambda me, how=how: me.end(how)), _LOST[dim], _NAMED[dim]),
+            *(partial(_in_creation, dim, lambda me, how=how: me.end(how)), _LOST[dim], _NAMED[dim]),
         )
         for how in ENDS
         for dim in ("dp", "tp")
     ),
     row(
         "exception-in-creation | one rank cannot create a group | creation | tp",
-        *(_in_creation("tp", _fails), {**_LOST["tp"], 1: "CommunicationError"}, (1,)),
+        *(partial(_in_creation, "tp", _fails), {**_LOST["tp"], 1: "CommunicationError"}, (1,)),
     ),
     row(
         "live-other-dims | mesh.create_group of another name on one rank | creation on a live mesh | both",
@@ -332,12 +300,12 @@ ROWS = [
     ),
     row(
         "port-taken | port taken by another program | before agreement | all",
-        *(_comes, everyone("LaunchError")),
+        *(_opens, everyone("LaunchError")),
         server="taken by a socket",
     ),
     row(
         "port-taken-by-a-store | port taken by another job's store | before agreement | all",
-        *(_comes, everyone("LaunchError")),
+        *(_opens, everyone("LaunchError")),
         server="taken by a store",
     ),
 ]

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from meshcomm.mesh import Mesh
-from tests.faults.row import DIFFERS_S, TIMEOUT_S, Program, Rank, Row, everyone, row, without
+from tests.faults.row import DIFFERS_S, TIMEOUT_S, Program, Rank, Row, everyone, opened, row, without
 
 _STEPS: Final = 60
 # Past the calls that are compared, in each program.
@@ -58,21 +58,20 @@ def _ddp(mesh: Mesh, me: Rank) -> Model:
 def _trains(build: Build, at: int, fault: Fault) -> Program:
     """Every rank trains; `fault` happens at step `at` on the row's rank, and says what that rank does with it."""
 
-    def program(me: Rank) -> None:
-        with me.mesh() as mesh:
-            model = build(mesh, me)
-            for step in range(_STEPS):
-                x = torch.ones(4, 8)
-                if step == at:
-                    x = fault(me)
-                    if x is None:
-                        continue
-                y = model(x).sum()
-                if x.requires_grad:  # of the fault that leaves out the backward
+    def program(me: Rank, mesh: Mesh) -> None:
+        model = build(mesh, me)
+        for step in range(_STEPS):
+            x = torch.ones(4, 8)
+            if step == at:
+                x = fault(me)
+                if x is None:
                     continue
-                y.backward()
+            y = model(x).sum()
+            if x.requires_grad:  # of the fault that leaves out the backward
+                continue
+            y.backward()
 
-    return program
+    return opened(program)
 
 
 def _on(victim: int, does: Fault) -> Fault:
@@ -136,22 +135,20 @@ def _both(mesh: Mesh, me: Rank) -> Model:
 def _pipelines(at: int, fault: Fault) -> Program:
     """GPipe of two stages over pp, by torch's own schedules."""
 
-    def program(me: Rank) -> None:
-        with me.mesh() as mesh:
-            torch.manual_seed(0)
-            stage = PipelineStage(
-                nn.Linear(8, 8), mesh.coord("pp"), 2, torch.device("cpu"), group=mesh.group("pp")
-            )
-            schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: (y - target).sum())
-            for step in range(20):
-                if step == at and me.number == 1 and fault(me) is None:
-                    continue
-                if mesh.coord("pp") == 0:
-                    schedule.step(torch.ones(4, 8))
-                else:
-                    schedule.step(target=torch.ones(4, 8))
+    def program(me: Rank, mesh: Mesh) -> None:
+        torch.manual_seed(0)
+        here, group = mesh.coord("pp"), mesh.group("pp")
+        stage = PipelineStage(nn.Linear(8, 8), here, 2, torch.device("cpu"), group=group)
+        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: (y - target).sum())
+        for step in range(20):
+            if step == at and me.number == 1 and fault(me) is None:
+                continue
+            if here == 0:
+                schedule.step(torch.ones(4, 8))
+            else:
+                schedule.step(target=torch.ones(4, 8))
 
-    return program
+    return opened(program)
 
 
 _LINE: Final = {"dp": 4}

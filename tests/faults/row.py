@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -177,10 +178,33 @@ def row(
     return Row(name, fault, moment, dim, program, expected, named, promise_s, **more)
 
 
-def both(cells: str, program: Callable[[End], Program], *args: Any, **more: Any) -> list[Row]:
+def both(cells: str, program: Callable[[End, Rank], object], *args: Any, **more: Any) -> list[Row]:
     """The same by SIGKILL and by SIGSTOP. cells: without the fault; the name goes on from that of the signal."""
     name, rest = cells.split(" | ", 1)
-    return [row(f"{how.lower()}-{name} | {how} | {rest}", program(how), *args, **more) for how in ENDS]
+    return [
+        row(f"{how.lower()}-{name} | {how} | {rest}", partial(program, how), *args, **more) for how in ENDS
+    ]
+
+
+def opened(act: Callable[[Rank, Mesh], object], **keys: Any) -> Program:
+    """`act` in an open mesh. keys: of the mesh."""
+
+    def program(me: Rank) -> None:
+        with me.mesh(**keys) as mesh:
+            act(me, mesh)
+
+    return program
+
+
+def struck(act: Callable[[Rank, Mesh], object], **keys: Any) -> Program:
+    """`act` in an open mesh whose groups are connected; the fault is as it begins."""
+
+    def connected(me: Rank, mesh: Mesh) -> None:
+        mesh.warm_up()
+        me.strike()
+        act(me, mesh)
+
+    return opened(connected, **keys)
 
 
 def check(found: torch.Tensor | None, expected: object) -> None:

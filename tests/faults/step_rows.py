@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from meshcomm.mesh import Mesh
-from tests.faults.row import MISSING_S, Program, Rank, check, everyone, row
+from tests.faults.row import MISSING_S, Program, Rank, check, everyone, opened, row
 
 _ODD: Final = 2
 _LINE: Final = {"dp": 4}
@@ -20,24 +20,19 @@ _FOUND_S: Final = 2.0 + MISSING_S
 def _program(steps: int, pause_s: float, odd_times: int) -> Program:
     """Equal calls in every step; the odd rank makes one of step 3 `odd_times` times."""
 
-    def program(me: Rank) -> None:
-        # So that none is compared before its data moves.
-        with me.mesh(validate_calls=0) as mesh:
-            for step in range(1, steps + 1):
-                for place in range(3):
-                    differs = (me.number, step, place) == (_ODD, 3, 1)
-                    if differs:
-                        me.strike()
-                    for _ in range(odd_times if differs else 1):
-                        _all_reduce(mesh)
-                mesh.step()
-                time.sleep(pause_s)
+    def program(me: Rank, mesh: Mesh) -> None:
+        for step in range(1, steps + 1):
+            for place in range(3):
+                differs = (me.number, step, place) == (_ODD, 3, 1)
+                if differs:
+                    me.strike()
+                for _ in range(odd_times if differs else 1):
+                    check(mesh.all_reduce("dp", torch.ones(4)), 4.0)
+            mesh.step()
+            time.sleep(pause_s)
 
-    return program
-
-
-def _all_reduce(mesh: Mesh) -> None:
-    check(mesh.all_reduce("dp", torch.ones(4)), 4.0)
+    # So that none is compared before its data moves.
+    return opened(program, validate_calls=0)
 
 
 ROWS = [

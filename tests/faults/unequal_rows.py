@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from meshcomm.mesh import Mesh
 from tests.faults.call_rows import differs
-from tests.faults.row import TIMEOUT_S, Program, Rank, Row, everyone, row
+from tests.faults.row import TIMEOUT_S, Program, Rank, Row, everyone, opened, row
 
 _ODD: Final = 2
 _LINE: Final = {"dp": 4}
@@ -46,18 +46,17 @@ def _outside(size: int, made: bool) -> Call:
 def _without_a_step(steps: int, pause_s: float) -> Program:
     """Equal calls in every step; the odd rank leaves out all of step 3, `mesh.step(3)` included."""
 
-    def program(me: Rank) -> None:
-        with me.mesh(validate_calls=0) as mesh:
-            for step in range(1, steps + 1):
-                if (me.number, step) == (_ODD, 3):
-                    me.strike()
-                    continue
-                for _ in range(3):
-                    _reduces(mesh)
-                mesh.step(step)
-                time.sleep(pause_s)
+    def program(me: Rank, mesh: Mesh) -> None:
+        for step in range(1, steps + 1):
+            if (me.number, step) == (_ODD, 3):
+                me.strike()
+                continue
+            for _ in range(3):
+                _reduces(mesh)
+            mesh.step(step)
+            time.sleep(pause_s)
 
-    return program
+    return opened(program, validate_calls=0)
 
 
 ROWS = [
