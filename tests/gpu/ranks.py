@@ -45,12 +45,14 @@ from meshcomm.parallel.context import gather_sequence, ring_attention, split_seq
 from meshcomm.testing import emulated_nccl as emulation
 from meshcomm.train import Trainer
 from meshcomm.train.checkpoint_writer import parts_of, value_of
+from meshcomm.train.cost import known_peak
 from meshcomm.train.data import batches_of
 from meshcomm.train.data import load as text
 from meshcomm.transport.process_group import ProcessGroupTransport
 from meshcomm.transport.torch_private import bindings, unfinished_collectives
 from tests.benchmarks.plain import Plain
 from tests.mesh import queued_program
+from tests.sizes import model_of
 from tests.testing import test_emulated_nccl as queued
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -317,21 +319,10 @@ def no_sync() -> Iterator[None]:
 
 def training(**changed: Any) -> Config:
     """tests/gpu/train.toml on all ranks of this experiment, small where it has no GPU."""
-    size = {"num_layers": 4, "hidden_size": 512, "intermediate_size": 1408, "num_heads": 8, "num_kv_heads": 8}
-    if not ON_GPU:
-        size |= {
-            "num_layers": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 4,
-            "num_kv_heads": 4,
-        }
+    size = model_of(4, 512, 8, 8, 1408) if ON_GPU else model_of(2, 64, 4, 4, 128)
     given = {f"model.{key}": value for key, value in size.items()}
-    given |= {
-        "data.seq_len": 256 if ON_GPU else 32,
-        "train.global_batch_size": 8,
-        "train.micro_batch_size": 2,
-    }
+    given |= {"train.global_batch_size": 8, "train.micro_batch_size": 2}
+    given |= {"data.seq_len": 256 if ON_GPU else 32}
     given |= {"mesh.backend": f'"{BACKEND}"', "mesh.device": f'"{DEVICE}"', "mesh.validate_calls": 8}
     return load_config(HERE / "train.toml", [f"{key}={value}" for key, value in {**given, **changed}.items()])
 
@@ -359,11 +350,7 @@ def steps() -> None:
     """By every kind of parallelism that four ranks have."""
     ways = {
         "dp": {"mesh.dims": f"{{ dp = {WORLD} }}"},
-        "fsdp": {
-            "mesh.dims": f"{{ fsdp = {WORLD} }}",
-            "parallel.shard": "fsdp",
-            "parallel.data": "",
-        },
+        "fsdp": {"mesh.dims": f"{{ fsdp = {WORLD} }}", "parallel.shard": "fsdp", "parallel.data": ""},
     }
     if WORLD == 4:
         ways |= {
@@ -388,13 +375,6 @@ def steps_compiled() -> None:
         assert row["farthest"] < 0.02
 
 
-def peak_flops() -> float | None:
-    """Dense bfloat16, by NVIDIA's data sheets."""
-    name = torch.cuda.get_device_name(0) if ON_GPU else ""
-    known = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
-    return next((flops for word, flops in known.items() if word in name), None)
-
-
 def one_step(trainer: Engine, given: list[tuple[Tensor, Tensor]], number: int) -> None:
     trainer.step(*given[number - 1], 1e-4, number)
 
@@ -402,14 +382,7 @@ def one_step(trainer: Engine, given: list[tuple[Tensor, Tensor]], number: int) -
 def speed() -> None:
     """Tokens a second and MFU of a step of 1B parameters, sequence 4,096, bfloat16; beside plain PyTorch."""
     layers, width, heads, ff, sequence = (20, 2048, 16, 5632, 4096) if ON_GPU else (2, 64, 4, 128, 64)
-    size = {
-        "num_layers": layers,
-        "hidden_size": width,
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "intermediate_size": ff,
-    }
-    changed = {f"model.{key}": value for key, value in size.items()}
+    changed = {f"model.{key}": value for key, value in model_of(layers, width, heads, heads, ff).items()}
     changed |= {"data.seq_len": sequence, "train.global_batch_size": 4, "train.micro_batch_size": 2}
     tokens_of_step, rounds = 4 * sequence, 5
 
@@ -425,7 +398,7 @@ def speed() -> None:
         row[f"{name} tokens/s"] = round(rate)
         # 6 operations a parameter and token, and those of causal attention (PaLM, appendix B, halved).
         flops = 6 * parameters + 6 * layers * width * sequence
-        if (peak := peak_flops()) is not None:
+        if ON_GPU and (peak := known_peak(torch.cuda.get_device_name(0), "bfloat16", False)) is not None:
             row[f"{name} MFU"] = round(rate * flops / peak, 3)
         row[f"{name} GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 1) if ON_GPU else None
 

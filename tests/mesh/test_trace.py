@@ -25,6 +25,7 @@ from meshcomm.parallel.pipeline import Pipelined
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, run
 from meshcomm.train.run_files import put_aside
+from tests.sizes import model_of, train_of
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -295,21 +296,9 @@ def trained(out: str) -> list[str]:
         {
             "mesh": {"dims": {"dp": 2}, "device": "cpu", "timeout_s": 60.0},
             "parallel": {"data": "dp"},
-            "model": {
-                "num_layers": 1,
-                "hidden_size": 16,
-                "num_heads": 2,
-                "num_kv_heads": 2,
-                "intermediate_size": 16,
-            },
+            "model": model_of(1, 16, 2, 2, 16),
             "data": {"seq_len": 16, "max_bytes": 20_000},
-            "train": {
-                "steps": 4,
-                "global_batch_size": 4,
-                "micro_batch_size": 1,
-                "trace_steps": [2, 3],
-                "out": out,
-            },
+            "train": train_of(4, 4, 1, trace_steps=[2, 3], out=out),
         }
     )
     with meshcomm.init(config) as mesh:

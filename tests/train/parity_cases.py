@@ -4,41 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.sizes import model_of, train_of
 from tests.train.runs import parallel_of, roles_of, sizes_of
 
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"dp": 8}, "device": "cpu", "timeout_s": 60.0, "reports": ""},
     "parallel": {"data": "dp"},
-    "model": {
-        "num_layers": 4,
-        "hidden_size": 32,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-        "intermediate_size": 48,
-        "dropout": 0.1,
-    },
+    "model": model_of(4, 32, 8, 4, 48, dropout=0.1),
     "data": {"seq_len": 32, "max_bytes": 200_000},
-    "train": {
-        "steps": 20,
-        "global_batch_size": 16,
-        "micro_batch_size": 1,
-        "warmup_steps": 2,
-        "dtype": "float64",
-        "clip_norm": 1.0,
-    },
+    "train": train_of(20, 16, 1, warmup_steps=2, dtype="float64", clip_norm=1.0),
 }
 # What every run trains, on 4 processes: each part that needs torch's groups, a pipeline and shards, with each other
 # part. The simulator has the other pairs, tests/train/test_random_configs.py.
 SMALL: dict[str, Any] = {
     **BASE,
-    "model": {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "intermediate_size": 24,
-        "dropout": 0.1,
-    },
+    "model": model_of(2, 16, 4, 2, 24, dropout=0.1),
     "data": {"seq_len": 16, "max_bytes": 50_000},
     "train": {**BASE["train"], "steps": 3, "global_batch_size": 4, "warmup_steps": 1},
 }

@@ -15,29 +15,15 @@ from meshcomm.testing import Pool
 from meshcomm.train import Summary, Trainer, learning_rate
 from meshcomm.train.agree import agree, agreed_corpus
 from meshcomm.train.data import batches_of
+from tests.sizes import model_of, train_of
 from tests.train.runs import config_on, losses_or_error, metrics, trained
 
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0},
     "parallel": {},
-    "model": {
-        "num_layers": 4,
-        "hidden_size": 32,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "intermediate_size": 64,
-        "dropout": 0.3,
-    },
+    "model": model_of(4, 32, 4, 2, 64, dropout=0.3),
     "data": {"seq_len": 16, "max_bytes": 20_000, "validation": 0.05},
-    "train": {
-        "steps": 4,
-        "global_batch_size": 8,
-        "micro_batch_size": 2,
-        "seed": 7,
-        "dtype": "float64",
-        "eval_every": 2,
-        "eval_batches": 3,
-    },
+    "train": train_of(4, 8, 2, seed=7, dtype="float64", eval_every=2, eval_batches=3),
 }
 
 

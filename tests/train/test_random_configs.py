@@ -25,6 +25,7 @@ from meshcomm.errors import ConfigError
 from meshcomm.testing import Pool
 from meshcomm.train.parity import Difference, Record, compare, record, reference, worst
 from meshcomm.train.parity_job import differences
+from tests.sizes import model_of, train_of
 from tests.train.parity_cases import small
 from tests.train.random_configs import PARTS, SIMULATED, changed, right
 from tests.train.runs import parallel_of
@@ -113,21 +114,9 @@ def smaller(dims: str, **parallel: Any) -> dict[str, Any]:
     return {
         "mesh": {"dims": parse_toml(f"dims = {{ {dims} }}", "")["dims"], "device": "cpu", "reports": ""},
         "parallel": parallel_of(**parallel),
-        "model": {
-            "num_layers": 4,
-            "hidden_size": 8,
-            "num_heads": 2,
-            "num_kv_heads": 2,
-            "intermediate_size": 6,
-        },
+        "model": model_of(4, 8, 2, 2, 6),
         "data": {"seq_len": 8, "max_bytes": 20_000},
-        "train": {
-            "steps": 2,
-            "global_batch_size": 8,
-            "micro_batch_size": 1,
-            "dtype": "float64",
-            "clip_norm": 0.5,
-        },
+        "train": train_of(2, 8, 1, dtype="float64", clip_norm=0.5),
     }
 
 

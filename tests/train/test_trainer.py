@@ -17,6 +17,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel import tensor_parallel, whole
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, Start, Step, Summary, Trainer, learning_rate
+from tests.sizes import train_of
 from tests.train.runs import config_on
 
 BATCH, STEPS = 8, 4
@@ -24,13 +25,7 @@ BATCH, STEPS = 8, 4
 
 BASE: dict[str, Any] = {
     "mesh": {"device": "cpu", "timeout_s": 60.0},
-    "train": {
-        "steps": STEPS,
-        "global_batch_size": BATCH,
-        "micro_batch_size": 2,
-        "lr": 0.05,
-        "dtype": "float64",
-    },
+    "train": train_of(STEPS, BATCH, 2, lr=0.05, dtype="float64"),
 }
 
 

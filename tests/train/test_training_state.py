@@ -33,18 +33,11 @@ from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from meshcomm.train.export import export_weights
 from tests.train.runs import config_on
+from tests.train.test_trainer import BASE as FOUR_STEPS
+from tests.train.test_trainer import BATCH, Net, loss, mine, samples
 
-STEPS, CUT, BATCH = 6, 3, 8
-BASE: dict[str, Any] = {
-    "mesh": {"device": "cpu", "timeout_s": 60.0},
-    "train": {
-        "steps": STEPS,
-        "global_batch_size": BATCH,
-        "micro_batch_size": 2,
-        "lr": 0.05,
-        "dtype": "float64",
-    },
-}
+STEPS, CUT = 6, 3
+BASE = {**FOUR_STEPS, "train": {**FOUR_STEPS["train"], "steps": STEPS}}
 
 
 # -- optimizers, modules and schedulers as users write them ---------------------------------------
@@ -121,17 +114,6 @@ OF_WHOLE: dict[str, Callable[[Any], Optimizer]] = {
     "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.05),
     "noise": lambda groups: Noisy(groups, lr=0.1),
 }
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__()
-        self.up, self.down, self.head = nn.Linear(6, 16), nn.Linear(16, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.down(self.up(x).relu()))
-        return y
 
 
 class Counting(Net):
@@ -239,18 +221,6 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
 # -- a training that is cut in two ------------------------------------------------------------------
 
 
-def loss(y: Tensor, targets: Tensor) -> Tensor:
-    return (y - targets).square().mean()
-
-
-def share(trainer: Trainer, step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(BATCH, 6, generator=generator, dtype=torch.float64)
-    each = BATCH // trainer.engine.data_size
-    here = slice(trainer.engine.data_coord * each, (trainer.engine.data_coord + 1) * each)
-    return x[here], x[here, :3].sin()
-
-
 def trainer_of(mesh: Any, config: Config, module: Any, optimizer: Any, scheduler: Any) -> Trainer:
     made = module()
     if config.parallel is not None and config.parallel.tensor is not None:
@@ -289,7 +259,7 @@ def trained(
             for step in range((first or 0) + 1, STEPS + 1):
                 if first is None and step == CUT + 1:
                     trainer.save(folder / name / "cut")
-                trainer.step(*share(trainer, step))
+                trainer.step(*mine(trainer)(step))
                 SEEN[0] = 0.0 if step == CUT else SEEN[0]
             found[name] = weights(trainer)
     return found
@@ -361,7 +331,7 @@ def looked_at(config: Config, folder: Path | None, names: list[str]) -> dict[str
                 assert not any(key.startswith("optimizer.") for key in before)
                 trainer.save(folder / name)
             for step in range(1, 4):
-                trainer.step(*share(trainer, step))
+                trainer.step(*mine(trainer)(step))
                 if folder is not None:
                     trainer.state()
             found[name] = weights(trainer)
@@ -436,7 +406,7 @@ def not_saved(config: Config, what: str, folder: Path) -> str:
         module = Random if what == "samples" else Net
         scheduler = Holds if what == "scheduler" else None
         trainer = trainer_of(mesh, config, module, partial(Keeps, what=what), scheduler)
-        trainer.step(*share(trainer, 1))
+        trainer.step(*mine(trainer)(1))
         with pytest.raises(MeshcommError) as caught:
             trainer.save(folder / what)
         return str(caught.value)
@@ -472,7 +442,7 @@ def another(config: Config, folder: Path, save: bool) -> str:
     with meshcomm.init(config) as mesh:
         trainer = trainer_of(mesh, config, Net, OPTIMIZERS["adam" if save else "dampening"], None)
         if save:
-            trainer.step(*share(trainer, 1))
+            trainer.step(*mine(trainer)(1))
             trainer.save(folder)
             return ""
         with pytest.raises(MeshcommError) as caught:
@@ -516,7 +486,7 @@ def ran(config: Config) -> list[Any]:
     with meshcomm.init(config) as mesh:
         trainer = trainer_of(mesh, config, Running, OPTIMIZERS["adam"], None)
         for step in range(1, 3):
-            trainer.step(*share(trainer, step))
+            trainer.step(*mine(trainer)(step))
             found.append({name: each.clone() for name, each in trainer.modules[0].named_buffers()})
     return found
 
@@ -527,9 +497,7 @@ def test_buffers_that_follow_from_samples_are_the_first_rank_s(pool: Pool, case:
     first, *others = pool.run(ran, config, ranks=ranks_of(config))
     module = Running().double()
     for step in range(2):
-        generator = torch.Generator().manual_seed(step + 1)
-        own = torch.randn(BATCH, 6, generator=generator, dtype=torch.float64)[: BATCH // 2]
-        for microbatch in own.split(2):
+        for microbatch in samples(step + 1)[0][: BATCH // 2].split(2):
             module(microbatch)
         assert all(torch.equal(first[step][name], each) for name, each in module.named_buffers())
         for other in others:
@@ -561,7 +529,7 @@ def saved_fused(config: Config, out: Path) -> dict[str, Tensor]:
         module = Fused()
         tensor_parallel(module, mesh, "tp", {"qkv": "column:3", "down": "row"})
         trainer = Trainer(mesh, config, module, loss=loss, optimizer=OPTIMIZERS["adam"])
-        trainer.step(*share(trainer, 1))
+        trainer.step(*mine(trainer)(1))
         trainer.save(out / "checkpoints" / "step-000001")
         return unsplit_state(trainer.modules[0])
 

@@ -12,6 +12,7 @@ from meshcomm.predict.estimate import workload
 from meshcomm.predict.links import Machine, known_machine, span
 from meshcomm.predict.place import Share, rank_placements
 from meshcomm.predict.times import fastest
+from tests.sizes import model_of, train_of
 
 SIZES: Final = {"pp": 2, "dp": 2, "tp": 2}
 ORDERS: Final = tuple(permutations(SIZES))
@@ -73,30 +74,16 @@ def traffic(name: str) -> Traffic:
 
 # Long sequences and a small model, then the other way round.
 TRAININGS: Final[Mapping[str, Mapping[str, int]]] = {
-    "activations": {"hidden_size": 256, "intermediate_size": 256, "seq_len": 128, "global_batch_size": 8},
-    "weights": {"hidden_size": 256, "intermediate_size": 1408, "seq_len": 32, "global_batch_size": 4},
+    "activations": {"hidden_size": 256, "intermediate_size": 256, "seq_len": 128, "batch": 8},
+    "weights": {"hidden_size": 256, "intermediate_size": 1408, "seq_len": 32, "batch": 4},
 }
 
 
-def _training(
-    hidden_size: int, intermediate_size: int, seq_len: int, global_batch_size: int
-) -> dict[str, Any]:
+def _training(hidden_size: int, intermediate_size: int, seq_len: int, batch: int) -> dict[str, Any]:
     return {
         "mesh": {"dims": dict(SIZES), "device": "cpu"},
         "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp", "options": {"schedule": "1f1b"}},
-        "model": {
-            "num_layers": 4,
-            "hidden_size": hidden_size,
-            "num_heads": 4,
-            "num_kv_heads": 4,
-            "intermediate_size": intermediate_size,
-        },
+        "model": model_of(4, hidden_size, 4, 4, intermediate_size),
         "data": {"seq_len": seq_len},
-        "train": {
-            "steps": 1,
-            "global_batch_size": global_batch_size,
-            "micro_batch_size": 1,
-            "lr": 1e-3,
-            "out": "runs/none",
-        },
+        "train": train_of(1, batch, 1, lr=1e-3, out="runs/none"),
     }
