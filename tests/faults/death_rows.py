@@ -1,14 +1,106 @@
-"""A rank is killed or stopped inside a collective, of every kind and along every dim."""
+"""A rank is killed or stopped inside a collective, of every kind and along every dim; or it comes too late to the first."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import torch
+
+from meshcomm.collectives import Call
+from meshcomm.errors import CollectiveTimeout
 from meshcomm.layout import Layout
 from meshcomm.mesh import Mesh
-from tests.faults.collectives import CALLS, end_inside
-from tests.faults.row import ENDS, TIMEOUT_S, End, Program, Rank, Row, both, opened, row
+from tests.faults.row import ENDS, TIMEOUT_S, End, Program, Rank, Row, both, check, everyone, opened, row
+
+# Large enough to be on its way for a while: 512 KiB for each part.
+_N: Final = 1 << 17
+
+
+def _parts(*values: float) -> torch.Tensor:
+    return torch.tensor(values).repeat_interleave(_N)
+
+
+def _all_reduce(mesh: Mesh, dim: str) -> None:
+    n, c = mesh.size(dim), mesh.coord(dim)
+    check(mesh.all_reduce(dim, torch.full((_N,), c + 1.0)), n * (n + 1) / 2)
+
+
+def _reduce(mesh: Mesh, dim: str) -> None:
+    n, c = mesh.size(dim), mesh.coord(dim)
+    found = mesh.reduce(dim, torch.full((_N,), c + 1.0), 0)
+    if c == 0:
+        check(found, n * (n + 1) / 2)
+
+
+def _reduce_scatter(mesh: Mesh, dim: str) -> None:
+    n, c = mesh.size(dim), mesh.coord(dim)
+    found = mesh.reduce_scatter(dim, _parts(*((c + 1.0) * (to + 1) for to in range(n))))
+    check(found, (c + 1) * n * (n + 1) / 2)
+
+
+def _broadcast(mesh: Mesh, dim: str) -> None:
+    check(mesh.broadcast(dim, torch.full((_N,), mesh.coord(dim) + 7.0), 0), 7.0)
+
+
+def _all_gather(mesh: Mesh, dim: str) -> None:
+    found = mesh.all_gather(dim, torch.full((_N,), float(mesh.coord(dim))))
+    check(found, _parts(*range(mesh.size(dim))))
+
+
+def _gather(mesh: Mesh, dim: str) -> None:
+    found = mesh.gather(dim, torch.full((_N,), float(mesh.coord(dim))), 0)
+    if mesh.coord(dim) == 0:
+        check(found, _parts(*range(mesh.size(dim))))
+
+
+def _scatter(mesh: Mesh, dim: str) -> None:
+    x = _parts(*range(mesh.size(dim))) if mesh.coord(dim) == 0 else None
+    check(mesh.scatter(dim, x, 0), float(mesh.coord(dim)))
+
+
+def _all_to_all(mesh: Mesh, dim: str) -> None:
+    n, c = mesh.size(dim), mesh.coord(dim)
+    found = mesh.all_to_all(dim, _parts(*(c * n + to for to in range(n))))
+    check(found, _parts(*(source * n + c for source in range(n))))
+
+
+def _barrier(mesh: Mesh, dim: str) -> None:
+    mesh.barrier(dim)
+
+
+CALLS: Final[dict[str, Callable[[Mesh, str], None]]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "barrier": _barrier,
+}
+
+
+def end_inside(me: Rank, mesh: Mesh, dim: str, call: str, how: End) -> None:
+    """From now on, this rank ends when it has started its part of the backend's `call` along `dim`."""
+    transport: Any = mesh._transports[dim]
+    original = transport.start
+
+    def instead(given: Call) -> Any:
+        if given.row.name != call:
+            return original(given)
+        work = original(given._replace(blocking=False))
+        me.end(how)
+        del work
+        return None
+
+    transport.start = instead
+    # Calls that were made before have the backend's own functions in hand.
+    for prepared in mesh._at[dim].recorder.quick:
+        prepared.clear()
+
 
 _STEPS: Final = 20
 _STRUCK: Final = 3
@@ -66,6 +158,58 @@ def _before_the_first_call(how: End, me: Rank) -> None:
         CALLS["all_reduce"](mesh, "tp")
 
 
+# -- a peer comes too late to a group's first call, when its ranks have not talked before -----------------
+#
+# Where ranks connect when they first talk, Gloo lets one of two connect and the other wait for five timeouts. Which of
+# them is decided by address and port, so that both are tried: one rank is late in one group, and the other in the other.
+
+_SQUARE: Final = {"dp": 2, "tp": 2}
+
+LateCall = Callable[[Mesh, int], object]
+
+
+def _x() -> torch.Tensor:
+    return torch.ones(4)
+
+
+def _late(call: LateCall, validate: int) -> Program:
+    """In each group along dp one rank calls and the other comes too late; then all go on along tp."""
+
+    def program(me: Rank) -> None:
+        with me.mesh(validate_calls=validate, options={"tp": {"timeout_s": 30.0}}) as mesh:
+            mesh.barrier(timeout_s=30)
+            late = mesh.coord("tp")
+            error = None
+            if mesh.coord("dp") == late:
+                time.sleep(TIMEOUT_S + 3)
+            else:
+                me.strike()
+                try:
+                    call(mesh, late)
+                except CollectiveTimeout as raised:
+                    error, me.raised_at = raised, time.monotonic()
+            check(mesh.all_reduce("tp", _x()), 2.0)
+            # Nobody leaves while another may still be asked.
+            mesh.barrier(timeout_s=30)
+            if error is not None:
+                raise error
+
+    return program
+
+
+def _late_row(name: str, call: LateCall, validate: int = 0) -> Row:
+    fault = "a peer comes too late; the program catches the error and goes on along tp"
+    moment = "in the comparison of" if validate else f"in {name},"
+    cells = f"late-{name} | {fault} | {moment} the first call on a group | dp"
+    expected = everyone("", r1="CollectiveTimeout", r2="CollectiveTimeout")
+    return row(cells, _late(call, validate), expected, {2: (0,), 1: (3,)}, dims=_SQUARE)
+
+
+def _wait_for_all(mesh: Mesh, late: int) -> None:
+    for handle in [mesh.all_reduce("dp", _x(), async_op=True) for _ in range(3)]:
+        handle.wait()
+
+
 _LINE: Final = {"dp": 4}
 _CUBE: Final = {"pp": 2, "dp": 2, "tp": 2}
 
@@ -88,4 +232,11 @@ ROWS = [
         "before-the-first-call | before the first call on a group | tp",
         *(_before_the_first_call, peers({"dp": 2, "tp": 2}, "tp", 1, "PeerLost"), (1,)),
     ),
+    _late_row("all_reduce", lambda mesh, late: mesh.all_reduce("dp", _x())),
+    _late_row("compared", lambda mesh, late: mesh.all_reduce("dp", _x()), validate=64),
+    _late_row("handle.wait", _wait_for_all),
+    _late_row("barrier", lambda mesh, late: mesh.barrier("dp")),
+    _late_row("recv", lambda mesh, late: mesh.recv("dp", _x(), src=late)),
+    _late_row("send", lambda mesh, late: mesh.send("dp", _x(), late)),
+    _late_row("exchange", lambda mesh, late: mesh.exchange("dp", [(_x(), late)], [(_x(), late)])),
 ]

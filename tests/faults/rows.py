@@ -9,8 +9,6 @@ from tests.faults import (
     call_rows,
     death_rows,
     ending_rows,
-    job_rows,
-    late_rows,
     message_rows,
     opening_rows,
     past_rows,
@@ -21,10 +19,8 @@ from tests.faults.row import Row
 
 _ALL: Final = [
     *opening_rows.ROWS,
-    *job_rows.ROWS,
     *call_rows.ROWS,
     *death_rows.ROWS,
-    *late_rows.ROWS,
     *message_rows.ROWS,
     *ending_rows.ROWS,
     *step_rows.ROWS,

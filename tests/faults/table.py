@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from meshcomm.layout.sizes import fold
-from tests.faults.judge import complaints, names
 from tests.faults.row import BUSY_S, DIFFERS_S, MISSING_S, TIMEOUT_S, Row
 from tests.faults.rows import ROWS
-from tests.faults.runner import Result, Said, run
+from tests.faults.runner import Result, Said, complaints, names, run
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "faults.md"
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.faults import runner
-from tests.faults.judge import complaints, names
 from tests.faults.row import BUSY_S
 from tests.faults.rows import ROWS
-from tests.faults.runner import Result, Said, run
+from tests.faults.runner import Result, Said, complaints, names, run
 from tests.faults.table import PAGE, page
 from tests.group_hooks import needs_group_hooks
 
