@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,12 @@ def judged(programs: dict[int, Sequence[Calls]], first: int = 1) -> dict[str, An
     return found_in({rank: noted(steps, ranks, first) for rank, steps in programs.items()})
 
 
+def difference(programs: dict[int, Sequence[Calls]], first: int = 1) -> dict[str, Any]:
+    found = judged(programs, first)
+    assert found is not None
+    return found
+
+
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
 ADD = [("all_reduce", 8)]
 
@@ -117,8 +123,7 @@ def test_equal_programs_never_differ_and_a_planted_call_always_does(seed: int) -
         call, nbytes = other[at].pop(place)
         if how == "another":
             other[at].insert(place, (KINDS[KINDS.index(call) - 1], nbytes))
-    found = judged({rank: other if rank == odd else steps for rank in ranks}, first=101)
-    assert found is not None
+    found = difference({rank: other if rank == odd else steps for rank in ranks}, first=101)
     assert (found["mismatched"], found["step"]) == ([odd], at + 101)
     assert {"skip": "fewer", "extra": "more"}.get(how, "other calls") in found["what"]
 
@@ -127,8 +132,7 @@ def test_the_words_of_a_difference() -> None:
     ranks = [0, 2, 4, 6]
     programs: dict[int, Sequence[Calls]] = {rank: [ADD * 3] * 9 for rank in ranks}
     programs[4] = [ADD * 3] * 4 + [ADD * 2] + [ADD * 3] * 4
-    found = judged(programs, first=41)
-    assert found is not None
+    found = difference(programs, first=41)
     error = error_of(json.loads(json.dumps(found)))
     assert (error.step, error.mismatched_ranks) == (45, (4,))
     assert error.what == 'ranks differ in step 45 along "dp": rank 4 (dp=2) made 1 collective fewer'
@@ -165,35 +169,29 @@ def test_a_whole_step_that_was_left_out_or_made_twice_is_found_by_its_number() -
 
 def test_only_the_operations_that_differ_are_told() -> None:
     same = [(kind, 8) for kind in KINDS[1:]]
-    found = judged({0: [same + ADD * 2], 1: [same + ADD], 2: [same + ADD * 2]})
-    assert found is not None
+    found = difference({0: [same + ADD * 2], 1: [same + ADD], 2: [same + ADD * 2]})
     assert "all_reduce at" in found["given"] and "all_reduce 2 times" in found["expected"]
     assert "broadcast" not in found["given"] + found["expected"]
     # The same calls in another order: all of them.
-    swapped = judged({0: [same], 1: [same[::-1]], 2: [same]})
-    assert swapped is not None
+    swapped = difference({0: [same], 1: [same[::-1]], 2: [same]})
     assert "broadcast" in swapped["given"] and "broadcast" in swapped["expected"]
 
 
 def test_several_mismatched_ranks_and_other_bytes() -> None:
     usual: Sequence[Calls] = [ADD] * 3
     wide: Sequence[Calls] = [ADD, [("all_reduce", 800)], ADD]
-    found = judged({0: wide, 1: usual, 2: wide, 3: usual, 4: usual})
-    assert found is not None
+    found = difference({0: wide, 1: usual, 2: wide, 3: usual, 4: usual})
     assert found["what"] == 'ranks differ in step 2 along "dp": rank 0 (dp=0), rank 2 (dp=2) made other calls'
     assert found["given"].startswith("ranks 0 2 on dp[tp=0]: 1 collective of 800 bytes: all_reduce at ")
     assert found["expected"].startswith("as ranks 1 3 4: 1 collective of 8 bytes: all_reduce at ")
     # Of two ranks the first one counts as usual.
-    tie = judged({7: usual, 3: wide})
-    assert tie is not None
-    assert tie["mismatched"] == [3]
+    assert difference({7: usual, 3: wide})["mismatched"] == [3]
 
 
 def test_more_calls_in_a_step_than_the_ring_holds() -> None:
     long = [ADD * (2 * KEPT)] * 2
     assert judged(dict.fromkeys(range(3), long)) is None
-    found = judged({0: long, 1: long, 2: [long[0], ADD * (2 * KEPT - 1)]})
-    assert found is not None
+    found = difference({0: long, 1: long, 2: [long[0], ADD * (2 * KEPT - 1)]})
     assert found["step"] == 2
     assert f"rank 2 on dp[tp=0]: {2 * KEPT - 1} collectives" in found["given"]
 
@@ -210,8 +208,7 @@ def test_what_is_no_longer_remembered_is_said_so() -> None:
     steps = [[("all_reduce", chance.randint(1, 1 << 20))] for _ in range(RUNS + 50)]
     other = [list(calls) for calls in steps]
     other[20] = []
-    found = judged({0: steps, 1: other, 2: steps}, first=11)
-    assert found is not None
+    found = difference({0: steps, 1: other, 2: steps}, first=11)
     assert found["what"] == 'ranks differ in step 61 or one before along "dp": rank 1 (dp=1) made other calls'
     # What is remembered is bounded, and steps that are all alike take no more room.
     alike = noted([ADD] * 3000, [0, 1])
@@ -420,11 +417,8 @@ def test_the_last_rank_to_leave_deletes_the_keys() -> None:
         rank.step(ADD)
         rank.monitor.look(0.0)
     assert store.num_keys() == 6
-    threads = [threading.Thread(target=rank.monitor.before_leaving) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        list(threads.map(lambda rank: rank.monitor.before_leaving(), ranks, timeout=20))
     assert store.num_keys() == 0
 
 

@@ -6,11 +6,12 @@ import gc
 import json
 import re
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -657,11 +658,8 @@ def test_one_rank_asks_for_all_that_wait_in_a_call(
 
         found[rank] = query.shared("dp/9", make)
 
-    threads = [threading.Thread(target=wait, args=(rank,)) for rank in waiting]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(len(waiting)) as threads:
+        list(threads.map(wait, waiting, timeout=60))
     assert len(asked) == 1
     assert all(each["missing"] == [0, *silent] for each in found.values()), found
     # Six of the asking rank and two of the asked one for each rank, and those that wait look now and then.
@@ -675,15 +673,21 @@ def test_a_diagnosis_that_never_comes_is_made_by_each_rank(monkeypatch: pytest.M
     assert RecordExchange(store, 1, 0.01).shared("dp/9", lambda: {"own": 1}) == {"own": 1}
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watchdog does not wait for long."""
+    monkeypatch.setattr("meshcomm.mesh.watchdog.GRACE_S", 0.1)
+    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.2)
+
+
 def watchdog_of(store: Any, ended: list[Any], timeout_s: float = 0.1) -> Watchdog:
     """One in this process, of a rank of two whose other one is nowhere."""
     return Watchdog(store, 0, {"dp": 0}, 2, WatchOptions(timeout_s, ended.append))
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_process_that_is_not_inside_its_call_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a call that a signal's handler left by an exception, should its record not be cleared."""
-    monkeypatch.setattr("meshcomm.mesh.watchdog.GRACE_S", 0.1)
-    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.2)
     ended: list[Any] = []
     watchdog = watchdog_of(dist.HashStore(), ended)
     try:
@@ -714,12 +718,9 @@ def test_a_call_that_an_interrupt_leaves_is_over() -> None:
     assert [timer.overdue([recorder], now) for now in (0.0, 100.0)] == [[], []]
 
 
-def test_a_work_past_the_mesh_that_does_not_end_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("soon")
+def test_a_work_past_the_mesh_that_does_not_end_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
     """The program is elsewhere, and goes on."""
-    monkeypatch.setattr("meshcomm.mesh.watchdog.GRACE_S", 0.1)
-    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.2)
     ended: list[Any] = []
     watchdog = watchdog_of(dist.HashStore(), ended)
     recorder = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu"), "gloo"))
@@ -818,24 +819,16 @@ def test_a_call_that_the_backend_refused_is_not_ended_by_the_next_one() -> None:
     assert recorder.work is None
 
 
-class Captured:
-    """A Work that nobody may ask while a graph is captured."""
-
-    captured = True
-
-    def is_completed(self) -> bool:
-        if self.captured:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return False
-
-
 def test_a_queued_call_is_watched_again_after_a_capture() -> None:
     recorder = FlightRecorder("dp", [0, 1], lambda _, where, error: failure(where, error))
-    recorder.ordered, recorder.work = True, (work := Captured())
+    work = Mock(
+        **{"is_completed.side_effect": RuntimeError("operation not permitted when stream is capturing")}
+    )
+    recorder.ordered, recorder.work = True, work
     recorder.timeout_s = lambda: 8.0
     timer, watched = CallTimer(), [recorder]
     assert timer.stuck(watched, 0.0) == []
-    work.captured = False
+    work.is_completed = lambda: False
     assert timer.stuck(watched, 10.0) == []
     assert timer.stuck(watched, 18.0) == []
     assert [each for each, _ in timer.stuck(watched, 19.0)] == [recorder]

@@ -80,16 +80,8 @@ def parity(pool: Pool, folder: Path, microbatch: int, *more: str, script: bool) 
     (folder / "mine.py").write_text(SCRIPT)
     config = {name: each for name, each in CONFIG.items() if not script or name not in ("model", "data")}
     (folder / "c.json").write_text(json.dumps(config))
-    words = (
-        "-m",
-        "meshcomm",
-        "parity",
-        "--json",
-        "--steps",
-        "2",
-        "--set",
-        f"train.micro_batch_size={microbatch}",
-    )
+    micro = f"train.micro_batch_size={microbatch}"
+    words = ("-m", "meshcomm", "parity", "--json", "--steps", "2", "--set", micro)
     env = {"OMP_NUM_THREADS": "1"}
     if script:
         return Job(pool, folder, *words, *more, "c.json", "mine.py", env=env).finish()

@@ -400,12 +400,8 @@ def killed_at(config: Config, moment: str) -> None:
     """Save step 2 well, and end this rank at a moment of saving step 4."""
     rank = int(os.environ["RANK"])
     folder = Path(config.train.out if config.train else "") / "checkpoints"
-    write_part, write_metadata, rename = (
-        checkpoint_writer.write_part,
-        checkpoint_writer.write_metadata,
-        Path.rename,
-    )
-    rmtree = shutil.rmtree
+    write_part, write_metadata = checkpoint_writer.write_part, checkpoint_writer.write_metadata
+    rename, rmtree = Path.rename, shutil.rmtree
 
     def armed() -> bool:
         return (folder / "step-000002").exists()
@@ -472,9 +468,7 @@ def killed_some_time(config: Config, seed: int) -> None:
 
 TWO_STEPS, FOUR = ["job", "latest", "step-000002"], ["job", "latest", "step-000004"]
 MOMENTS: list[tuple[Any, list[str] | None, int | None]] = [
-    ("before the rename", [*TWO_STEPS, "step-000004.saving"], 2)
-]
-DEEP: list[tuple[Any, list[str] | None, int | None]] = [
+    ("before the rename", [*TWO_STEPS, "step-000004.saving"], 2),
     ("while writing", [*TWO_STEPS, "step-000004.saving"], 2),
     ("while removing the old one", [*FOUR[:2], "step-000002.removing", *FOUR[2:]], 4),
     ("after the metadata", [*TWO_STEPS, "step-000004.saving"], 2),
@@ -484,7 +478,8 @@ DEEP: list[tuple[Any, list[str] | None, int | None]] = [
 
 
 @pytest.mark.parametrize(
-    ("moment", "left", "step"), [*MOMENTS, *(pytest.param(*each, marks=pytest.mark.faults) for each in DEEP)]
+    ("moment", "left", "step"),
+    [MOMENTS[0], *(pytest.param(*each, marks=pytest.mark.faults) for each in MOMENTS[1:])],
 )
 def test_a_rank_killed_while_saving_harms_no_complete_checkpoint(
     pool: Pool, tmp_path: Path, moment: str | int, left: list[str] | None, step: int | None
@@ -596,29 +591,23 @@ def test_what_may_not_differ_is_refused(now: Lock, values: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "change", "read"),
+    ("key", "now", "read"),
     [
-        ("global_batch_size", ("train", {"global_batch_size": 8}), 640),
-        ("data", ("data", {"sha256": "bb"}), 0),
-        ("seq_len", ("data", {"seq_len": 16}), 0),
+        ("global_batch_size", changed("train", global_batch_size=8), 640),
+        ("data", changed("data", sha256="bb"), 0),
+        ("seq_len", changed("data", seq_len=16), 0),
     ],
 )
-def test_settings_in_resume_changed_may_differ(
-    key: str, change: tuple[str, dict[str, Any]], read: int
-) -> None:
-    saved = LOCK
-    now = dataclasses.replace(
-        saved, config={**saved.config, change[0]: {**saved.config[change[0]], **change[1]}}
-    )
+def test_settings_in_resume_changed_may_differ(key: str, now: Lock, read: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        resume_differences(saved, now, Path("x"))
+        resume_differences(LOCK, now, Path("x"))
     assert f'train.resume_changed = ["{key}"]' in str(caught.value.hint)
     train = {**now.config["train"], "resume_changed": [key]}
     now = dataclasses.replace(now, config={**now.config, "train": train})
-    lines = resume_differences(saved, now, Path("x"))
+    lines = resume_differences(LOCK, now, Path("x"))
     assert len(lines) == (1 if read else 2) and "->" in lines[0]
-    assert now.continuing(saved).samples == read
-    assert now.continuing(dataclasses.replace(saved, samples=99)).samples == (99 if read else 0)
+    assert now.continuing(LOCK).samples == read
+    assert now.continuing(dataclasses.replace(LOCK, samples=99)).samples == (99 if read else 0)
 
 
 def test_checkpoints_hold_no_environment(undisturbed: tuple[Path, Summary]) -> None:

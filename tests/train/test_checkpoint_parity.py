@@ -52,15 +52,8 @@ def job(place: str, model: dict[str, Any], out: Path, **train: Any) -> Config:
     """The mesh and the parts of a case, with another model and other checkpoints."""
     on = OTHERS.get(place) or CASES[place]
     facts = {**CASES["dp8"]["train"], "steps": 8, "checkpoint_every": 4, "keep": 3, "out": str(out), **train}
-    return load_config(
-        {
-            "mesh": on["mesh"],
-            "parallel": on["parallel"],
-            "model": model,
-            "data": CASES["dp8"]["data"],
-            "train": facts,
-        }
-    )
+    rest = {"model": model, "data": CASES["dp8"]["data"], "train": facts}
+    return load_config({"mesh": on["mesh"], "parallel": on["parallel"], **rest})
 
 
 def losses(config: Config) -> tuple[float, ...]:

@@ -29,18 +29,12 @@ from meshcomm.train.checkpoint_folder import complete
 from meshcomm.train.checkpoint_reader import Saved
 from meshcomm.train.checkpoint_writer import divide
 from meshcomm.train.lock import Lock
+from tests.sizes import train_of
+from tests.train.test_checkpoint import names
 
 
 def settings(out: Path | str) -> TrainConfig:
-    return TrainConfig(
-        steps=9,
-        global_batch_size=8,
-        micro_batch_size=1,
-        out=str(out),
-        checkpoint_every=1,
-        checkpoint_async=True,
-        keep=2,
-    )
+    return TrainConfig(**train_of(9, 8, 1, out=str(out), checkpoint_every=1, checkpoint_async=True, keep=2))
 
 
 def lock(step: int) -> Lock:
@@ -230,10 +224,6 @@ def held_back(gate: threading.Event) -> contextlib.AbstractContextManager[None]:
         write_part(*args)
 
     return instead("write_part", writing)
-
-
-def names(out: Path) -> list[str]:
-    return sorted(path.name for path in (out / "checkpoints").iterdir())
 
 
 def trained_beside(out: Path) -> list[Any]:

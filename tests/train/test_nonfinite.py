@@ -18,6 +18,7 @@ from meshcomm.parallel.tensor import local
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, Step, Summary, run
 from meshcomm.train import trainer as trainers
+from tests.sizes import train_of
 from tests.train.runs import metrics, run_json
 from tests.train.test_checkpoint import TINY, names
 
@@ -25,16 +26,8 @@ Plant = tuple[str, int, str, range]
 
 
 def tiny(out: Path, dims: str, *overrides: str) -> Config:
-    few = [
-        "train.steps=5",
-        "train.micro_batch_size=2",
-        "train.global_batch_size=8",
-        "train.checkpoint_every=1",
-        "train.keep=9",
-    ]
-    return load_config(
-        TINY, [f'train.out="{out}"', f"mesh.dims={dims}", "model.num_layers=2", *few, *overrides]
-    )
+    train = {**TINY["train"], **train_of(5, 8, 2, out=str(out), checkpoint_every=1, keep=9)}
+    return load_config({**TINY, "train": train}, [f"mesh.dims={dims}", *overrides])
 
 
 def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
@@ -70,13 +63,13 @@ def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
         return trainer
 
     class Told(Callback):
-        faults: list[str] = []  # noqa: RUF012
+        def __init__(self) -> None:
+            self.faults: list[str] = []
 
         def on_step(self, step: Step) -> None:
             self.faults += [step.fault] * bool(step.fault)
 
     told = Told()
-    told.faults = []
     trainers.Engine = engine  # type: ignore[assignment, misc]
     try:
         with meshcomm.init(config) as mesh:

@@ -26,13 +26,8 @@ STEPS = WARM + 5
 
 
 def tiny(*overrides: str) -> Config:
-    few = [
-        "train.micro_batch_size=2",
-        "train.global_batch_size=8",
-        "model.num_layers=2",
-        "mesh.validate_calls=8",
-    ]
-    return load_config(TINY, [f"train.steps={STEPS}", "train.warmup_steps=2", *few, *overrides])
+    few = (f"train.steps={STEPS}", "train.warmup_steps=2", "mesh.validate_calls=8")
+    return load_config(TINY, [*few, *overrides])
 
 
 def trained(config: Config, strict: bool = True) -> tuple[list[Done], int, dict[str, Tensor]]:
@@ -64,10 +59,8 @@ MESHES = {
     "dp sp": ["mesh.dims={ pp = 1, dp = 2, tp = 2 }", "parallel.options.sequence_parallel=true"],
     "pp tp": ["mesh.dims={ pp = 2, dp = 1, tp = 2 }"],
     "fsdp": [
-        "mesh.dims={ pp = 1, fsdp = 4, tp = 1 }",
-        "parallel.shard=fsdp",
-        "parallel.data=",
-        "parallel.options.bucket_mb=",
+        *("mesh.dims={ pp = 1, fsdp = 4, tp = 1 }", "parallel.shard=fsdp"),
+        *("parallel.data=", "parallel.options.bucket_mb="),
     ],
     "ring": ["mesh.dims={ pp = 1, dp = 2, cp = 2, tp = 1 }", "parallel.context=cp"],
 }

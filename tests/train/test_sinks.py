@@ -112,17 +112,9 @@ def test_each_is_named_once() -> None:
 @needs_wandb
 def test_weights_and_biases_is_written_offline_by_a_job_that_ends_well(tmp_path: Path) -> None:
     config = on("dp=2", tmp_path / "out", 'train.log_to=["wandb"]', "train.patience=1", "train.min_delta=50")
-    (tmp_path / "train.json").write_text(config.model_dump_json(exclude_unset=True))
+    (file := tmp_path / "train.json").write_text(config.model_dump_json(exclude_unset=True))
     env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
-    command = [
-        sys.executable,
-        "-m",
-        "meshcomm",
-        "train",
-        str(tmp_path / "train.json"),
-        "--set",
-        "train.steps=8",
-    ]
+    command = [sys.executable, "-m", "meshcomm", "train", str(file), "--set", "train.steps=8"]
     done = subprocess.run(
         command, env={**env, "WANDB_ERROR_REPORTING": "false"}, capture_output=True, text=True, timeout=200
     )
