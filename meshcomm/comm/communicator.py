@@ -161,23 +161,25 @@ class Communicator(Caller):
                 sent = made = x.clone()
             written([sent])
         else:
-            shape = x.shape
+            shape: tuple[int, ...] = x.shape
             if not shape or (row.splits and shape[0] % self.size):
                 return NotImplemented
             if row.splits != row.joins:
                 length = shape[0] * self.size if row.joins else shape[0] // self.size
-                shape = torch.Size((length, *shape[1:]))
+                shape = (length, *shape[1:])
             if not gets:
                 pass
             elif out is None:
                 came = made = x.new_empty(shape)
-            elif (
-                is_plain(out, device)
-                and out.dtype is x.dtype
-                and out.shape == shape
+            elif is_plain(out, device) and out.dtype is x.dtype and out.shape == shape:
+                begin, start_ = out.data_ptr(), x.data_ptr()
                 # What comes in must not overwrite what is still to leave.
-                and apart(out, x, self.coord)
-            ):
+                if (
+                    begin < start_ + x.nbytes
+                    and start_ < begin + out.nbytes
+                    and not apart(out, x, self.coord)
+                ):
+                    return NotImplemented
                 written([out])
                 came = made = out
             else:

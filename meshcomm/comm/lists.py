@@ -53,7 +53,10 @@ def collective(
     if len(messages) > 1:
         check_apart(tensors, (), where, lambda one, other: one.dtype == other.dtype)
     under_way = [
-        (comm.collective(row, pack([materialised(x) for x in group]), True, **options), group)
+        (
+            comm.collective(row, pack(group if dense else [materialised(x) for x in group]), True, **options),
+            group,
+        )
         for group in messages
     ]
     finish = partial(_finish, list(tensors), under_way, dense)

@@ -100,7 +100,9 @@ def read_rank(text: str, layout: Layout) -> int:
                 hint="5, or pp=1,dp=0,tp=1",
             )
         coords[match[1]] = int(match[2])
-    return layout.get_rank(**coords)
+    # Dims of one rank may be left out.
+    ones = {dim: 0 for dim, size in layout.dims.items() if size == 1 and coords.keys() <= layout.dims.keys()}
+    return layout.get_rank(**{**ones, **coords})
 
 
 def rank_facts(plan: Plan, rank: int, topology: TopologyConfig | None = None) -> Facts:

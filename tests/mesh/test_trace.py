@@ -223,6 +223,7 @@ def test_a_block_that_raises_leaves_each_rank_its_own_file(folder: Path) -> None
 AHEAD_S = 100.0
 
 
+@pytest.mark.mesh(dp=2, via="gloo")
 def test_ranks_of_two_hosts_are_put_on_the_wall_clock(mesh: Mesh, tmp_path: Path) -> None:
     """Rank 1 takes itself for one of another host, whose monotonic clock is 100 s ahead."""
     path, tracing = tmp_path / "trace.json", import_module("meshcomm.mesh.tracing")

@@ -204,7 +204,7 @@ def test_the_command_says_what_the_model_says() -> None:
     assert row["busbw_gbytes_s"] == pytest.approx(1.75 * row["algbw_gbytes_s"])
     shown = command(*words, "64MB")
     assert shown.exit_code == 0
-    assert "all_reduce along tp: recursive_doubling, halving_doubling from 1.44 MB" in shown.stdout
+    assert "halving_doubling" in shown.stdout
     wrong = command("costs", str(ROOT / "configs/mesh.toml"))
     assert wrong.exit_code == 2
     assert "try:      --set topology.ranks_per_node=8" in wrong.stderr

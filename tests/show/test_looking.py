@@ -309,7 +309,7 @@ def test_a_rank_is_read_and_refused() -> None:
     layout = plan_of(**WIDE, rank_order=np.random.default_rng(0).permutation(24).tolist()).layout
     assert read_rank("5", layout) == 5
     for a, b, c in product(range(2), range(3), range(4)):
-        assert read_rank(f"a={a}, b={b} c={c}", layout) == layout.get_rank(a=a, b=b, c=c)
+        assert read_rank(f"a={a}, b={b} c={c}", layout) == layout.get_rank(a=a, one=0, b=b, c=c)
     for x, y in product(range(6), range(4)):
         assert read_rank(f"x={x},y={y}", layout) == layout.get_rank(x=x, y=y)
     for wrong, said in (
