@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from numbers import Complex, Real
-from operator import index, itemgetter
+from operator import attrgetter, index, itemgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
@@ -33,6 +33,8 @@ OWN_TAGS: Final = 1 << 30
 _LONGEST_S: Final = 1e8
 # Looked up for every call.
 _STRIDED: Final = torch.strided
+_DEVICE, _LAYOUT = attrgetter("device"), attrgetter("layout")
+_FLAGS: Final = tuple(map(attrgetter, ("is_nested", "is_quantized", "requires_grad")))
 
 
 def usable(x: Any, device: torch.device) -> bool:
@@ -58,8 +60,16 @@ def is_plain(x: Any, device: torch.device) -> bool:
 
 
 def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether each of a list is `usable`, and none is quantized."""
-    return unobserved() and all(is_plain(x, device) and not x.is_quantized for x in tensors)
+    """Whether each of a list is `usable`, and none is quantized. Question by question, which is faster on long lists."""
+    return (
+        unobserved()
+        and set(map(type, tensors)) <= {Tensor}
+        and set(map(_DEVICE, tensors)) <= {device}
+        and set(map(_LAYOUT, tensors)) <= {_STRIDED}
+        and not any(any(map(flag, tensors)) for flag in _FLAGS)
+        and all(map(Tensor.is_contiguous, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+    )
 
 
 def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from meshcomm.transport.torch_private import copy_all
 
 # One message holds at most this much; the packed copy is all the memory that a list costs.
 _MOST_BYTES = 256 * 1024 * 1024
+_DTYPE, _NBYTES = attrgetter("dtype"), attrgetter("nbytes")
 
 
 def collective(
@@ -85,11 +87,7 @@ def _finish(
 
 def _messages(tensors: Sequence[Tensor], one_device: bool) -> list[list[Tensor]]:
     """The tensors that share a message: equal dtype and device, in order, up to a size."""
-    if (
-        one_device
-        and len({x.dtype for x in tensors}) == 1
-        and sum([x.nbytes for x in tensors]) <= _MOST_BYTES
-    ):
+    if one_device and len(set(map(_DTYPE, tensors))) == 1 and sum(map(_NBYTES, tensors)) <= _MOST_BYTES:
         return [list(tensors)]
     messages: list[list[Tensor]] = []
     open_at: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}

@@ -77,7 +77,7 @@ def into(out: Tensor, buffer: Tensor) -> Tensor:
 
 def unwatched(*outs: Tensor) -> AbstractContextManager[object]:
     """Where `outs` may be written: a call is checked when it is made, and may be waited for in another mode."""
-    return torch.inference_mode() if any(out.is_inference() for out in outs) else torch.no_grad()
+    return torch.inference_mode() if any(map(Tensor.is_inference, outs)) else torch.no_grad()
 
 
 def split(x: Tensor, axis: int, size: int) -> Tensor:
@@ -95,7 +95,7 @@ def join(parts: Tensor, axis: int) -> Tensor:
 
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views of a flat buffer with the shapes of `like`, one after the other."""
-    parts = flat.split([x.numel() for x in like])
+    parts = flat.split(list(map(Tensor.numel, like)))
     return [part if x.ndim == 1 else part.view(x.shape) for part, x in zip(parts, like, strict=True)]
 
 

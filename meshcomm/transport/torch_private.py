@@ -194,7 +194,8 @@ def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
     if tensors:
         torch._foreach_copy_(list(tensors), list(values))
         # Told to autograd only where torch copies them one by one, which it does not on CUDA.
-        written([x for x in tensors if not x.is_inference()])
+        some = any(map(torch.Tensor.is_inference, tensors))
+        written([x for x in tensors if not x.is_inference()] if some else list(tensors))
 
 
 def explicit_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:

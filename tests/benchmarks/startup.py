@@ -186,4 +186,4 @@ if __name__ == "__main__":
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
-    startup(given.world, given.rounds)
+    startup(given.world_size, given.rounds)
