@@ -306,7 +306,7 @@ def measured_facts(mesh: Mesh, asked: Asked, topology: TopologyConfig, progress:
         "rounds": asked.rounds,
         "dims": [_dim_facts(mesh, family, where) for family in families],
         "rows": [
-            row_facts(dim, mesh.size(dim), operation, size_bytes, calls, ours_s, torch_s)
+            row_facts(dim, mesh.size(dim), operation, size_bytes, calls, (ours_s, torch_s))
             for (dim, operation, size_bytes), calls, ours_s, torch_s in found
         ],
         "skipped": [each._asdict() for each in (*skipped, *lacking)],

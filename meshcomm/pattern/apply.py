@@ -176,7 +176,7 @@ def rearrange_in_graph(
     shape = tuple(int(f"{size}") for size in x.shape)
     listed = tuple(sizes.items())
     key, dims = mesh.functional._groups.key, len(mesh.layout.merge)
-    calls = _calls_in_graph(key, dims, pattern, shape, partial, listed, grad, _needs_grad(x))
+    calls = _calls_in_graph(key, dims, (pattern, shape, partial, listed), grad, _needs_grad(x))
     if isinstance(calls, MeshcommError):
         raise calls
     return _through(mesh.functional, calls, x)
@@ -186,20 +186,18 @@ def rearrange_in_graph(
 def _calls_in_graph(
     key: str,
     merged: int,
-    pattern: str,
-    shape: tuple[int, ...],
-    partial: str | None,
-    sizes: Sizes,
+    asked: tuple[str, tuple[int, ...], str | None, Sizes],
     grad: GatherRules | None,
     needs_grad: bool,
 ) -> _Calls | MeshcommError:
     """The calls, or why there are none: an error of ours has to be raised by what is traced.
 
     All arguments are constants of a graph, which torch 2.11 asks for; `merged`, as another merged dim plans anew.
+    asked: the arguments of `Rearranger.recipe`.
     """
-    planner: Rearranger = groups_of(key, f'rearrange "{pattern}"').planner()
+    planner: Rearranger = groups_of(key, f'rearrange "{asked[0]}"').planner()
     try:
-        return planner.calls(planner.recipe(pattern, shape, partial, sizes), shape, grad, needs_grad)
+        return planner.calls(planner.recipe(*asked), asked[1], grad, needs_grad)
     except MeshcommError as error:
         return error
 

@@ -87,19 +87,18 @@ def row_facts(
     operation: Operation,
     size_bytes: int,
     calls: int,
-    ours_s: Sequence[float],
-    torch_s: Sequence[float],
+    seconds: tuple[Sequence[float], Sequence[float]],
 ) -> Facts:
-    """One row. ours_s, torch_s: seconds per call of each round, of the slowest rank.
+    """One row. seconds: per call of each round, of the slowest rank; ours, and those of torch.
 
     Times are medians over the rounds, ratio the median of the round-by-round ratios, bandwidths those of the median times.
     """
-    ratio = median(a / b for a, b in zip(ours_s, torch_s, strict=True))
+    ratio = median(a / b for a, b in zip(*seconds, strict=True))
     facts: Facts = {"dim": dim, "operation": operation, "bytes": size_bytes, "calls": calls, "ratio": ratio}
-    for who, times in (("meshcomm", ours_s), ("torch", torch_s)):
-        seconds = median(times)
-        spread = {"seconds": seconds, "least_s": min(times), "most_s": max(times)}
-        facts[who] = spread | bandwidths(operation, ranks, size_bytes, seconds)
+    for who, times in zip(("meshcomm", "torch"), seconds, strict=True):
+        usual = median(times)
+        spread = {"seconds": usual, "least_s": min(times), "most_s": max(times)}
+        facts[who] = spread | bandwidths(operation, ranks, size_bytes, usual)
     return facts
 
 

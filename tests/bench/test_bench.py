@@ -37,7 +37,7 @@ SIZES = [1 << power for power in range(10, 27, 4)]
 
 def test_bandwidths_by_hand() -> None:
     # 4 ranks, 3 MB in 2 ms: 1.5 GB/s by the clock, half as much again over the busiest link.
-    facts = row_facts("dp", 4, "all_reduce", 3_000_000, 7, [0.001, 0.002, 0.009], [0.004, 0.001, 0.006])
+    facts = row_facts("dp", 4, "all_reduce", 3_000_000, 7, ([0.001, 0.002, 0.009], [0.004, 0.001, 0.006]))
     ours, theirs = facts["meshcomm"], facts["torch"]
     assert (ours["seconds"], ours["least_s"], ours["most_s"]) == (0.002, 0.001, 0.009)
     assert (ours["algbw_gbytes_s"], ours["busbw_gbytes_s"]) == (pytest.approx(1.5), pytest.approx(2.25))
@@ -265,7 +265,7 @@ def made_facts(dims: int = 3) -> dict[str, Any]:
     """Facts as a run gives them, of times that are a line over the size."""
     names = ["dp", "tp", "all"][:dims]
     rows = [
-        row_facts(dim, 4, operation, size, 1, [1e-4 + size / 1e9], [1.3e-4 + size / 1.1e9])
+        row_facts(dim, 4, operation, size, 1, ([1e-4 + size / 1e9], [1.3e-4 + size / 1.1e9]))
         for dim in names
         for operation in OPERATIONS
         for size in SIZES
