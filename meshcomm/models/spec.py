@@ -71,8 +71,9 @@ class ModelSpec:
                 a time, and `train.activation_checkpointing` and `train.compile` are about. "": it cannot be cut.
     first:      dotted names of what only the first stage needs, such as an embedding.
     last:       of what only the last stage needs, such as a norm and a head.
-    forward:    (module, x, here) -> y, for pipelines and context parallelism: what there is of the module, run on
-                tokens or hidden states. What another stage has is None. None: the module's own forward.
+    forward:    (module, x, here) -> y: what there is of the module, run on tokens or hidden states. Parts on other
+                stages are None. If omitted, the module's own forward is used, on every stage: see `own_forward`.
+    positions:  the argument of the module's own forward that takes positions, int64 (1, tokens); for context parallelism.
     split:      how it is split along the tensor's dim: a plan as of `tensor_parallel`.
     sequence:   what is added to it, or replaced, with parallel.options.sequence_parallel.
     undivided:  what replaces entries of `split` where `vocab_size` is no multiple of the ranks: an embedding and a head
@@ -103,6 +104,7 @@ class ModelSpec:
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
     forward: Forward | None = None
+    positions: str = ""
     split: Mapping[str, Entry] = field(default_factory=dict)
     sequence: Mapping[str, Entry] | None = None
     undivided: Mapping[str, Entry] | None = None

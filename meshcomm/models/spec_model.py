@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshcomm.config import TrainConfig
 from meshcomm.errors import UnsupportedOp
+from meshcomm.models.own_forward import OwnForward, absent_parts, put_in
 from meshcomm.models.spec import (
     KINDS,
     ModelSpec,
@@ -83,6 +84,10 @@ class SpecModel(Model):
         if spec.tied and stage.count == 1:
             head = module.get_submodule(spec.tied[1].rpartition(".")[0])
             setattr(head, spec.tied[1].rpartition(".")[2], module.get_parameter(spec.tied[0]))
+        own, order = bool(spec.layers) and spec.forward is None, list(blocks_of(module, spec.layers))
+        if own:
+            dtype = getattr(torch, train.compute_dtype or train.dtype)
+            absent = absent_parts(module, spec.layers, spec.first, stage, dtype)
         layers = cut(module, spec, stage)
         experts = self._experts(module, splits)
         for name in experts:
@@ -113,6 +118,8 @@ class SpecModel(Model):
             ):
                 part.meshcomm_dropout = Dropout(share, name)
                 part.register_forward_hook(_drop)
+        if own:
+            put_in(module, spec.layers, order, absent)
         if train.compile:
             for block in layers:
                 block.compile()
@@ -222,18 +229,20 @@ class SpecModel(Model):
                     hint=f"remove {part}",
                 )
         check_dropouts(self._dropouts, split)
-        blocks = bool(spec.layers) and spec.forward is not None
+        blocks, own = bool(spec.layers), spec.forward is None
         size = f"vocab_size = {self.vocab_size} is not divisible by {split.size}"
         # What is used, what the spec has to have for it, in words, and whether it has.
         needed = (
             ("parallel.tensor", "split", "a plan that says how each layer is split", spec.split),
             ("parallel.options.sequence_parallel", "sequence", "what works on slices of the sequence", spec.sequence is not None),
-            ("parallel.context", "attention and forward", "where attention is computed", spec.attention and spec.forward),
-            ("parallel.pipeline", "layers and forward", "which blocks are divided among stages", blocks),
+            ("parallel.context", "attention", "where attention is computed", spec.attention),
+            ("parallel.context", "positions", "which argument takes positions", spec.positions or not own),
+            ("parallel.pipeline", "layers", "which blocks are divided among stages", blocks),
+            ("parallel.pipeline", "forward", "how stages run on inputs that are no tokens", self.vocab_size or not own),
             ("parallel.tensor", "undivided", f"an embedding and a head that stay whole, as {size}",
              self._divides(splits) or spec.undivided is not None),
-            ("ModelSpec.dropped", "layers and forward", "blocks that are told their samples", blocks or not self.drops),
-            ("train.activation_checkpointing", "layers and forward", "which blocks run again in backward", blocks),
+            ("ModelSpec.dropped", "layers", "blocks that are told their samples", blocks or not self.drops),
+            ("train.activation_checkpointing", "layers", "which blocks run again in backward", blocks),
             ("train.compile", "layers", "which blocks are compiled", spec.layers),
             ("parallel.expert", "experts", "which weights are an expert's", spec.experts),
         )  # fmt: skip
@@ -273,6 +282,15 @@ class _Facts:
             with calls.watching(module):
                 module(x.to("meta"))
         return calls
+
+    def own_forward(self, forward: Callable[..., Any], through: Callable[..., Any], x: Tensor) -> Any:
+        """What this stage makes of x by the module's own forward."""
+        first = self.stage.is_first
+        run = OwnForward(self.stage, self.layers, through, None if first else x).run
+        # Nobody reads the tokens of a later stage but for their number.
+        tokens = x if first else self.positions.new_zeros(()).expand(x.shape[0], len(self.positions))
+        name = self.spec.positions
+        return run(forward, tokens, {name: self.positions.unsqueeze(0)} if name else {})
 
     def through(self, drops: tuple[int, Tensor] | None, block: nn.Module, /, *args: Any, **named: Any) -> Any:
         """A block, its activations kept or computed again; what it draws follows from its number.
@@ -339,8 +357,8 @@ class _Stage:
             owner: Any = self
             for each in part.split("."):
                 owner = getattr(owner, each, None)
-            if owner is not None:
-                return owner._parameters.get(key)  # type: ignore[no-any-return]
+            if owner is not None and (found := owner._parameters.get(key)) is not None:
+                return found  # type: ignore[no-any-return]
         return None
 
     def forward(self, x: Tensor, samples: Tensor | None = None) -> Any:
@@ -370,10 +388,13 @@ class _Stage:
         kind = x.device.type
         mixed = torch.autocast(kind, facts.compute) if facts.compute else contextlib.nullcontext()
         with mixed:
-            if facts.spec.forward is None:
-                return super().forward(x)  # type: ignore[misc]
             drops = None if samples is None else (self.step, samples)
             through = partial(facts.through, drops)
+            if facts.spec.forward is None:
+                if not facts.layers:
+                    return super().forward(x)  # type: ignore[misc]
+                y = facts.own_forward(super().forward, through, x)  # type: ignore[misc]
+                return y if facts.stage.is_last else y.to(facts.between)
             here = StageContext(facts.stage, facts.layers, facts.positions, facts.between, through)
             y = facts.spec.forward(self, x, here)
         return y.to(facts.between)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,6 +99,44 @@ def spec(width: int = 16, dropped: float = 0.0) -> ModelSpec:
         attention=_attention,
         dropped={"blocks.*.out": dropped, "blocks.*.down": dropped},
     )
+
+
+def as_it_is() -> ModelSpec:
+    """Its own forward runs on every stage."""
+    return replace(spec(), forward=None, attention=None)
+
+
+class Twice(Own):
+    """Runs its blocks a second time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As Own's."""
+        x = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.logits(self.norm(x))
+
+
+class Skips(Own):
+    """Adds what the first block gave behind the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As Own's."""
+        x = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        x = first = self.blocks[0](x)
+        for block in list(self.blocks)[1:]:
+            x = block(x)
+        return self.logits(self.norm(x + first))
+
+
+def twice() -> ModelSpec:
+    """Cannot be run block by block."""
+    return replace(as_it_is(), module=Twice)
+
+
+def skips() -> ModelSpec:
+    """What crosses its stages is more than hidden states."""
+    return replace(as_it_is(), module=Skips)
 
 
 def dropping() -> ModelSpec:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import meshcomm
 from meshcomm.config import Config, TrainConfig, load_config
-from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
+from meshcomm.errors import ConfigError, MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.mesh.rank_failure import failure_of
 from meshcomm.models import ModelSpec, StageContext
 from meshcomm.models.spec import KINDS
@@ -133,6 +133,7 @@ def test_names_that_mean_nothing_are_all_told() -> None:
 
 
 ALONE = {"build": "tests.models.own:alone"}
+AS_IT_IS = {"build": "tests.models.own:as_it_is"}
 DROPS = {"build": "tests.models.own:spec", "args": {"width": 32, "dropped": 0.1}}
 
 
@@ -140,6 +141,8 @@ DROPS = {"build": "tests.models.own:spec", "args": {"width": 32, "dropped": 0.1}
     ("model", "dims", "more"),
     [
         (ALONE, "dp=2 fsdp=2", {}),
+        (AS_IT_IS, "pp=2 tp=2", {"train": {"activation_checkpointing": True}}),
+        (AS_IT_IS, "pp=2 fsdp=2", {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
         pytest.param(
             DROPS,
             "pp=2 tp=2",
@@ -159,6 +162,27 @@ def test_a_module_of_thirty_lines_is_the_same_on_a_mesh(
     pool: Pool, model: dict[str, Any], dims: str, more: dict[str, Any]
 ) -> None:
     assert max(each.relative for each in differences(pool, config_of(model, dims, **more))) < 1e-9
+
+
+def _refused(config: Config) -> str:
+    with pytest.raises(MeshcommError) as caught, meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config)
+        trainer.step(torch.arange(256).reshape(8, 32), torch.arange(256).reshape(8, 32))
+        trainer.results()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        ("twice", "given:    a forward that calls Block 2 again"),
+        ("skips", "nan"),
+    ],
+)
+def test_a_forward_that_cannot_be_run_in_stages_is_refused(pool: Pool, build: str, said: str) -> None:
+    config = config_of({"build": f"tests.models.own:{build}"}, "pp=2")
+    told = pool.run(_refused, config, ranks=2)
+    assert said in told[1], told
 
 
 # -- a split that does not fit --------------------------------------------------------------------
@@ -230,15 +254,15 @@ def _started(config: Config) -> str:
     ("dims", "what", "missing"),
     [
         ("tp=2", "parallel.tensor", "ModelSpec without split"),
-        ("pp=2", "parallel.pipeline", "ModelSpec without layers and forward"),
-        ("cp=2", "parallel.context", "ModelSpec without attention and forward"),
+        ("pp=2", "parallel.pipeline", "ModelSpec without layers"),
+        ("cp=2", "parallel.context", "ModelSpec without attention"),
         (
             "activation_checkpointing",
             "train.activation_checkpointing",
-            "ModelSpec without layers and forward",
+            "ModelSpec without layers",
         ),
         ("compile", "train.compile", "ModelSpec without layers"),
-        ("dropped", "ModelSpec.dropped", "ModelSpec without layers and forward"),
+        ("dropped", "ModelSpec.dropped", "ModelSpec without layers"),
     ],
 )
 def test_what_a_module_does_not_say_is_asked_for_by_name(

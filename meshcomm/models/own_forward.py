@@ -1,0 +1,186 @@
+"""A stage that runs its module's own forward, with whatever that does before, between and behind its blocks.
+
+What other stages have is passed over: their blocks return what they get, an embedding returns nan. The hidden states of the
+stage before enter at the first block that is here, and the last block here ends the pass. So masks, multipliers and
+everything else around the blocks stay the module's own. A forward that uses more than hidden states of what another stage
+has (a skip connection across stages) computes with nan, which the first step reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from meshcomm.errors import UnsupportedOp
+from meshcomm.parallel.pipeline import Stage
+
+# The pass that is under way.
+_PASS: Final[ContextVar[OwnForward | None]] = ContextVar("pass", default=None)
+
+
+@final
+class AbsentBlock(nn.Module):
+    """A block of another stage. It has the plain attributes of the block, as loops over blocks read some."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(block).items():
+            if not name.startswith("_") and isinstance(value, (bool, int, float, str)):
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """The first argument."""
+        return next(iter((*args, *named.values())))
+
+
+@final
+class AbsentEmbedding(nn.Module):
+    """An embedding of another stage."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._hidden_size, self._dtype = hidden_size, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(...) -> (..., hidden_size), nan, in the memory of one element."""
+        return torch.full((), torch.nan, dtype=self._dtype, device=ids.device).expand(
+            *ids.shape, self._hidden_size
+        )
+
+
+class _Ended(Exception):
+    """The last block of a stage has returned y."""
+
+    def __init__(self, y: Tensor) -> None:
+        super().__init__()
+        self.y = y
+
+
+def absent_parts(
+    module: nn.Module, layers: str, first: Sequence[str], stage: Stage, dtype: torch.dtype
+) -> dict[str, nn.Module | Tensor]:
+    """What takes the places of the blocks, and of what only the first stage has, that are not on `stage`: by name.
+
+    module: whole. layers, first: as of ModelSpec. dtype: of hidden states.
+    """
+    blocks = module.get_submodule(layers).named_children()
+    found: dict[str, nn.Module | Tensor] = {
+        f"{layers}.{key}": AbsentBlock(block)
+        for place, (key, block) in enumerate(blocks)
+        if place not in stage.layers
+    }
+    parts = dict(module.named_modules())
+    for name in () if stage.is_first else first:
+        if (part := parts.get(name)) is None:
+            found[name] = torch.full((), torch.nan, dtype=dtype).expand(module.get_parameter(name).shape)
+        elif isinstance(part, nn.Embedding):
+            found[name] = AbsentEmbedding(part.embedding_dim, dtype)
+        else:
+            found[name] = AbsentBlock(part)
+    return found
+
+
+def put_in(
+    module: nn.Module, layers: str, order: Sequence[str], absent: Mapping[str, nn.Module | Tensor]
+) -> None:
+    """Put the absent parts into a stage's module, and have calls of its blocks go through its pass. order: all blocks' keys."""
+    held = module.get_submodule(layers)
+    blocks = list(held.children())
+    for name, part in absent.items():
+        parent, _, key = name.rpartition(".")
+        owner = module.get_submodule(parent)
+        if isinstance(part, Tensor):
+            del owner._parameters[key]
+            owner.__dict__[key] = part.to(next(module.parameters()).device)
+        else:
+            owner._modules[key] = part
+    held._modules = {key: held._modules[key] for key in order}
+    kinds: dict[type, type] = {}
+    for block in blocks:
+        own = type(block)
+        if own not in kinds:
+            kinds[own] = type(own.__name__, (RoutedBlock, own), {"__module__": __name__})
+        block.__class__ = kinds[own]
+
+
+class RoutedBlock:
+    """A block whose calls by its module's forward go through `OwnForward.block`: a part of its class."""
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """The result of the block."""
+        running = _PASS.get()
+        if running is None:
+            return super().__call__(*args, **named)  # type: ignore[misc]
+        return running.block(self, args, named)
+
+
+@final
+class OwnForward:
+    """One pass of a stage.
+
+    through: runs a block as the configuration says. entering: hidden states of the stage before; None on the first.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        blocks: tuple[nn.Module, ...],
+        through: Callable[..., Any],
+        entering: Tensor | None,
+    ) -> None:
+        self._stage, self._blocks, self._through, self._entering = stage, blocks, through, entering
+        self._waiting: Iterator[nn.Module] = iter(blocks)
+
+    def run(self, forward: Callable[..., Any], tokens: Tensor, named: Mapping[str, Any]) -> Any:
+        """What `forward` returns, or on other stages than the last the hidden states.
+
+        Raises UnsupportedOp where it does not call each block once, in order.
+        """
+        token = _PASS.set(self)
+        try:
+            y = forward(tokens, **named)
+        except _Ended as ended:
+            return ended.y
+        finally:
+            _PASS.reset(token)
+        if (left := next(self._waiting, None)) is not None:
+            raise self._refused(f"a forward that does not call {type(left).__name__} {self._number(left)}")
+        return y
+
+    def block(self, block: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The result of a block, whose first argument is the hidden states."""
+        if block is not (expected := next(self._waiting, None)):
+            which = f"{type(block).__name__} {self._number(block)}"
+            raise self._refused(
+                f"a forward that calls {which} again"
+                if expected is None
+                else f"a forward that calls {which} out of order"
+            )
+        if block is self._blocks[0] and self._entering is not None:
+            if args:
+                args = (self._entering, *args[1:])
+            else:
+                named = {**named, next(iter(named)): self._entering}
+        token = _PASS.set(None)
+        try:
+            y = self._through(block, *args, **named)
+        finally:
+            _PASS.reset(token)
+        if block is self._blocks[-1] and not self._stage.is_last:
+            raise _Ended(y[0] if isinstance(y, tuple) else y)
+        return y
+
+    def _number(self, block: nn.Module) -> int:
+        return self._stage.layers[self._blocks.index(block)]
+
+    def _refused(self, given: str) -> UnsupportedOp:
+        return UnsupportedOp(
+            "the blocks of this model cannot be run one by one",
+            given=given,
+            expected="a forward that calls each block of ModelSpec.layers once, in order",
+            hint="ModelSpec(forward=...), which runs the blocks by here.through",
+        )
