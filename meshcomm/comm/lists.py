@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -52,43 +53,52 @@ def collective(
         check_in_place(x, where, row.with_gradient)
         check_written(x, where)
     messages = _messages(tensors, dense)
-    if len(messages) > 1:
+    if len(messages) > 1 and not (dense and _lie_apart(tensors)):
         check_apart(tensors, (), where, lambda one, other: one.dtype == other.dtype)
-    under_way = [
-        (
-            comm.collective(row, pack(group if dense else [materialised(x) for x in group]), True, **options),
-            group,
-        )
-        for group in messages
-    ]
-    finish = partial(_finish, list(tensors), under_way, dense)
+    if not async_op:
+        # One after the other: each needs a packed copy only until it is over.
+        for group in messages:
+            _write(comm.collective(row, _packed(group, dense), **options), group, dense)
+        return list(tensors)
+    under_way = [(comm.collective(row, _packed(group, dense), True, **options), group) for group in messages]
     handles = [handle for handle, _ in under_way]
-    if async_op:
-        return Handle(handles, comm, call, finish)
-    for handle in handles:
-        handle._at_once()
-    return finish()
+    return Handle(handles, comm, call, partial(_finish, list(tensors), under_way, dense))
 
 
 def _finish(
     tensors: list[Tensor], under_way: Sequence[tuple[Handle[Tensor], list[Tensor]]], dense: bool
 ) -> list[Tensor]:
     for handle, group in under_way:
-        values = unpack(handle.wait(), group)
-        with unwatched(*group):
-            # One by one if the memory of a tensor does not hold its values.
-            if (not dense or group[0].is_complex()) and any(x.is_neg() or x.is_conj() for x in group):
-                for x, value in zip(group, values, strict=True):
-                    x.copy_(value)
-            else:
-                copy_all(group, values)
+        _write(handle.wait(), group, dense)
     return tensors
+
+
+def _packed(group: Sequence[Tensor], dense: bool) -> Tensor:
+    return pack(group if dense else [materialised(x) for x in group])
+
+
+def _write(packed: Tensor, group: list[Tensor], dense: bool) -> None:
+    values = unpack(packed, group)
+    with unwatched(*group):
+        # One by one if the memory of a tensor does not hold its values.
+        if (not dense or group[0].is_complex()) and any(x.is_neg() or x.is_conj() for x in group):
+            for x, value in zip(group, values, strict=True):
+                x.copy_(value)
+        else:
+            copy_all(group, values)
+
+
+def _lie_apart(tensors: Sequence[Tensor]) -> bool:
+    """Whether no two of contiguous tensors share memory."""
+    spans = sorted(zip(map(Tensor.data_ptr, tensors), map(_NBYTES, tensors), strict=True))
+    return all(begin + nbytes <= other for (begin, nbytes), (other, _) in pairwise(spans))
 
 
 def _messages(tensors: Sequence[Tensor], one_device: bool) -> list[list[Tensor]]:
     """The tensors that share a message: equal dtype and device, in order, up to a size."""
-    if one_device and len(set(map(_DTYPE, tensors))) == 1 and sum(map(_NBYTES, tensors)) <= _MOST_BYTES:
-        return [list(tensors)]
+    if one_device and sum(map(_NBYTES, tensors)) <= _MOST_BYTES:
+        dtypes = dict.fromkeys(map(_DTYPE, tensors))
+        return [[x for x in tensors if x.dtype is dtype] for dtype in dtypes]
     messages: list[list[Tensor]] = []
     open_at: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
     for x in tensors:
