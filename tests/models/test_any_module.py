@@ -180,7 +180,7 @@ def _refused(config: Config) -> str:
     ],
 )
 def test_a_forward_that_cannot_be_run_in_stages_is_refused(pool: Pool, build: str, said: str) -> None:
-    config = config_of({"build": f"tests.models.own:{build}"}, "pp=2")
+    config = load_config(config_of({"build": f"tests.models.own:{build}"}, "pp=2"), ["mesh.timeout_s=4"])
     told = pool.run(_refused, config, ranks=2)
     assert said in told[1], told
 
