@@ -46,7 +46,10 @@ PACKAGES: Final = (
     "meshcomm.models",
     "meshcomm.train",
     "meshcomm.algorithms",
-    *(f"meshcomm.predict.{name}" for name in ("links", "times", "lint", "stages", "passes", "estimate", "place")),
+    *(
+        f"meshcomm.predict.{name}"
+        for name in ("links", "times", "lint", "stages", "passes", "estimate", "place")
+    ),
     "meshcomm.layout",
     "meshcomm.pattern",
     "meshcomm.config",
