@@ -223,8 +223,12 @@ class Page:
     def _commands(self, block: Block, only_read: bool) -> None:
         for line, shown in command_lines(block.text, prompt=block.language == "console"):
             command = read(line)
-            # One machine plays no part of several, and the reader's own files are not here.
-            unfit = command is not None and (command.hosts > 1 or not self._is_there(command))
+            # One machine plays no part of several, the reader's own files are not here, and nobody's shell is changed.
+            unfit = command is not None and (
+                command.hosts > 1
+                or not self._is_there(command)
+                or "--install-completion" in command.arguments
+            )
             if command is None or only_read or command.name in NOT_RUN or unfit:
                 if shown and command is None and not only_read:
                     raise Wrong(f"shows what a program prints that is not run: {line}")
