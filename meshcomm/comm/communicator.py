@@ -172,11 +172,11 @@ class Communicator(Caller):
             elif out is None:
                 came = made = x.new_empty(shape)
             elif is_plain(out, device) and out.dtype is x.dtype and out.shape == shape:
-                begin, start_ = out.data_ptr(), x.data_ptr()
+                into, leaving = out.data_ptr(), x.data_ptr()
                 # What comes in must not overwrite what is still to leave.
                 if (
-                    begin < start_ + x.nbytes
-                    and start_ < begin + out.nbytes
+                    into < leaving + x.nbytes
+                    and leaving < into + out.nbytes
                     and not apart(out, x, self.coord)
                 ):
                     return NotImplemented

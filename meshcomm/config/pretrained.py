@@ -154,7 +154,7 @@ def sizes_of(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def misunderstood(path: Path, said: Mapping[str, Any]) -> Iterator[Problem]:
-    """What the config.json at `path` says that nobody here honours: its type, or keys of it."""
+    """Problems of the config.json at `path`: an unknown model type, or keys that meshcomm does not honour."""
     name = said.get("model_type")
     kind = TYPES.get(name or "")
     if kind is None:

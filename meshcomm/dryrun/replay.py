@@ -29,13 +29,12 @@ class Dim(NamedTuple):
 
 @dataclass
 class Replay:
-    """The reported part of the ranks that were run, in seconds. ends: how long each took. computed: of that, what it
-    computed.
+    """The reported part of the ranks that were run, in seconds.
 
-    early: ranks that exchange messages with ranks that were not run, and so come earlier than they would: nobody waits
-    in truth as they do.
-
-    dims: rank -> dim -> sums. stuck: who waits for ever, where nobody can go on; then `ends` has only those that ended.
+    ends:     duration of each rank that ended. computed: the part of it spent in computation.
+    dims:     rank -> dim -> sums.
+    stuck:    ranks that wait for ever.
+    early:    ranks with neighbours that were not run: they arrive too early, so their waits are not real.
     """
 
     ends: dict[int, float] = field(default_factory=dict)

@@ -61,10 +61,10 @@ class _Enough(BaseException):
 
 @final
 class ProgramRecorder(Passes, StepRecorder):
-    """The calls of a program that makes one mesh, and knows nothing of this: see `Pretended`.
+    """Records the calls of an unchanged program that makes one mesh: see `Pretended`.
 
-    It is left after its last step, the part that is reported; trainers' steps are told to the mesh. steps: 0: it runs to
-    its end, and all of it is reported. looks: it is left as soon as there is a mesh.
+    steps: the program is left after so many, and the last one is reported; steps of a Trainer count. 0: it runs to its
+    end, and all of it is reported. looks: the program is left as soon as it has a mesh.
     """
 
     def __init__(self, steps: int, looks: bool = False) -> None:

@@ -32,7 +32,7 @@ _LIKE: Final[dict[str, Operation]] = {"gather": "reduce", "scatter": "broadcast"
 
 
 def dry_training(settings: Config, world: int, ranks: Sequence[int] = (), sample: int = 8) -> Facts:
-    """Run it as ranks that stand for all of `world`; what was found out, as plain data.
+    """Run the training as ranks that represent all of `world`; returns the findings as plain data.
 
     ranks, sample: more of them, see `chosen`. Raises as `chosen` and `dry_world`.
     """

@@ -61,11 +61,16 @@ class _Ended(Exception):
 
 
 def absent_parts(
-    module: nn.Module, layers: str, first: Sequence[str], stage: Stage, dtype: torch.dtype
+    module: nn.Module,
+    layers: str,
+    first: Sequence[str],
+    stage: Stage,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> dict[str, nn.Module | Tensor]:
     """What takes the places of the blocks, and of what only the first stage has, that are not on `stage`: by name.
 
-    module: whole. layers, first: as of ModelSpec. dtype: of hidden states.
+    module: whole. layers, first: as of ModelSpec. dtype, device: of hidden states.
     """
     blocks = module.get_submodule(layers).named_children()
     found: dict[str, nn.Module | Tensor] = {
@@ -76,7 +81,8 @@ def absent_parts(
     parts = dict(module.named_modules())
     for name in () if stage.is_first else first:
         if (part := parts.get(name)) is None:
-            found[name] = torch.full((), torch.nan, dtype=dtype).expand(module.get_parameter(name).shape)
+            shape = module.get_parameter(name).shape
+            found[name] = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
         elif isinstance(part, nn.Embedding):
             found[name] = AbsentEmbedding(part.embedding_dim, dtype)
         else:
@@ -95,7 +101,7 @@ def put_in(
         owner = module.get_submodule(parent)
         if isinstance(part, Tensor):
             del owner._parameters[key]
-            owner.__dict__[key] = part.to(next(module.parameters()).device)
+            owner.__dict__[key] = part
         else:
             owner._modules[key] = part
     held._modules = {key: held._modules[key] for key in order}
@@ -133,12 +139,13 @@ class OwnForward:
         entering: Tensor | None,
     ) -> None:
         self._stage, self._blocks, self._through, self._entering = stage, blocks, through, entering
-        self._waiting: Iterator[nn.Module] = iter(blocks)
+        # Between stages more than hidden states cannot cross; a stage that is alone may call its blocks as it likes.
+        self._waiting: Iterator[nn.Module] | None = iter(blocks) if stage.count > 1 else None
 
     def run(self, forward: Callable[..., Any], tokens: Tensor, named: Mapping[str, Any]) -> Any:
         """What `forward` returns, or on other stages than the last the hidden states.
 
-        Raises UnsupportedOp where it does not call each block once, in order.
+        Raises UnsupportedOp where there are several stages, and it does not call each block once, in order.
         """
         token = _PASS.set(self)
         try:
@@ -147,13 +154,13 @@ class OwnForward:
             return ended.y
         finally:
             _PASS.reset(token)
-        if (left := next(self._waiting, None)) is not None:
+        if self._waiting is not None and (left := next(self._waiting, None)) is not None:
             raise self._refused(f"a forward that does not call {type(left).__name__} {self._number(left)}")
         return y
 
     def block(self, block: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The result of a block, whose first argument is the hidden states."""
-        if block is not (expected := next(self._waiting, None)):
+        if self._waiting is not None and block is not (expected := next(self._waiting, None)):
             which = f"{type(block).__name__} {self._number(block)}"
             raise self._refused(
                 f"a forward that calls {which} again"

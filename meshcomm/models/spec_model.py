@@ -87,7 +87,7 @@ class SpecModel(Model):
         own, order = bool(spec.layers) and spec.forward is None, list(blocks_of(module, spec.layers))
         if own:
             dtype = getattr(torch, train.compute_dtype or train.dtype)
-            absent = absent_parts(module, spec.layers, spec.first, stage, dtype)
+            absent = absent_parts(module, spec.layers, spec.first, stage, dtype, splits.mesh.device)
         layers = cut(module, spec, stage)
         experts = self._experts(module, splits)
         for name in experts:

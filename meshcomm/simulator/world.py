@@ -217,6 +217,20 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         self.wait(keys)
         return [self._shared.values[self._prefix + key] for key in keys]
 
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def list_keys(self) -> list[str]:
+        self._touch()
+        found = [key for key in self._shared.values if key.startswith(self._prefix)]
+        return [key.removeprefix(self._prefix) for key in found]
+
+    def num_keys(self) -> int:
+        return len(self.list_keys())
+
+    getNumKeys = num_keys
+
     def has_extended_api(self) -> bool:
         return True
 

@@ -114,7 +114,7 @@ class TrainingReporter(Callback):
 
 
 def resumed_text(resumed: Resumed) -> str:
-    """Where a run continues from, and what is different from then."""
+    """The step and checkpoint that a run resumes from, and the settings that differ since."""
     why = f"restart {resumed.restarts}: " if resumed.restarts else ""
     if not resumed.step:
         return f"{why}no checkpoint in {resumed.folder}, so the first step is next"

@@ -1,4 +1,4 @@
-"""Run one row on real processes, tell what became of each of them, and what of it is not as it has to be."""
+"""Run one row on real processes: the outcome of each rank, and where it differs from what the row promises."""
 
 from __future__ import annotations
 

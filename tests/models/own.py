@@ -129,6 +129,27 @@ class Skips(Own):
         return self.logits(self.norm(x + first))
 
 
+class Placed(Own):
+    """Is given positions, and has a parameter that only the first stage needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor, where: Tensor | None = None) -> Tensor:
+        """As Own's. where: (1, tokens)."""
+        x = self.tokens(x) + self.places(where) + self.start
+        for block in self.blocks:
+            x = block(x)
+        return self.logits(self.norm(x))
+
+
+def placed() -> ModelSpec:
+    """Its own forward with the positions of a rank."""
+    first = ("tokens", "places", "start")
+    return replace(as_it_is(), module=Placed, first=first, positions="where", attention=_attention)
+
+
 def twice() -> ModelSpec:
     """Cannot be run block by block."""
     return replace(as_it_is(), module=Twice)

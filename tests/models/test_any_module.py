@@ -143,6 +143,8 @@ DROPS = {"build": "tests.models.own:spec", "args": {"width": 32, "dropped": 0.1}
         (ALONE, "dp=2 fsdp=2", {}),
         (AS_IT_IS, "pp=2 tp=2", {"train": {"activation_checkpointing": True}}),
         (AS_IT_IS, "pp=2 fsdp=2", {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
+        ({"build": "tests.models.own:placed"}, "pp=2 cp=2", {}),
+        ({"build": "tests.models.own:twice"}, "dp=2", {"train": {"activation_checkpointing": True}}),
         pytest.param(
             DROPS,
             "pp=2 tp=2",

@@ -350,3 +350,17 @@ def test_the_command(tmp_path: Path) -> None:
         "  given:    rank 1 (pp=0 dp=0 tp=1) waits in barrier, call 1 on tp[pp=0 dp=0] at "
         f"{bad}:4; rank 0 has returned\n"
     ), done.stderr
+
+
+def test_the_store_of_a_simulated_mesh_counts_and_lists_its_keys() -> None:
+    def body(mesh: Mesh) -> tuple[int, list[str]]:
+        store = mesh.store.torch_store
+        before = store.num_keys()
+        if mesh.rank == 0:
+            store.multi_set(["a", "b"], ["1", "2"])
+        store.wait(["a", "b"])
+        return store.num_keys() - before if mesh.rank == 0 else 2, sorted(store.list_keys())
+
+    for new, keys in meshcomm.simulate(body, dims={"dp": 2}):
+        assert new == 2
+        assert {"a", "b"} <= set(keys)
