@@ -224,7 +224,7 @@ def _write_beside(
     texts[CONFIG]["dtype"] = dtype.removeprefix("torch.")
     for name, content in texts.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    for path in (path for pattern in _BESIDE for path in source.glob(pattern)):
+    for path in (path for pattern in _BESIDE for path in source.glob(pattern) if path.is_file()):
         shutil.copyfile(path, folder / path.name)
 
 
