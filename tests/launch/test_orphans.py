@@ -104,6 +104,9 @@ with meshcomm.init({{"mesh": {{"dims": {{"dp": 2}}, "device": "cpu"}}, "process"
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["--master-port", str(free_port()), "-m", "meshcomm", "run", "mesh.toml", "script.py"]
     code, out, err = Job(pool, tmp_path, *command, env={"OMP_NUM_THREADS": "1"}).finish()
+    if "ProcessLookupError" in err and "os.killpg(self.proc.pid" in err:
+        # torch's agent dies of ending a process group that has just ended, before it restarts anything.
+        code, out, err = Job(pool, tmp_path, *command, env={"OMP_NUM_THREADS": "1"}).finish()
     assert code == 1
     assert out == "3\n", err
     assert err.count("ValueError: first\n") == err.count("ValueError: second\n") == 1
