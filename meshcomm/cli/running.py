@@ -145,6 +145,13 @@ def dryrun(
     steps: Annotated[
         int, typer.Option(min=1, help="Leave SCRIPT after so many of mesh.step(), or steps of a Trainer.")
     ] = 2,
+    dims: Annotated[
+        str | None,
+        typer.Option(
+            help="With a model's config.json as CONFIG: sizes of pp, dp, fsdp, cp, tp and ep.",
+            metavar="NAME=SIZE,...",
+        ),
+    ] = None,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
@@ -153,6 +160,7 @@ def dryrun(
     The real program on tensors without values, on one rank of each kind: first, middle and last along each dim,
     every stage, every corner, and a sample. Exit code 1 where calls do not meet, or memory exceeds topology.memory_gbytes.
     """
+    from meshcomm.config.of_model import is_of_model, training_of
     from meshcomm.dryrun.script import Script
     from meshcomm.jobs.dryrun import dryrun as job
     from meshcomm.show.dryrun import dry_view
@@ -164,9 +172,21 @@ def dryrun(
             expected="a TOML, JSON or YAML file, or a Python file",
             hint="meshcomm dryrun [CONFIG] [SCRIPT] [ARGUMENTS]",
         )
-    config: Path | None = first
+    config: Path | dict[str, Any] | None = first
     script: Script | None = None
-    if first.suffix == ".py" or second is not None:
+    of_model = is_of_model(first)
+    if (dims is not None) != of_model:
+        raise LaunchError(
+            "the sizes of dims are not said" if of_model else "--dims is for the config.json of a model",
+            given=f"{first}{'' if dims is None else f', --dims {dims}'}",
+            expected="a model's config.json and --dims, or a configuration, which has dims of its own",
+            hint=f"meshcomm dryrun {first} --dims pp=16,fsdp=64,tp=8"
+            if of_model
+            else "--set mesh.dims={dp=8,tp=2}",
+        )
+    if of_model:
+        config = training_of(first, dims or "")
+    elif first.suffix == ".py" or second is not None:
         config, path, arguments = named("dryrun", first, second, context.args, overrides)
         script = Script(path, tuple(arguments), config, tuple(overrides or ()), steps)
     facts = job(config, overrides or (), world, script, rank or (), sample)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from meshcomm.config.pretrained import dropouts_of, misunderstood, read, said_in, sizes_of, windows_of
+from meshcomm.config.pretrained import dropouts_of, has_gate, misunderstood, read, sizes_of, windows_of
 from meshcomm.config.problems import Problem, multiples, nearest, remainder
 from meshcomm.config.section import (
     Arguments,
@@ -53,8 +53,8 @@ def _folder(model: ModelConfig) -> Iterator[Problem]:
         ways = ["model.save_pretrained(folder)"]
         yield Problem("pretrained", what, expected, ways, model.written("pretrained"))
         return
-    yield from misunderstood(path, said)
-    for name, value in sizes_of(said).items():
+    yield from misunderstood(model.pretrained, said, model.reads_weights)
+    for name, value in sizes_of(model.pretrained).items():
         if getattr(model, name) != value:
             what = f"the folder's config.json has {name} {value}"
             expected = f"{value}, or nothing: it follows from the folder"
@@ -118,6 +118,12 @@ class ModelConfig(Section):
         NoEffect("random_weights", "pretrained", way='pretrained = "FOLDER"'),
         NoEffect("args", "build", way='build = "my_package.models:gpt"'),
         NoEffect("rope_theta norm_eps", "pretrained", (None,), why=": the folder's config.json says it"),
+        NoEffect(
+            "capacity_factor balance_loss",
+            "pretrained",
+            (None,),
+            why=": the code of its family routes tokens",
+        ),
         NoEffect("rope_theta norm_eps dropout", "build", (None,), why=": the code of the model says it"),
         NoEffect(
             "experts_per_token experts_every capacity_factor balance_loss", "experts", way="experts = 8"
@@ -170,7 +176,7 @@ class ModelConfig(Section):
     def _of_pretrained(cls, data: Any) -> Any:
         """The sizes that the folder's config.json says, where it can be read; `_folder` tells why not."""
         if isinstance(data, dict) and isinstance(data.get("pretrained"), str):
-            return {**sizes_of(said_in(data["pretrained"])), **data}
+            return {**sizes_of(data["pretrained"]), **data}
         return data
 
     @property
@@ -180,13 +186,13 @@ class ModelConfig(Section):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer, how many keys a query meets at most; None: all before it."""
-        return windows_of(self.pretrained, self.num_layers)
+        """Of each layer, how many keys a query meets at most; None: all before it. (): no layer has a window."""
+        return windows_of(self.pretrained)
 
     @property
     def ff_matrices(self) -> int:
-        """Of a feed-forward block: gate, up and down; GPT-2 has no gate."""
-        return 2 if said_in(self.pretrained).get("model_type") == "gpt2" else 3
+        """Of a feed-forward block: gate, up and down; some families have no gate."""
+        return 3 if has_gate(self.pretrained) else 2
 
     @property
     def reads_weights(self) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.config.model import ModelConfig
 from meshcomm.config.parallel import PARTS, ParallelConfig, ParallelRole, runs
+from meshcomm.config.pretrained import publishes_plan
 from meshcomm.config.problems import Fit, Problem, multiples, nearest, quotient, remainder
 from meshcomm.config.rules_mesh import may_use_nccl
 from meshcomm.config.section import Absent, Rule, Table, run
@@ -402,13 +403,19 @@ def _tokens(resolved: Resolved) -> Iterator[Problem]:
 def _split_along_tensor(resolved: Resolved) -> Iterator[Problem]:
     # Embedding and head of a folder stay unsplit where they cannot be split; code says itself what it can.
     model, size = resolved.model, resolved.size("tensor")
+    if size > 1 and not publishes_plan(model.pretrained):
+        what = "transformers publishes no plan of how the folder's model is split"
+        ways: list[str | Fit] = [Fit("tensor"), 'model.build = "module:function", which returns a ModelSpec']
+        given = resolved.written("model.pretrained tensor")
+        yield Problem("parallel.tensor", what, "a family with a plan, or one rank along the dim", ways, given)
+        return
     for name in ("num_heads", "num_kv_heads", "intermediate_size", *["vocab_size"] * model.is_built_in):
         number = model.__dict__.get(name)
         if number is not None and number % size:
             dim, given = resolved.dim("tensor"), resolved.written(f"model.{name} tensor")
             what = f"{name} is not divisible by {dim}: {remainder(number, size)}"
             fitting = multiples(number, size, 1) if name == "intermediate_size" else []
-            ways: list[str | Fit] = [Fit("tensor", 2), *(f"model.{name} = {n}" for n in fitting)]
+            ways = [Fit("tensor", 2), *(f"model.{name} = {n}" for n in fitting)]
             yield Problem(f"model.{name}", what, f"a multiple of mesh.dims.{dim}", ways, given)
 
 

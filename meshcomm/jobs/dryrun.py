@@ -32,7 +32,7 @@ class Exact(NamedTuple):
 
 
 def dryrun(
-    config: Path | None,
+    config: Path | dict[str, Any] | None,
     overrides: Sequence[str],
     world: int | None,
     script: Script | None = None,

@@ -28,7 +28,7 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
     if config.pretrained is not None:
         from meshcomm.models.families import hugging_face
 
-        spec = hugging_face(config, data.seq_len, train.seed)
+        spec = hugging_face(config, data.seq_len, train)
         return SpecModel(spec, train, data.seq_len, family=True)
     if config.build is not None:
         made = _built(config)

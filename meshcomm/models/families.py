@@ -1,254 +1,236 @@
-"""The models of the transformers library that are known, by the `model_type` of their config.json: how each is cut,
-split and filled.
+"""Any causal language model of the transformers library as a ModelSpec, by what its family publishes.
 
-GPT-2's Conv1D is a Linear whose weight lies transposed in a folder. Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and Mixtral
-have rotary positions, grouped-query attention and SwiGLU; they differ in biases, norms of queries and keys, sliding
-windows, and the names of experts in a folder.
+Its own code computes everything: its blocks, and what comes before and behind them. A stage of a pipeline runs the same
+forward with the blocks that it has, see `own_forward`.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig
-from transformers.pytorch_utils import Conv1D
 
-from meshcomm.config import ModelConfig
+from meshcomm.config import ModelConfig, TrainConfig
 from meshcomm.errors import UnsupportedOp
-from meshcomm.models.hf import attended, initialise, make, not_made, unmodified
-from meshcomm.models.spec import ModelSpec, StageContext, blocks_of
-from meshcomm.models.weights import Names
+from meshcomm.models.conversion import Conversion
+from meshcomm.models.hf import Whole, attended, make, not_made, unmodified
+from meshcomm.models.plans import (
+    WHOLE,
+    UnknownStyle,
+    is_split_linear,
+    names_of,
+    packed_experts,
+    sequence_plan,
+    tensor_plan,
+)
+from meshcomm.models.spec import ModelSpec
+from meshcomm.models.tiny import tiny
+from meshcomm.models.torch_private import has_attention_interface
+from meshcomm.parallel.tensor.plan import Entry
 from meshcomm.predict.stages import part_costs
 
-_GPT2_SPLIT: dict[str, Any] = {
-    "transformer.wte": "vocab",
-    "transformer.h.*.attn.c_attn": "column:3",
-    "transformer.h.*.attn": {"set": {"split_size": "split"}},
-    "transformer.h.*.attn.c_proj": "row",
-    "transformer.h.*.mlp.c_fc": "column",
-    "transformer.h.*.mlp.c_proj": "row",
-    "lm_head": "column",
-}
-_GPT2_SEQUENCE: dict[str, Any] = {
-    "transformer.h.*.attn": {"style": "enter", "args": [0], "set": {"split_size": "split"}},
-    "transformer.wpe": {"style": "replicate", "input": "whole", "axis": 0},
-    "transformer.h.*.ln_[12]": "sequence",
-    "transformer.ln_f": "sequence",
-}
-_GPT2_UNDIVIDED: dict[str, Any] = {
-    "transformer.wte": {"style": "replicate", "input": "whole"},
-    "lm_head": {"style": "replicate", "output": "whole"},
-}
+# Layers that context parallelism has an attention for.
+_ATTENTION: Final = ("full_attention", "sliding_attention", "attention")
 
 
-def gpt2(config: Any, weights: Path | None, seed: int, seq_len: int) -> ModelSpec:
-    """The spec of a GPT-2. Raises UnsupportedOp for longer samples than it has positions, and cross attention."""
-    if seq_len > config.n_positions:
-        raise UnsupportedOp(
-            "samples are longer than this GPT-2 has positions",
-            given=f"data.seq_len = {seq_len}, n_positions = {config.n_positions} in its config.json",
-            expected=f"at most {config.n_positions}",
-            hint=f"data.seq_len = {config.n_positions}",
-        )
-    if config.add_cross_attention:
-        raise UnsupportedOp(
-            "a GPT-2 with cross attention has a second input, which is not trained here",
-            given="add_cross_attention = true in its config.json",
-            expected="a decoder alone",
-            hint="add_cross_attention = false",
-        )
-    return ModelSpec(
-        module=partial(_with_linear, config),
-        hidden_size=config.n_embd,
-        vocab_size=config.vocab_size,
-        layers="transformer.h",
-        first=("transformer.wte", "transformer.wpe"),
-        last=("transformer.ln_f", "lm_head"),
-        forward=_gpt2_forward,
-        split=_GPT2_SPLIT,
-        sequence=_GPT2_SEQUENCE,
-        undivided=_GPT2_UNDIVIDED,
-        attention=attended,
-        tied=("transformer.wte.weight", "lm_head.weight") if config.tie_word_embeddings else None,
-        initialise=partial(initialise, config.initializer_range, seed),
-        weights=weights,
-        stored=_gpt2_stored,
-    )
-
-
-def _with_linear(config: Any) -> nn.Module:
-    made = make(config)
-    for part in list(made.modules()):
-        for name, inner in part.named_children():
-            if isinstance(inner, Conv1D):
-                setattr(part, name, nn.Linear(inner.nx, inner.nf))
-    return made
-
-
-def _gpt2_forward(module: Any, x: Tensor, here: StageContext) -> Tensor:
-    inner = module.transformer
-    if here.stage.is_first:
-        x = (inner.wte(x) + inner.wpe(here.positions)).to(here.dtype)
-    for block in here.layers:
-        x = here.through(block, x)
-    if here.stage.is_last:
-        x = module.lm_head(inner.ln_f(x))
-    return x
-
-
-def _gpt2_stored(name: str) -> tuple[str, bool]:
-    return name, bool(re.search(r"\.c_\w+\.weight$", name))
-
-
-_LLAMA_SPLIT: Mapping[str, Any] = {
-    "model.embed_tokens": "vocab",
-    "model.layers.*.self_attn.[qkv]_proj": "column",
-    "model.layers.*.self_attn.[qk]_norm": "heads",
-    "model.layers.*.self_attn.o_proj": "row",
-    "model.layers.*.mlp.gate_proj": "column",
-    "model.layers.*.mlp.up_proj": "column",
-    "model.layers.*.mlp.down_proj": "row",
-    "lm_head": "column",
-}
-_LLAMA_SEQUENCE: Mapping[str, Any] = {
-    "model.layers.*.self_attn": {"style": "enter", "args": ["hidden_states"]},
-    "model.layers.*.*norm": "sequence",
-    "model.norm": "sequence",
-}
-_LLAMA_UNDIVIDED: Mapping[str, Any] = {
-    "model.embed_tokens": {"style": "replicate", "input": "whole"},
-    "lm_head": {"style": "replicate", "output": "whole"},
-}
-
-# What the experts of a layer are called in a folder: the layer's module, then gate, up and down of each.
-_EXPERTS: Mapping[str, tuple[str, tuple[str, str, str]]] = {
-    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
-    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-}
-
-
-def llama(config: Any, weights: Path | None, seed: int, seq_len: int) -> ModelSpec:
-    """The spec of a configuration of one of them. Raises UnsupportedOp for what none of them can be trained with."""
-    cannot: dict[str, str] = {}
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        cannot["context"] = f'rope_type = "{kind}" follows from the longest position that a rank holds'
-    experts = config.model_type in _EXPERTS
-    if experts:
-        _check_experts(config)
-    return ModelSpec(
-        module=partial(make, config),
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        layers="model.layers",
-        first=("model.embed_tokens",),
-        last=("model.norm", "lm_head"),
-        forward=_llama_forward,
-        split=_LLAMA_SPLIT,
-        sequence=_LLAMA_SEQUENCE,
-        undivided=_LLAMA_UNDIVIDED,
-        attention=attended,
-        experts=partial(_with_experts, config) if experts else None,
-        tied=("model.embed_tokens.weight", "lm_head.weight") if config.tie_word_embeddings else None,
-        initialise=partial(initialise, config.initializer_range, seed),
-        weights=weights,
-        stored=partial(_llama_stored, config.model_type, config.num_local_experts) if experts else None,
-        cannot=cannot,
-    )
-
-
-def _llama_forward(module: Any, x: Tensor, here: StageContext) -> Tensor:
-    inner = module.model
-    if here.stage.is_first:
-        x = inner.embed_tokens(x).to(here.dtype)
-    positions = here.positions.unsqueeze(0)
-    rotary = inner.rotary_emb(x, positions)
-    for block in here.layers:
-        x = here.through(block, x, position_ids=positions, position_embeddings=rotary)
-    if here.stage.is_last:
-        x = module.lm_head(inner.norm(x))
-    return x
-
-
-def _check_experts(config: Any) -> None:
-    jitter = getattr(config, "router_jitter_noise", 0.0)
-    given = ""
-    if config.hidden_act not in ("silu", "swish"):
-        given = f'hidden_act = "{config.hidden_act}"'
-    elif jitter:
-        given = f"router_jitter_noise = {jitter}"
-    if given:
-        raise UnsupportedOp(
-            f"the experts of this {config.model_type} cannot be spread over ranks",
-            given=f"{given} in its config.json",
-            expected='hidden_act = "silu" and no jitter, which would differ between ranks',
-            hint="router_jitter_noise = 0.0" if jitter else "a model whose experts are SwiGLU",
-        )
-
-
-def _with_experts(config: Any, module: nn.Module) -> Mapping[str, Mapping[str, Any]]:
-    settings = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
-        "experts": config.num_local_experts,
-        "experts_per_token": config.num_experts_per_tok,
-        "normalised": getattr(config, "norm_topk_prob", True),
-    }
-    blocks = blocks_of(module, "model.layers").items()
-    return {f"model.layers.{key}.mlp": settings for key, block in blocks if hasattr(block.mlp, "experts")}
-
-
-def _llama_stored(kind: str, experts: int, name: str) -> tuple[Names, bool]:
-    where, (gate, up, down) = _EXPERTS[kind]
-    match = re.fullmatch(r"(model\.layers\.\d+\.)mlp\.(router\.weight|experts\.w[123])", name)
-    if match is None:
-        return name, False
-    layer, what = match.groups()
-    if what == "router.weight":
-        return f"{layer}{where}.gate.weight", False
-    part = {"w1": gate, "w3": up, "w2": down}[what.rpartition(".")[2]]
-    return tuple((f"{layer}{where}.experts.{each}.{part}.weight",) for each in range(experts)), False
-
-
-Family = Callable[[Any, Path | None, int, int], ModelSpec]
-FAMILIES: dict[str, Family] = {
-    "gpt2": gpt2,
-    "llama": llama,
-    "mistral": llama,
-    "mixtral": llama,
-    "qwen2": llama,
-    "qwen3": llama,
-    "qwen3_moe": llama,
-}
-# What writes to the residual stream, by the name of one family or another.
-_DROPPED = ("attn", "self_attn", "mlp")
-
-
-def hugging_face(model: ModelConfig, seq_len: int, seed: int) -> ModelSpec:
+def hugging_face(model: ModelConfig, seq_len: int, train: TrainConfig) -> ModelSpec:
     """The spec of the causal language model whose config.json lies in `model.pretrained`.
 
-    With model.random_weights they are drawn by their names from the seed; else they are read from the folder.
-    Raises: ConfigError where transformers refuses config.json, UnsupportedOp for what a family cannot do. Other types are refused when the configuration is read.
+    With model.random_weights they are drawn by their names from train.seed; else they are read from the folder.
+    Raises: ConfigError where transformers refuses config.json, UnsupportedOp for what no mesh trains exactly.
     """
     assert model.pretrained is not None
     folder = Path(model.pretrained)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config: Any = AutoConfig.from_pretrained(folder)
     except Exception as error:
         raise not_made(folder, error) from error
+    _check(config, seq_len)
     # Drawn from torch's generator they would differ from mesh to mesh: [model] dropout takes their place.
     for name, value in config.to_dict().items():
-        if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
+        if name.endswith(("drop", "dropout", "pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
-    config.use_cache = False
-    spec = FAMILIES[config.model_type](config, None if model.random_weights else folder, seed, seq_len)
-    # So that stages are those that `plan --schedule` draws.
-    costs = partial(part_costs, model)
-    dropped = {f"{spec.layers}.*.{part}": model.dropout for part in _DROPPED}
-    return replace(spec, costs=costs, dropped=dropped, original=partial(unmodified, folder))
+    config.use_cache, config.return_dict = False, True
+    whole = Whole(config, (train.compute_dtype or train.dtype) == "float64")
+    spec = spec_of(whole)
+    dropped = (
+        {f"{spec.layers}.{part}": model.dropout for part in _dropped(whole.module, spec.layers)}
+        if model.dropout
+        else {}
+    )
+    return replace(
+        spec,
+        initialise=partial(whole.initialise, train.seed),
+        weights=None if model.random_weights else folder,
+        # So that stages are those that `plan --schedule` draws.
+        costs=partial(part_costs, model) if spec.layers else None,
+        dropped=dropped,
+        original=partial(unmodified, folder),
+        small=partial(_small, config),
+    )
+
+
+def _small(config: Any) -> ModelSpec:
+    whole = Whole(tiny(config), exact=True)
+    return replace(spec_of(whole), initialise=partial(whole.initialise, 0))
+
+
+def spec_of(of: Whole) -> ModelSpec:
+    """The spec of the causal language model of a configuration, without weights."""
+    config: Any = of.config
+    whole = of.module
+    layers = _layers(whole)
+    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    cannot: dict[str, str] = {}
+    split: dict[str, Entry] = {}
+    experts: dict[str, Any] = {}
+    try:
+        experts = packed_experts(whole)
+        split = tensor_plan(whole)
+    except UnknownStyle as error:
+        cannot["tensor"] = f"its published plan has {error}"
+    if not experts:
+        cannot["expert"] = "it has no packed experts"
+    if not split and not any(experts.values()) and "tensor" not in cannot:
+        cannot["tensor"] = f"transformers publishes no tensor-parallel plan of a {config.model_type}"
+    undivided: dict[str, Entry] = {}
+    ends: dict[str, Entry] = {}
+    tied = None
+    if embedding is not None and head is not None:
+        embedding_name, head_name = names_of(whole, (embedding, head))
+        # What the code of a family does behind the blocks is published, or else there sequences are whole.
+        behind: Entry = {"style": "replicate", "output": "whole"} if config.base_model_pp_plan else WHOLE
+        undivided = {embedding_name: WHOLE, head_name: behind}
+        ends = undivided
+        if type(embedding).forward is nn.Embedding.forward and is_split_linear(head):
+            ends = {embedding_name: {"style": "vocab", "sequence": "whole"}, head_name: "column"}
+        if head.weight is embedding.weight:
+            tied = (f"{embedding_name}.weight", f"{head_name}.weight")
+    split |= ends
+    sequence: dict[str, Entry] | None = None
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    if layers:
+        sequence = sequence_plan(whole, layers, split)
+        if not config.base_model_pp_plan:
+            sequence = {**sequence, **_whole_behind(whole, layers, split)}
+        first, last = _around(whole, layers)
+    else:
+        cannot["pipeline"] = "its blocks are no one list of modules"
+    cannot |= _without_context(whole, config)
+    return ModelSpec(
+        module=partial(make, config, of.exact),
+        hidden_size=getattr(config, "hidden_size", 0),
+        vocab_size=config.vocab_size,
+        layers=layers,
+        first=first,
+        last=last,
+        positions="position_ids" if _takes(whole, "position_ids") else "",
+        split=split,
+        sequence=sequence,
+        undivided=undivided,
+        attention=attended,
+        experts=experts,
+        tied=tied,
+        stored=Conversion(of),
+        cannot=cannot,
+    )
+
+
+def _check(config: Any, seq_len: int) -> None:
+    most = getattr(config, "n_positions", None)
+    if config.model_type == "gpt2" and most and seq_len > most:
+        raise UnsupportedOp(
+            "samples are longer than this GPT-2 has positions",
+            given=f"data.seq_len = {seq_len}, n_positions = {most} in its config.json",
+            expected=f"at most {most}",
+            hint=f"data.seq_len = {most}",
+        )
+    if getattr(config, "add_cross_attention", False):
+        raise UnsupportedOp(
+            f"a {config.model_type} with cross attention has a second input, which is not trained here",
+            given="add_cross_attention = true in its config.json",
+            expected="a decoder alone",
+            hint="add_cross_attention = false",
+        )
+    for name, value in config.to_dict().items():
+        if "jitter" in name and value:
+            raise UnsupportedOp(
+                f"the router of this {config.model_type} draws random numbers, which would differ from mesh to mesh",
+                given=f"{name} = {value} in its config.json",
+                expected="no jitter",
+                hint=f"{name} = 0.0",
+            )
+
+
+def _layers(whole: Any) -> str:
+    """The dotted name of the list of blocks; "" where there is none."""
+    count = getattr(whole.config, "num_hidden_layers", 0)
+    lists = [
+        (sum(each.numel() for each in part.parameters()), name)
+        for name, part in whole.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) == count
+    ]
+    return max(lists, default=(0, ""))[1]
+
+
+def _around(whole: nn.Module, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What has parameters and is registered before the blocks, and behind them: by name."""
+    before: list[str] = []
+    behind: list[str] = []
+    found = before
+    outer = [layers[: at.start()] for at in re.finditer(r"\.", layers)]
+    for name, part in whole.named_modules():
+        if name == layers:
+            found = behind
+        parent = name.rpartition(".")[0]
+        beside = name and parent in ("", *outer) and name not in outer and name != layers
+        if beside and any(True for _ in part.parameters()):
+            found.append(name)
+    return tuple(before), tuple(behind)
+
+
+def _whole_behind(whole: nn.Module, layers: str, split: Mapping[str, Entry]) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for name in _around(whole, layers)[1]:
+        entry = split.get(name, "")
+        found[name] = {"style": "column", "sequence": "whole"} if entry == "column" else WHOLE
+    return found
+
+
+def _dropped(whole: nn.Module, layers: str) -> list[str]:
+    """What writes to the residual stream: parts of blocks with parameters that are no norms."""
+    blocks = whole.get_submodule(layers).children() if layers else ()
+    found = {
+        f"*.{key}": None
+        for block in blocks
+        for key, part in block.named_children()
+        if "Norm" not in type(part).__name__ and any(True for _ in part.parameters())
+    }
+    return list(found)
+
+
+def _without_context(whole: Any, config: Any) -> Mapping[str, str]:
+    if not has_attention_interface(whole):
+        return {"context": "its attention is not computed by transformers' attention interface"}
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        return {"context": f'rope_type = "{kind}" follows from the longest position that a rank holds'}
+    others = [each for each in getattr(config, "layer_types", None) or () if each not in _ATTENTION]
+    if others:
+        return {"context": f"layers of the type {others[0]}"}
+    return {}
+
+
+def _takes(whole: nn.Module, name: str) -> bool:
+    kind: Any = next(
+        each for each in type(whole).__mro__ if each.__name__ != "_Logits" and "forward" in vars(each)
+    )
+    return name in inspect.signature(kind.forward).parameters

@@ -1,10 +1,13 @@
-"""A causal language model of the transformers library: made from its configuration, attended by the mesh, initialised."""
+"""A causal language model of the transformers library: made from its configuration, attended by the mesh, drawn."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from copy import deepcopy
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +17,19 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
+    masking_utils,
 )
 from transformers.utils import logging
 
 from meshcomm.errors import ConfigError, UnsupportedOp
-from meshcomm.models.spec import Attend, normal
+from meshcomm.models.family_code import WHOLE_SAMPLES
+from meshcomm.models.spec import Attend
+from meshcomm.models.torch_private import draw
+from meshcomm.parallel.build import on_meta
 
-ATTENTION = "meshcomm"
+ATTENTION: Final = "meshcomm"
 # Arguments of an attention layer that say nothing about what it computes.
-_UNUSED = ("cache_position", "output_attentions", "past_key_values", "position_ids", "use_cache")
+_UNUSED: Final = ("cache_position", "output_attentions", "past_key_values", "position_ids", "use_cache")
 
 
 def _attention(
@@ -46,51 +53,57 @@ def _attention(
         name for name, x in more.items() if x is not None and x is not False and name not in _UNUSED
     ]:
         raise UnsupportedOp(
-            f"attention of a {type(module).__name__} takes what meshcomm's does not",
+            f"attention of a {type(module).__name__} takes what context parallelism does not have",
             given=", ".join(wrong),
             expected="causal attention with a scale and a sliding window",
-            hint="ModelSpec.attention, with an attention of this model",
+            hint="mesh.dims without parallel.context; or ModelSpec.attention, with an attention of this model",
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    attend: Attend = module.meshcomm_attend
+    width = value.shape[-1]
+    if width < query.shape[-1]:
+        # Of latent attention, whose values are narrower than its keys.
+        value = nn.functional.pad(value, [0, query.shape[-1] - width])
+    attend: Attend = module.config.meshcomm_attend
     found = attend(query, key, value, causal=causal, scale=scaling, window=sliding_window)
-    return found.transpose(1, 2).contiguous(), None
+    return found[..., :width].transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
 
 
-class _WideNorm(nn.Module):
-    """transformers' RMSNorm, which rounds what is wider than float32: here it computes in float64 what is."""
-
-    weight: nn.Parameter
-    variance_epsilon: float
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., width) -> the same shape."""
-        if x.dtype != torch.float64:
-            y: Tensor = super().forward(x)
-            return y
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+_borders = masking_utils.find_packed_sequence_indices
 
 
-def make(config: PreTrainedConfig) -> nn.Module:
-    """The model of a configuration, whose attention layers call what `attended` gives them.
+def _borders_of_packed_samples(position_ids: Tensor) -> Tensor | None:
+    """transformers' look for packed samples, but of those that are known to be none."""
+    return None if WHOLE_SAMPLES.get() else _borders(position_ids)
+
+
+masking_utils.find_packed_sequence_indices = _borders_of_packed_samples
+
+
+class _Logits:
+    """A causal language model that returns logits alone."""
+
+    def forward(self, input_ids: Tensor, **named: Any) -> Tensor:
+        """(batch, tokens) int64 -> (batch, tokens, vocabulary)."""
+        found: Tensor = super().forward(input_ids, **named).logits  # type: ignore[misc]
+        return found
+
+
+def make(config: PreTrainedConfig, exact: bool = False) -> nn.Module:
+    """The model of a configuration. exact: its experts compute in float64, one by one: torch groups no such products.
 
     Raises ConfigError where transformers cannot make it.
     """
+    options = {"experts_implementation": "eager"} if exact else {}
     try:
-        made: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, attn_implementation=ATTENTION
-        )
+        # What `attended` writes is of one model.
+        made: nn.Module = AutoModelForCausalLM.from_config(deepcopy(config), **options)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise not_made(config.name_or_path or "a configuration", error) from error
-    kinds: dict[type, type] = {}
-    for part in made.modules():
-        own = type(part)
-        if own.__name__.endswith("RMSNorm"):
-            kinds.setdefault(own, type(own.__name__, (_WideNorm, own), {"__module__": __name__}))
-            part.__class__ = kinds[own]
+    own = type(made)
+    made.__class__ = type(own.__name__, (_Logits, own), {"__module__": own.__module__})
     return made
 
 
@@ -124,16 +137,41 @@ def unmodified(folder: Path, weights: Mapping[str, Tensor] | None) -> nn.Module:
 
 
 def attended(module: nn.Module, attend: Attend) -> None:
-    """Have every attention layer of `module` call `attend`."""
+    """Have every attention layer of `module` call `attend`. Its masks are left out: `attend` is told of windows."""
     for part in module.modules():
-        if type(part).__name__.endswith("Attention"):
-            part.meshcomm_attend = attend  # type: ignore[assignment]
+        config = getattr(part, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            config._attn_implementation = ATTENTION
+            config.meshcomm_attend = attend
 
 
-def initialise(std: float, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Norms are 1, biases 0, the rest normal with the configuration's standard deviation."""
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if len(shape) == 1:
-        return torch.ones(shape)
-    return normal(seed, name, shape, std)
+@final
+class Whole:
+    """The whole model of a configuration, without memory, made when it is first asked for."""
+
+    def __init__(self, config: PreTrainedConfig, exact: bool = False) -> None:
+        self.config, self.exact = config, exact
+
+    @cached_property
+    def module(self) -> Any:
+        """It. Raises ConfigError where transformers cannot make it."""
+        with on_meta():
+            return make(self.config, self.exact)
+
+    def initialise(self, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The whole parameter as its family draws it, from (seed, name) alone: the same on every mesh."""
+        owner, _, key = name.rpartition(".")
+        part = self.module.get_submodule(owner)
+        there = dict(part._parameters)
+        drawn = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]) >> 1
+        try:
+            for each, parameter in there.items():
+                if parameter is not None:
+                    part._parameters[each] = nn.Parameter(torch.zeros(parameter.shape))
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(drawn)
+                draw(self.module, part)
+            found: Tensor = part._parameters[key].detach()
+            return found
+        finally:
+            part._parameters.update(there)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from meshcomm.errors import UnsupportedOp
 from meshcomm.parallel.pipeline import Stage
+from meshcomm.parallel.tensor import TensorSplit
 
 # The pass that is under way.
 _PASS: Final[ContextVar[OwnForward | None]] = ContextVar("pass", default=None)
@@ -45,7 +46,7 @@ class AbsentEmbedding(nn.Module):
         super().__init__()
         self._hidden_size, self._dtype = hidden_size, dtype
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, *args: Any, **named: Any) -> Tensor:
         """(...) -> (..., hidden_size), nan, in the memory of one element."""
         return torch.full((), torch.nan, dtype=self._dtype, device=ids.device).expand(
             *ids.shape, self._hidden_size
@@ -129,6 +130,8 @@ class OwnForward:
     """One pass of a stage.
 
     through: runs a block as the configuration says. entering: hidden states of the stage before; None on the first.
+    tensor: with sequence_parallel, whole sequences are sliced where the first block begins; and, if it `gathers`, gathered
+    where the last block ends.
     """
 
     def __init__(
@@ -137,8 +140,12 @@ class OwnForward:
         blocks: tuple[nn.Module, ...],
         through: Callable[..., Any],
         entering: Tensor | None,
+        tensor: TensorSplit,
+        gathers: bool = False,
     ) -> None:
+        self._gathers = gathers and tensor.sequence_parallel
         self._stage, self._blocks, self._through, self._entering = stage, blocks, through, entering
+        self._tensor = tensor
         # Between stages more than hidden states cannot cross; a stage that is alone may call its blocks as it likes.
         self._waiting: Iterator[nn.Module] | None = iter(blocks) if stage.count > 1 else None
 
@@ -147,6 +154,7 @@ class OwnForward:
 
         Raises UnsupportedOp where there are several stages, and it does not call each block once, in order.
         """
+        self._tokens = tokens.shape[1] if tokens.ndim > 1 else 0
         token = _PASS.set(self)
         try:
             y = forward(tokens, **named)
@@ -167,19 +175,29 @@ class OwnForward:
                 if expected is None
                 else f"a forward that calls {which} out of order"
             )
-        if block is self._blocks[0] and self._entering is not None:
-            if args:
-                args = (self._entering, *args[1:])
-            else:
-                named = {**named, next(iter(named)): self._entering}
+        if block is self._blocks[0]:
+            args, named = self._begun(args, named)
         token = _PASS.set(None)
         try:
             y = self._through(block, *args, **named)
         finally:
             _PASS.reset(token)
         if block is self._blocks[-1] and not self._stage.is_last:
-            raise _Ended(y[0] if isinstance(y, tuple) else y)
+            # What is sent lies in one piece.
+            raise _Ended((y[0] if isinstance(y, tuple) else y).contiguous())
+        if block is self._blocks[-1] and self._gathers:
+            y = (self._tensor.gather(y[0]), *y[1:]) if isinstance(y, tuple) else self._tensor.gather(y)
         return y
+
+    def _begun(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the first block here, whose first one is the hidden states."""
+        key = "" if args else next(iter(named))
+        x = args[0] if args else named[key]
+        if self._entering is not None:
+            x = self._entering
+        elif self._tensor.sequence_parallel and x.shape[self._tensor.axis] == self._tokens:
+            x = self._tensor.scatter(x)
+        return ((x, *args[1:]), named) if args else (args, {**named, key: x})
 
     def _number(self, block: nn.Module) -> int:
         return self._stage.layers[self._blocks.index(block)]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.errors import ConfigError
-from meshcomm.models.weights import Names
+from meshcomm.models.weights import Conversions, Names
+from meshcomm.parallel.expert.packed import Axes
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor.plan import Entry, matches
 from meshcomm.predict.stages import PartCosts
@@ -79,8 +80,8 @@ class ModelSpec:
     undivided:  what replaces entries of `split` where `vocab_size` is no multiple of the ranks: an embedding and a head
                 that stay whole, so that every rank computes all logits. None: refused.
     attention:  (module, attend) -> None: has every attention of the module call `attend`; for context parallelism.
-    experts:    (module) -> for each name of a part that a `meshcomm.parallel.expert.Experts` takes the place of, what
-                that is made with: hidden_size, intermediate_size, experts, experts_per_token and so on.
+    experts:    modules of packed experts, as patterns -> how their parameters are split along the tensor's dim. All their
+                parameters have the experts along axis 0; see `meshcomm.parallel.expert.spread_experts`.
     dropped:    part of a block, such as "layers.*.mlp" -> the share of its output, (batch, sequence, hidden_size), that
                 is set to zero in training: in the same places on every mesh. Needs `layers` and `forward`.
     tied:       names of the embedding's weight and the head's, where these are one.
@@ -90,10 +91,13 @@ class ModelSpec:
                 have it, which `meshcomm parity` compares with before the first step. None: what `module` makes.
     weights:    a folder of safetensors with these parameters. None: they are drawn.
     stored:     (name) -> what the parameter is called in such a folder, and whether it lies there transposed. For one of
-                three axes, as of experts, a tuple of rows of names: see meshcomm.models.weights.Names.
+                three axes, as of experts, a tuple of rows of names: see meshcomm.models.weights.Names. Or an object that
+                knows both ways: see meshcomm.models.weights.Conversions.
     loss:       (outputs, targets) -> mean over a microbatch. None: cross-entropy of logits, over all targets that are
                 not -100, of the whole batch.
     costs:      (seq_len) -> what the parts cost, for stages. None: all layers the same.
+    small:      makes the same model with few and narrow layers, which is compared with itself in parts before training, see
+                `meshcomm.models.check`. None: this one, where it has at most 4 million parameters.
     cannot:     "tensor", "sequence_parallel", "context", "pipeline" or "expert" -> why it cannot be trained with that.
     """
 
@@ -109,15 +113,16 @@ class ModelSpec:
     sequence: Mapping[str, Entry] | None = None
     undivided: Mapping[str, Entry] | None = None
     attention: Callable[[Any, Attend], None] | None = None
-    experts: Callable[[Any], Mapping[str, Mapping[str, Any]]] | None = None
+    experts: Mapping[str, Axes] = field(default_factory=dict)
     dropped: Mapping[str, float] = field(default_factory=dict)
     tied: tuple[str, str] | None = None
     initialise: Callable[[str, tuple[int, ...]], Tensor] | None = None
     original: Callable[[Mapping[str, Tensor] | None], nn.Module] | None = None
     weights: Path | None = None
-    stored: Callable[[str], tuple[Names, bool]] | None = None
+    stored: Callable[[str], tuple[Names, bool]] | Conversions | None = None
     loss: Callable[[Any, Tensor], Tensor] | None = None
     costs: Callable[[int], PartCosts] | None = None
+    small: Callable[[], ModelSpec] | None = None
     cannot: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -176,7 +181,7 @@ def check_names(spec: ModelSpec, module: nn.Module) -> None:
     named = {name: f"{end}: {name!r}" for end in ("first", "last") for name in getattr(spec, end)}
     wrong = [text for name, text in {**blocks, **named}.items() if name not in parts | parameters]
     wrong += [f"tied: {name!r}" for name in spec.tied or () if name not in parameters]
-    for plan in ("split", "sequence", "undivided", "dropped"):
+    for plan in ("split", "sequence", "undivided", "dropped", "experts"):
         for pattern in getattr(spec, plan) or {}:
             if not any(matches(pattern, name) for name in parts):
                 wrong.append(f"{plan}: {pattern!r}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshcomm.config import TrainConfig
 from meshcomm.errors import UnsupportedOp
+from meshcomm.models.family_code import family_code
 from meshcomm.models.own_forward import OwnForward, absent_parts, put_in
 from meshcomm.models.spec import (
     KINDS,
@@ -25,15 +26,14 @@ from meshcomm.models.spec import (
     cut,
     default_values,
 )
-from meshcomm.models.weights import Folder, Names, write
+from meshcomm.models.weights import Folder, Source, write
 from meshcomm.parallel.batch_norm import batch_norms, synchronise
 from meshcomm.parallel.build import Model, Splits, along, cast, on_meta
 from meshcomm.parallel.dropout import DROPOUTS, Dropout, Drops, check_dropouts
-from meshcomm.parallel.expert.experts import EXPERT_NAMES, Experts
+from meshcomm.parallel.expert import spread_experts
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.recompute import run
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy, tensor_parallel
-from meshcomm.parallel.tensor.apply import lay_out
 from meshcomm.parallel.tensor.example import Calls, explained
 from meshcomm.parallel.tensor.plan import Rule, matches, rules_of
 from meshcomm.predict.stages import PartCosts
@@ -49,7 +49,7 @@ class SpecModel(Model):
     """
 
     def __init__(self, spec: ModelSpec, train: TrainConfig, seq_len: int, *, family: bool = False) -> None:
-        self.spec, self._train, self._seq_len = spec, train, seq_len
+        self.spec, self._train, self._seq_len, self.family = spec, train, seq_len, family
         check_kinds(spec)
         with on_meta():
             whole = spec.module()
@@ -61,7 +61,9 @@ class SpecModel(Model):
         self.drops = any(spec.dropped.values())
         self._batch_norms = batch_norms(whole)
         self._dropouts = [pair for pair in whole.named_modules() if isinstance(pair[1], DROPOUTS)]
-        self._names = [name for name in self._names_of(whole) if not spec.tied or name != spec.tied[1]]
+        self._names = [name for name, _ in whole.named_parameters() if not spec.tied or name != spec.tied[1]]
+        saved = whole.state_dict()
+        self._buffers = [name for name, _ in whole.named_buffers() if name in saved and self.spec.weights]
         # What transformers says of a class: names in older folders, and of its part without a head.
         self._ignored = tuple(getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ())
         self._base = str(getattr(whole, "base_model_prefix", ""))
@@ -89,27 +91,37 @@ class SpecModel(Model):
             dtype = getattr(torch, train.compute_dtype or train.dtype)
             absent = absent_parts(module, spec.layers, spec.first, stage, dtype, splits.mesh.device)
         layers = cut(module, spec, stage)
-        experts = self._experts(module, splits)
-        for name in experts:
-            module.set_submodule(name, nn.Identity())
-        if spec.attention is not None:
+        if spec.attention is not None and splits.context.size > 1:
             spec.attention(module, splits.context.attend)
         module.__class__ = type(type(module).__name__, (_Stage, type(module)), {"__module__": __name__})
         module.meshcomm_stage = _Facts(self, splits, stage, layers)
         split = splits.tensor
-        if split.size == 1:
-            lay_out(module, split.mesh, {name: how for name, how in spec.split.items() if _has(module, name)})
-        else:
+        experts = {
+            name: (part, axes)
+            for name, part in module.named_modules()
+            for pattern, axes in spec.experts.items()
+            if matches(pattern, name)
+        }
+        for name, (part, axes) in experts.items():
+            spread_experts(part, split, splits.expert, axes, name)
+            if train.compile:
+                # A loop over experts is another program for every step.
+                part.forward = torch.compiler.disable(part.forward)
+            module.set_submodule(name, nn.Identity())
+        if split.size > 1:
             plan = dict(spec.split)
-            if not self._divides(splits):
-                plan |= spec.undivided or {}
             if split.sequence_parallel:
                 plan |= spec.sequence or {}
+            if not self._divides(splits):
+                plan |= spec.undivided or {}
             plan = {pattern: entry for pattern, entry in plan.items() if _has(module, pattern)}
+            rules = rules_of(split, module, plan)[0]
+            behind = (rules.get(name, Rule()) for name in spec.last)
+            module.meshcomm_stage.gathers = any("whole" in (r.input, r.sequence) for r in behind)
             if not train.compile:
-                module.meshcomm_stage.rules = rules_of(split, module, plan)[0]
+                module.meshcomm_stage.rules = rules
             tensor_parallel(module, split.mesh, split.dim, plan, sequence_parallel=split.sequence_parallel)
-        for name, part in experts.items():
+        for name, (part, _) in experts.items():
             module.set_submodule(name, part)
         for name, part in list(module.named_modules()) if self.drops else []:
             # Once, however many patterns name it: by the largest share.
@@ -120,6 +132,9 @@ class SpecModel(Model):
                 part.register_forward_hook(_drop)
         if own:
             put_in(module, spec.layers, order, absent)
+            for name in spec.first if stage.is_first and train.compute_dtype else ():
+                if isinstance(part := module.get_submodule(name), nn.Embedding):
+                    part.register_forward_hook(partial(_cast, dtype))
         if train.compile:
             for block in layers:
                 block.compile()
@@ -131,15 +146,19 @@ class SpecModel(Model):
         if spec.weights is not None:
             ignored = (*self._ignored, *(f"^{re.escape(name)}$" for name in (spec.tied or ())[1:]))
             with Folder(spec.weights, base=self._base, ignored=ignored) as folder:
-                folder.check([self.stored(name)[0] for name in self._names])
+                sources = self._sources(folder)
+                folder.check(sources, self._names, self._buffers)
 
                 def stored(name: str, shape: tuple[int, ...]) -> Any:
-                    called, transposed = self.stored(name)
                     if spec.tied and name in spec.tied:
-                        return folder.read_twice(spec.tied, shape, transposed)
-                    return folder.read(called, shape, transposed)
+                        each = [sources[tied] for tied in spec.tied if tied in sources]
+                        return folder.read_twice(each, shape)
+                    return folder.read(sources[name], shape)
 
                 write(module, stored)
+                for name, buffer in module.named_buffers():
+                    if name in self._buffers and name in sources:
+                        folder.read(sources[name], tuple(buffer.shape)).copy((0,) * buffer.ndim, buffer)
         elif spec.initialise is not None:
             draw = spec.initialise
             write(module, draw)
@@ -147,34 +166,13 @@ class SpecModel(Model):
             drawn = default_values(spec, self._train.seed)
             write(module, lambda name, shape: drawn[name])
 
-    def _experts(self, module: nn.Module, splits: Splits) -> dict[str, Experts]:
-        """What takes the places of parts of `module`."""
-        wanted = {} if self.spec.experts is None else self.spec.experts(module)
-        with on_meta():
-            return {
-                name: Experts(
-                    splits.mesh,
-                    splits.expert,
-                    splits.tensor,
-                    context=splits.context.dim or None,
-                    balance_weight=splits.balance_weight,
-                    **settings,
-                )
-                for name, settings in wanted.items()
-            }
-
-    def _names_of(self, whole: nn.Module) -> list[str]:
-        """The names of the parameters of `whole`, with experts in their places."""
-        parts = [] if self.spec.experts is None else list(self.spec.experts(whole))
-        own = [f"{part}.{name}" for part in parts for name in EXPERT_NAMES]
-        inside = tuple(f"{part}." for part in parts)
-        return [name for name, _ in whole.named_parameters() if not name.startswith(inside)] + own
-
-    def stored(self, name: str) -> tuple[Names, bool]:
-        """Where a parameter lies in a folder of weights, and whether transposed; what is tied, under the embedding's name."""
-        if self.spec.tied and name == self.spec.tied[1]:
-            name = self.spec.tied[0]
-        return self.spec.stored(name) if self.spec.stored else (name, False)
+    def _sources(self, folder: Folder) -> Mapping[str, Source]:
+        """Where each parameter lies in a folder; what is tied, where it has both, under both names."""
+        stored = self.spec.stored
+        if stored is not None and not callable(stored):
+            return stored.sources(folder.names)
+        names = (*self._names, *(self.spec.tied or ())[1:], *set(self._buffers).intersection(folder.names))
+        return {name: Source(name) if stored is None else Source(*stored(name)) for name in names}
 
     def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
         """See Model."""
@@ -189,7 +187,9 @@ class SpecModel(Model):
         return super().outputs(splits) if self._divides(splits) else self.vocab_size
 
     def _divides(self, splits: Splits) -> bool:
-        return self.vocab_size % splits.tensor.size == 0
+        spec = self.spec
+        whole = spec.undivided and all(spec.split.get(name) == how for name, how in spec.undivided.items())
+        return not whole and self.vocab_size % splits.tensor.size == 0
 
     def count(self, targets: Tensor, microbatches: int) -> Tensor:
         """See Model."""
@@ -263,13 +263,15 @@ class _Facts:
         self.spec, self.splits, self.stage, self.layers = model.spec, splits, stage, layers
         self.numbers = dict(zip(map(id, layers), stage.layers, strict=True)) if layers else {}
         train = model._train
-        self.seed = train.seed
+        self.seed, self.family = train.seed, model.family
         self.activation_checkpointing = train.activation_checkpointing
         self.compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
         self.between = self.compute or getattr(torch, train.dtype)
         self.positions = splits.context.positions(model._seq_len) if model.vocab_size else torch.empty(0)
         # Of a split stage that has not run yet.
         self.rules: Mapping[str, Rule] | None = None
+        # Whether what is behind the blocks takes whole sequences.
+        self.gathers = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Facts:
         return self
@@ -283,10 +285,27 @@ class _Facts:
                 module(x.to("meta"))
         return calls
 
+    def exact(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the code of a family of transformers."""
+        return family_code(self.between) if self.family else contextlib.nullcontext()
+
+    def in_float64(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, also where it is called again in backward."""
+        if not self.family or self.between != torch.float64:
+            return call
+
+        def called(*args: Any, **named: Any) -> Any:
+            with self.exact():
+                return call(*args, **named)
+
+        return called
+
     def own_forward(self, forward: Callable[..., Any], through: Callable[..., Any], x: Tensor) -> Any:
         """What this stage makes of x by the module's own forward."""
         first = self.stage.is_first
-        run = OwnForward(self.stage, self.layers, through, None if first else x).run
+        run = OwnForward(
+            self.stage, self.layers, through, None if first else x, self.splits.tensor, self.gathers
+        ).run
         # Nobody reads the tokens of a later stage but for their number.
         tokens = x if first else self.positions.new_zeros(()).expand(x.shape[0], len(self.positions))
         name = self.spec.positions
@@ -312,7 +331,7 @@ class _Facts:
             call = _with_drops(block, Drops.at(self.seed, drops[0], drops[1], here))
         if draws is not None:
             call = draws.seeded(number, call)
-        return run(self.activation_checkpointing, number, call, *args, **named)
+        return run(self.activation_checkpointing, number, self.in_float64(call), *args, **named)
 
 
 # Of the block that runs. It is set again where a block is computed again, whatever microbatch has begun since.
@@ -328,6 +347,24 @@ def _with_drops(block: nn.Module, drops: Drops) -> Callable[..., Any]:
             _DROPS.reset(token)
 
     return call
+
+
+def logits_of(found: Any) -> Tensor:
+    """Of what a model returns. Raises UnsupportedOp where there are none."""
+    logits = found[0] if isinstance(found, tuple) and found else getattr(found, "logits", found)
+    if not isinstance(logits, Tensor):
+        raise UnsupportedOp(
+            "the model returns no logits",
+            given=f"a {type(found).__name__}",
+            expected="a tensor, a tuple that begins with one, or an object with .logits",
+            hint="ModelSpec(loss=...), which takes whatever the model returns",
+        )
+    return logits
+
+
+def _cast(dtype: torch.dtype, part: Any, args: object, output: Tensor) -> Tensor:
+    """A forward hook: hidden states are of the computing type from the embedding on."""
+    return output.to(dtype)
 
 
 def _drop(part: Any, args: object, output: Any) -> Any:
@@ -387,14 +424,17 @@ class _Stage:
         facts: _Facts = self.meshcomm_stage
         kind = x.device.type
         mixed = torch.autocast(kind, facts.compute) if facts.compute else contextlib.nullcontext()
-        with mixed:
+        with mixed, facts.exact():
             drops = None if samples is None else (self.step, samples)
             through = partial(facts.through, drops)
             if facts.spec.forward is None:
                 if not facts.layers:
-                    return super().forward(x)  # type: ignore[misc]
-                y = facts.own_forward(super().forward, through, x)  # type: ignore[misc]
-                return y if facts.stage.is_last else y.to(facts.between)
+                    y = super().forward(x)  # type: ignore[misc]
+                else:
+                    y = facts.own_forward(super().forward, through, x)  # type: ignore[misc]
+                if not facts.stage.is_last:
+                    return y.to(facts.between)
+                return y if facts.spec.loss is not None else logits_of(y)
             here = StageContext(facts.stage, facts.layers, facts.positions, facts.between, through)
             y = facts.spec.forward(self, x, here)
         return y.to(facts.between)

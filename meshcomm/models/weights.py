@@ -6,10 +6,10 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from meshcomm.errors import ShapeError, TrainingError
 from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.parallel.tensor import assign, local, whole_shape
-from meshcomm.parallel.tensor.parameters import fused_sizes, kept, parts_of, units
+from meshcomm.parallel.tensor.parameters import Kept, fused_parts, kept, parts_of
 from meshcomm.parallel.torch_private import offsets
 
 INDEX = "model.safetensors.index.json"
@@ -28,6 +28,29 @@ SINGLE = "model.safetensors"
 Names: TypeAlias = str | tuple[tuple[str, ...], ...]
 """Where a parameter lies in a folder: under one name; or, for one of three axes such as the experts of a layer, in a
 tensor of its own for each place of axis 0 and each run of rows of axis 1."""
+
+
+class Source(NamedTuple):
+    """Where a parameter lies in a folder.
+
+    transposed: its two axes lie the other way round there.
+    convert:    makes it of the whole tensors of `names`, one row of them; None: they are its parts.
+    """
+
+    names: Names
+    transposed: bool = False
+    convert: Callable[[list[Tensor]], Tensor] | None = None
+
+
+class Conversions(Protocol):
+    """How tensors of a folder become parameters, and the other way round."""
+
+    def sources(self, names: Iterable[str]) -> Mapping[str, Source]:
+        """Where each parameter lies in a folder with tensors of these names."""
+
+    def stored(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
+        """The tensors of a folder that a parameter, or a tensor without memory of its shape, becomes."""
+
 
 # Tables and masks that older versions of transformers saved, and no model reads.
 _IGNORED: Final = (r"rotary_emb\.inv_freq$", r"\.(attn|attention)\.(masked_)?bias$")
@@ -44,25 +67,21 @@ def write(module: nn.Module, value: Callable[[str, tuple[int, ...]], Any]) -> No
     value: (name, whole shape) -> the whole values, or a `Stored`, of which only the parts are read; the shape is that
            before the module was split. Nothing is communicated.
     """
-    fused = fused_sizes(module)
+    fused = fused_parts(module)
     for name, parameter in module.named_parameters():
-        sizes, shape = fused.get(name), whole_shape(parameter)
-        found = value(name, shape if sizes is None else (shape[0] * shape[1], *shape[2:]))
+        own = Kept(parameter, fused[name]) if name in fused else None
+        found = value(name, whole_shape(parameter) if own is None else own.shape)
         if not isinstance(found, Stored) or parts_of(parameter):
             found = found[:] if isinstance(found, Stored) else found
-            assign(parameter, found if sizes is None else kept(found, sizes))
-            continue
-        held = local(parameter)
-        at = offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim
-        if sizes is None:
-            found.copy(at, held)
-            continue
-        # A part's rows of this rank's units lie next to each other in the file.
-        n, first, column = units(sizes), 0, 0
-        for size in sizes:
-            rows = size // n
-            found.copy((first + at[0] * rows, *at[2:]), held[:, column : column + rows])
-            first, column = first + size, column + rows
+            assign(parameter, found if own is None else kept(found, own.parts))
+        elif own is None:
+            held = local(parameter)
+            found.copy(offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim, held)
+        else:
+            for piece in own.pieces():
+                values = torch.empty(piece.shape, dtype=piece.held.dtype, device=piece.held.device)
+                found.copy(piece.at, values)
+                piece.write(values)
 
 
 @final
@@ -110,14 +129,24 @@ class Folder:
     ) -> None:
         self._close()
 
-    def check(self, names: Iterable[Names]) -> None:
-        """Raises TrainingError where it lacks some of `names`, those of a whole model, or has others.
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors in it."""
+        return list(self._places)
 
+    def check(self, sources: Mapping[str, Source], wanted: Sequence[str], more: Sequence[str] = ()) -> None:
+        """Raises TrainingError where it lacks some of the parameters `wanted`, those of a whole model, or has others.
+
+        more: buffers, which it may have.
         An index is believed: of its files only those are opened that this rank reads from.
         """
-        wanted = [each for name in names for each in _flat(name)]
-        missing = [name for name in wanted if self._called(name) not in self._places]
-        known = {self._called(name) for name in wanted}
+        missing = [name for name in wanted if name not in sources]
+        known: set[str] = set()
+        held = [name for name in (*wanted, *more) if name in sources]
+        for each in (each for name in held for each in _flat(sources[name].names)):
+            known.add(self._called(each))
+            if self._called(each) not in self._places:
+                missing.append(each)
         extra = [
             name
             for name in self._places
@@ -136,25 +165,31 @@ class Folder:
                 or "config.json and weights of one model; or [model] build, for another one",
             )
 
-    def read(self, names: Names, shape: tuple[int, ...], transposed: bool = False) -> Stored:
-        """What reads slices of a parameter of this shape. transposed: its two axes lie the other way round in the file.
+    def read(self, source: Source, shape: tuple[int, ...]) -> Stored:
+        """What reads slices of a parameter of this shape.
 
         Raises: TrainingError for a name that is not there, or no floating-point numbers; ShapeError.
         """
+        names, transposed, convert = source
+        if convert is not None:
+            return _Converted([self.read(Source(each), ()) for each in _flat(names)], convert, names, shape)
         if isinstance(names, str):
             return _One(self, names, shape, transposed)
-        return _Stacked(
-            [[self.read(each, (), transposed) for each in row] for row in names], names, shape, self._path
-        )
+        pieces = [[self.read(Source(each, transposed), ()) for each in row] for row in names]
+        return _Stacked(pieces, names, shape, self._path)
 
-    def read_twice(self, names: tuple[str, str], shape: tuple[int, ...], transposed: bool = False) -> Stored:
-        """As `read`, of a tensor that may lie here under either name, or both.
+    def read_twice(self, sources: Sequence[Source], shape: tuple[int, ...]) -> Stored:
+        """As `read`, of a tensor that may lie here under several names.
 
-        Raises where a slice is read: TrainingError if the two differ there.
+        Raises where a slice is read: TrainingError if they differ there.
         """
-        first, *more = [name for name in names if self._called(name) in self._places] or names[:1]
-        stored = self.read(first, shape, transposed)
-        return _Twice(stored, self.read(more[0], shape, transposed), names, self._path) if more else stored
+        there = [each for each in sources if self._called(_flat(each.names)[0]) in self._places] or sources[
+            :1
+        ]
+        stored = [self.read(each, shape) for each in there]
+        if len(stored) == 1:
+            return stored[0]
+        return _Twice(stored[0], stored[1], (str(there[0].names), str(there[1].names)), self._path)
 
     def piece(self, name: str) -> Any:
         """A tensor of which slices can be read, as the package gives it."""
@@ -215,10 +250,7 @@ class Stored:
     shape: tuple[int, ...]
 
     def copy(self, at: Sequence[int], into: Tensor) -> None:
-        """Write the slice that begins at `at` into `into`, of any dtype, block by block.
-
-        into: of the slice's shape; or with its first axis as two, (units, rows of a unit, ...).
-        """
+        """Write the slice that begins at `at`, of the shape of `into`, into it, of any dtype, block by block."""
         raise NotImplementedError
 
     def __getitem__(self, at: slice) -> Tensor:
@@ -250,26 +282,18 @@ class _One(Stored):
         if not into.ndim:
             into.copy_(self._folder.piece(self._name)[...])
             return
-        # (units, rows of a unit, ...): the units of a part's rows, which lie in one run in the file.
-        each = into.shape[1] if into.ndim > len(self.shape) else 0
-        sizes = [into.shape[0] * each, *into.shape[2:]] if each else list(into.shape)
+        sizes = list(into.shape)
         # Blocks along the file's first axis: their pages lie together.
         along = len(sizes) - 1 if self._transposed else 0
         row = math.prod(self.shape) // self.shape[along] * _LARGEST
         step = max(1, _MAPPED_BYTES // row)
-        step = step if along or not each else max(1, step // each) * each
         for begin in range(0, sizes[along], step):
             end = min(begin + step, sizes[along])
             part = [slice(first, first + n) for first, n in zip(at, sizes, strict=True)]
             part[along] = slice(at[along] + begin, at[along] + end)
             held = self._folder.piece(self._name)
             values = held[tuple(reversed(part))].T if self._transposed else held[tuple(part)]
-            if not each:
-                into.narrow(along, begin, end - begin).copy_(values)
-            elif along:
-                into[..., begin:end].copy_(values.unflatten(0, (-1, each)))
-            else:
-                into[begin // each : end // each].copy_(values.unflatten(0, (-1, each)))
+            into.narrow(along, begin, end - begin).copy_(values)
             del held, values
             self._folder.mapped((end - begin) * row)
 
@@ -293,6 +317,32 @@ class _Twice(Stored):
                 expected="equal values, or one of the two; transformers ties no weights that differ",
                 hint='"tie_word_embeddings": false in config.json',
             )
+
+
+@final
+class _Converted(Stored):
+    """A tensor that is computed of others; they are read whole."""
+
+    def __init__(
+        self,
+        pieces: list[Stored],
+        convert: Callable[[list[Tensor]], Tensor],
+        names: Names,
+        shape: tuple[int, ...],
+    ) -> None:
+        self.shape, self._pieces, self._convert, self._names = shape, pieces, convert, names
+
+    def copy(self, at: Sequence[int], into: Tensor) -> None:
+        """See Stored."""
+        whole = self._convert([piece[:].to(into.dtype) for piece in self._pieces])
+        if tuple(whole.shape) != self.shape:
+            raise ShapeError(
+                f"what is made of {_flat(self._names)[0]} does not fit the model",
+                given=f"shape {tuple(whole.shape)}",
+                expected=f"{self.shape}, as the model has it",
+                hint="config.json and weights of one model",
+            )
+        into.copy_(whole[tuple(slice(first, first + n) for first, n in zip(at, into.shape, strict=True))])
 
 
 @final

@@ -19,7 +19,8 @@ from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.optimizer import MakeOptimizer, Update, check_patterns
 from meshcomm.parallel.results import Done, Results, check_inputs
-from meshcomm.parallel.state import Kinds, State
+from meshcomm.parallel.state import Kinds, State, as_before
+from meshcomm.parallel.tensor.parameters import Kept, fused_parts
 
 # (outputs, targets) of a microbatch -> the mean of its losses.
 LossOf: TypeAlias = Callable[[Any, Tensor], Tensor]
@@ -92,6 +93,14 @@ class Engine:
         """Those that only this rank's stages have: of a weight on the first stage and the last, the first one's."""
         copies = {id(weight) for weight in self._local.copies()}
         return [pair for pair in self.named_parameters() if id(pair[1]) not in copies]
+
+    def own_weights(self) -> dict[str, Tensor | Kept]:
+        """The weights of `own_parameters`, as a checkpoint has them, and the buffers that are saved with them."""
+        fused = {name: each for module in self.modules for name, each in fused_parts(module).items()}
+        found: dict[str, Tensor | Kept] = dict(self._state.buffers())
+        for name, each in self.own_parameters():
+            found[f"model.{name}"] = as_before(each.detach(), fused.get(name))
+        return found
 
     def step(
         self, inputs: Tensor, targets: Tensor, lr: float | None = None, number: int | None = None
@@ -204,9 +213,17 @@ class Engine:
 
         Raises: TrainingError that names what cannot be saved.
         """
+        return {
+            name: each.tensor if isinstance(each, Kept) else each for name, each in self.saved_state().items()
+        }
+
+    def saved_state(self) -> dict[str, Tensor | Kept]:
+        """`state`, with weights of several parts as a checkpoint has them."""
         return self._state.tensors()
 
-    def put_back(self, kinds: Kinds, fill: Callable[[dict[str, Tensor]], None], steps: int = 0) -> None:
+    def put_back(
+        self, kinds: Kinds, fill: Callable[[dict[str, Tensor | Kept]], None], steps: int = 0
+    ) -> None:
         """Make the state that of a checkpoint, made on any mesh after so many steps.
 
         kinds:  dtype and shape of each tensor that the checkpoint has.

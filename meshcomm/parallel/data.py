@@ -18,9 +18,10 @@ from meshcomm.errors import TrainingError
 from meshcomm.layout import Dims
 from meshcomm.layout.names import listed
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.expert import ExpertWeights
+from meshcomm.parallel.expert.packed import EXPERTS
 from meshcomm.parallel.expert.routing import Router
 from meshcomm.parallel.tensor import local
+from meshcomm.parallel.tensor.parameters import fused_parts
 from meshcomm.transport.torch_private import storage_id
 
 
@@ -373,11 +374,11 @@ class Sharded:
         for module in modules:
             whole: set[nn.Parameter] = set()
             for part in module.modules() if spread is not None else ():
-                if isinstance(part, ExpertWeights) and spread:
-                    place = _expert_axis(mesh.size(spread[-1]))
+                if hasattr(part, EXPERTS) and spread:
+                    place = _expert_axis(part, mesh.size(spread[-1]))
                     over = {**everywhere, "mesh": mesh[spread], "shard_placement_fn": place}
                     _shard(part, mp_policy=precision, **over)
-                elif isinstance(part, ExpertWeights):
+                elif hasattr(part, EXPERTS):
                     whole.update(part.parameters())
             for layer in _blocks(module):
                 for part in layer.modules() if precision.param_dtype != own else ():
@@ -427,14 +428,17 @@ def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(blocks)
 
 
-def _expert_axis(ranks: int) -> Callable[[nn.Parameter], Shard]:
+def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
     """The axis that experts' weights are sharded along: of their experts where these divide, or else one that does, as
     shards of unequal length are padded: one expert of a rank, in two shards of its first axis, saves no memory.
     """
+    # The rows of a unit, of a weight with parts, stay together.
+    together = {id(part.get_parameter(name)): parts.axis + 1 for name, parts in fused_parts(part).items()}
 
     def place(parameter: nn.Parameter) -> Shard:
-        sizes = local(parameter.detach()).shape
-        return Shard(next((axis for axis, size in enumerate(sizes) if size % ranks == 0), 0))
+        sizes = enumerate(local(parameter.detach()).shape)
+        skipped = together.get(id(parameter))
+        return Shard(next((at for at, size in sizes if at != skipped and size % ranks == 0), 0))
 
     return place
 

@@ -16,7 +16,7 @@ from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.layout.names import did_you_mean
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
-from meshcomm.parallel.tensor.parameters import fused_sizes
+from meshcomm.parallel.tensor.parameters import fused_parts
 
 # Makes an optimiser of parameter groups, as those of torch.optim do.
 MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -51,7 +51,7 @@ def decay_groups(
     """
     groups: dict[tuple[bool, Any, str], dict[str, Any]] = {}
     # A parameter of several parts, such as a bias of q, k and v, has one axis more than in the module before.
-    fused = fused_sizes(module)
+    fused = fused_parts(module)
     vectors = {name: each.ndim - (name in fused) < 2 for name, each in module.named_parameters()}
     for name, parameter in sorted(module.named_parameters(), key=lambda pair: vectors[pair[0]]):
         # A ModuleList of stages puts a number before the name.

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshcomm.comm.codec import decode, encode
 from meshcomm.errors import ObjectError, TrainingError
-from meshcomm.parallel.tensor.parameters import fused_sizes, local, split_dims
+from meshcomm.parallel.tensor.parameters import Kept, Parts, fused_parts, local, split_dims
 
 # The dtype and the shape of each tensor of a checkpoint, by its name.
 Kinds: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -86,29 +86,30 @@ class State:
     # -- to save ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor | Kept]:
         """Everything, by name. Parameters, buffers and tensors of the optimizer share their memory; nothing changes.
 
         Raises TrainingError that names what cannot be saved.
         """
-        found: dict[str, Tensor] = {}
+        found: dict[str, Tensor | Kept] = {}
         groups = self._changed_groups()
-        sizes = {name: each for module in self._modules for name, each in fused_sizes(module).items()}
+        fused = self._fused()
         names: dict[int, list[str]] = {}
         for module in self._modules:
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(name)
         for name, parameter in self._named():
-            found[f"model.{name}"] = parameter.detach()
+            found[f"model.{name}"] = as_before(parameter.detach(), fused.get(name))
             # Of a weight that embedding and head share, a stage may have one name.
             also = names[id(parameter)][1:] if name != self._tied else []
             own, rest = self._of_parameter(name, parameter)
-            found |= own
-            facts = {"parts": list(sizes.get(name, ())), "also": also, "state": rest}
+            for full, each in own.items():
+                found[full] = as_before(each, fused.get(name) if each.shape == parameter.shape else None)
+            facts: dict[str, Any] = {"also": also, "state": rest}
             facts["group"] = groups.get(id(parameter), {})
             if facts := {key: fact for key, fact in facts.items() if fact}:
                 found[OF_PARAMETER + name] = _plain(f"the optimizer's state of {name}", facts)
-        found |= self._buffers()
+        found |= self.buffers()
         for name, part in self._with_extra_state():
             value = part.get_extra_state()
             if type(value) is Tensor:
@@ -133,7 +134,7 @@ class State:
                 rest[key] = value
         return own, rest
 
-    def _buffers(self) -> dict[str, Tensor]:
+    def buffers(self) -> dict[str, Tensor]:
         """Those that are in the modules' state dicts, such as the running means of batch norms."""
         return {
             f"model.{name}": buffer
@@ -143,10 +144,13 @@ class State:
             if name in saved
         }
 
+    def _fused(self) -> dict[str, Parts]:
+        return {name: each for module in self._modules for name, each in fused_parts(module).items()}
+
     def names(self) -> set[str]:
         """Of all tensors of a checkpoint that are read into the modules."""
         extra = (name for part, _ in self._with_extra_state() for name in (_extra(part), OF_MODULE + part))
-        return {*(f"model.{name}" for name, _ in self._named()), *self._buffers(), *extra}
+        return {*(f"model.{name}" for name, _ in self._named()), *self.buffers(), *extra}
 
     def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         for module in self._modules:
@@ -205,7 +209,7 @@ class State:
     # -- to put back ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def put_back(self, kinds: Kinds, fill: Callable[[dict[str, Tensor]], None], steps: int) -> None:
+    def put_back(self, kinds: Kinds, fill: Callable[[dict[str, Tensor | Kept]], None], steps: int) -> None:
         """Make this rank's state that of a checkpoint.
 
         kinds: of everything in the checkpoint. State of the optimizer that it lacks does not exist afterwards.
@@ -213,9 +217,11 @@ class State:
         steps: how many were made when it was saved.
         Raises TrainingError that names what does not fit.
         """
-        named, extra = self._named(), list(self._with_extra_state())
-        room: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in named}
-        room |= self._buffers()
+        named, extra, fused = self._named(), list(self._with_extra_state()), self._fused()
+        room: dict[str, Any] = {
+            f"model.{name}": as_before(parameter.detach(), fused.get(name)) for name, parameter in named
+        }
+        room |= self.buffers()
         texts = [OF_PARAMETER + name for name, _ in named] + [OF_MODULE + name for name, _ in extra]
         for name in (*(text for text in texts if text in kinds), OF_TRAINING):
             room[name] = torch.empty(kinds[name][1] if name in kinds else (0,), dtype=torch.uint8)
@@ -226,8 +232,12 @@ class State:
             elif OF_MODULE + name not in kinds:
                 what = f"the extra state of {name or 'the model'}"
                 raise _unfit(what, "none in the checkpoint", "the value of get_extra_state")
-        own = self._room_for_optimizer(named, kinds)
-        room |= {f"optimizer.{name}.{key}": each for name, held in own.items() for key, each in held.items()}
+        own = self._room_for_optimizer(named, kinds, fused)
+        parameters = dict(named)
+        for name, held in own.items():
+            for key, each in held.items():
+                parts = fused.get(name) if each.shape == parameters[name].shape else None
+                room[f"optimizer.{name}.{key}"] = as_before(each, parts)
         fill(room)
 
         for name, part in extra:
@@ -251,7 +261,7 @@ class State:
         self._put_groups(named, facts, training.get("scheduler"), steps)
 
     def _room_for_optimizer(
-        self, named: list[tuple[str, nn.Parameter]], kinds: Kinds
+        self, named: list[tuple[str, nn.Parameter]], kinds: Kinds, fused: Mapping[str, Parts]
     ) -> dict[str, dict[str, Tensor]]:
         parameters = dict(named)
         hosted = {
@@ -268,7 +278,7 @@ class State:
             if kept == "optimizer" and name is not None:
                 key = full.removeprefix(f"optimizer.{name}.")
                 host = hosted.get(id(parameters[name]), True)
-                own.setdefault(name, {})[key] = _room(parameters[name], key, kind, host)
+                own.setdefault(name, {})[key] = _room(parameters[name], key, kind, host, fused.get(name))
         return own
 
     def _put_groups(
@@ -425,11 +435,22 @@ def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
     return False
 
 
-def _room(parameter: Tensor, key: str, kind: tuple[torch.dtype, tuple[int, ...]], hosted: bool) -> Tensor:
+def as_before(tensor: Tensor, parts: Parts | None) -> Tensor | Kept:
+    """A tensor as a checkpoint has it: of the layout that its weight had before the model was split."""
+    return tensor if parts is None else Kept(tensor, parts)
+
+
+def _room(
+    parameter: Tensor,
+    key: str,
+    kind: tuple[torch.dtype, tuple[int, ...]],
+    hosted: bool,
+    parts: Parts | None,
+) -> Tensor:
     """Memory for one tensor of the optimizer's state. Where a count of steps is kept, torch's optimizers decide."""
     dtype, shape = kind
     count = key == "step" and not shape
-    if tuple(shape) == tuple(parameter.shape) and not count:
+    if tuple(shape) == (Kept(parameter, parts).shape if parts else tuple(parameter.shape)) and not count:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).detach()
     made = torch.empty(shape, dtype=dtype, device=_HOST if count and hosted else parameter.device)
     if isinstance(parameter, DTensor) and shape:

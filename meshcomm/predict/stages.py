@@ -128,7 +128,8 @@ def part_costs(model: ModelConfig, seq_len: int) -> PartCosts:
     queries = model.num_heads * model.head_size
     keys = model.num_kv_heads * model.head_size
     projections = 2 * model.hidden_size * (queries + keys)
-    met = [seq_len if window is None else min(seq_len, 2 * window) for window in model.windows]
+    windows = model.windows or (None,) * model.num_layers
+    met = [seq_len if window is None else min(seq_len, 2 * window) for window in windows]
     dense = model.ff_matrices * model.hidden_size * model.intermediate_size
     experts = model.hidden_size * model.experts + min(model.experts_per_token, model.experts) * dense
     layers = (

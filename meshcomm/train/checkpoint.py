@@ -18,6 +18,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.state import OF_MODULE
+from meshcomm.parallel.tensor.parameters import Kept
 from meshcomm.train.callbacks import Resumed
 from meshcomm.train.checkpoint_folder import (
     FOLDER,
@@ -67,7 +68,7 @@ def find_attempt(env: Mapping[str, str]) -> Attempt:
     return Attempt("" if run == "none" else run, restarts)
 
 
-def read(mesh: Mesh, state: Mapping[str, Tensor], folder: Path) -> None:
+def read(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path) -> None:
     """Fill the tensors of `state` in place from a folder that `write` or a run's save made on any mesh.
 
     Called by: every rank; each reads what its own parts need.
@@ -103,13 +104,13 @@ def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None 
     return on_all_ranks(mesh, f"resume from {folder}", put_back)
 
 
-def state_of(mesh: Mesh, engine: Engine, losses: list[float] | None = None) -> dict[str, Tensor]:
+def state_of(mesh: Mesh, engine: Engine, losses: list[float] | None = None) -> dict[str, Tensor | Kept]:
     """Everything that `resume` needs. Raises TrainingError on every rank where one has what cannot be saved."""
-    state = on_all_ranks(mesh, "save the state", engine.state)
+    state = on_all_ranks(mesh, "save the state", engine.saved_state)
     return state if losses is None else {**state, LOSSES: torch.tensor(losses, dtype=torch.float64)}
 
 
-def write(mesh: Mesh, state: Mapping[str, Tensor], folder: Path, lock: Lock) -> None:
+def write(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path, lock: Lock) -> None:
     """Write `state`, name -> DTensor or a tensor that is equal on all ranks that have it, into a new folder.
 
     lock:      what `resume` needs; `read` does without.
@@ -167,7 +168,7 @@ class Checkpoints:
 
         return on_all_ranks(mesh, f"resume from {path}", look)
 
-    def save(self, lock: Lock, state: Mapping[str, Tensor]) -> Path:
+    def save(self, lock: Lock, state: Mapping[str, Tensor | Kept]) -> Path:
         """Save `state` as the checkpoint of `lock.step`; remove those before the last `train.keep`.
 
         Called by: every rank, with the state that each holds. Waits for a save that is under way.

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from meshcomm.errors import TrainingError
+from meshcomm.parallel.tensor.parameters import Kept, Piece
 from meshcomm.train.checkpoint_folder import METADATA, instead_of
 
 SAFETENSORS_NAMES: Final = {
@@ -109,7 +110,7 @@ class Saved:
             if isinstance(saved, TensorStorageMetadata)
         }
 
-    def fill(self, state: Mapping[str, Tensor]) -> None:
+    def fill(self, state: Mapping[str, Tensor | Kept]) -> None:
         """Write into the tensors of `state`, DTensors or whole ones, only reading what they need.
 
         Raises TrainingError where a name, shape or dtype differs, parts are missing, or a file is not there,
@@ -117,7 +118,12 @@ class Saved:
         """
         kinds = self.kinds
         for name, tensor in state.items():
-            self._check(name, Kind(tensor.dtype, tuple(tensor.shape)), kinds.get(name))
+            dtype = tensor.tensor.dtype if isinstance(tensor, Kept) else tensor.dtype
+            self._check(name, Kind(dtype, tuple(tensor.shape)), kinds.get(name))
+            if isinstance(tensor, Kept):
+                for piece in tensor.pieces():
+                    self._fill_piece(name, piece, dtype)
+        state = {name: each for name, each in state.items() if not isinstance(each, Kept)}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(state), self._metadata, True)
         for item in planner.create_local_plan().items:
@@ -126,6 +132,21 @@ class Saved:
                 slice(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True)
             )
             planner.resolve_tensor(item).detach().copy_(saved[part])
+
+    def _fill_piece(self, name: str, piece: Piece, dtype: torch.dtype) -> None:
+        values = torch.empty(piece.shape, dtype=dtype)
+        saved: Any = self._metadata.state_dict_metadata[name]
+        for chunk in saved.chunks:
+            at, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            if not _overlap((at, sizes), (piece.at, piece.shape)):
+                continue
+            ends = [min(a + n, b + m) for a, n, b, m in zip(at, sizes, piece.at, piece.shape, strict=True)]
+            begins = [max(a, b) for a, b in zip(at, piece.at, strict=True)]
+            pairs = list(zip(begins, ends, strict=True))
+            there = tuple(slice(begin - a, end - a) for (begin, end), a in zip(pairs, at, strict=True))
+            here = tuple(slice(begin - a, end - a) for (begin, end), a in zip(pairs, piece.at, strict=True))
+            values[here] = self._read(MetadataIndex(name, chunk.offsets), dtype)[there]
+        piece.write(values.to(piece.held.device))
 
     def load(self, name: str) -> Tensor:
         """One tensor, whole. Raises TrainingError as `fill`."""

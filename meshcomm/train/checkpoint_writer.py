@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
@@ -34,6 +35,7 @@ from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, on_all_ranks, ranks_of
 from meshcomm.parallel.state import EXTRA
+from meshcomm.parallel.tensor.parameters import Kept, Piece
 from meshcomm.train.checkpoint_folder import METADATA, go_on_without, sync, write
 from meshcomm.train.checkpoint_reader import unpickle
 from meshcomm.train.torch_private import storage_info
@@ -44,10 +46,11 @@ _KEY_BYTES: Final = 8
 _PAUSE_S: Final = 0.01
 
 
-def divide(mesh: Mesh, state: Mapping[str, Tensor]) -> list[WriteItem]:
+def divide(mesh: Mesh, state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
     """Which parts of a state this rank writes: of those that several ranks have, each is written by one.
 
-    state: name -> DTensor, or a plain tensor that is the same on every rank that has the name. Plain data and
+    state: name -> DTensor, or a plain tensor that is the same on every rank that has the name; `Kept` where a weight
+        with parts has another layout in memory than in the checkpoint. Plain data and
         numbers of the optimizer are compared: see `_is_compared`.
     Called by: every rank. One gather of objects per dim of more than one rank, of 16 bytes for each part
         that a rank has: it grows with the ranks of a dim, not with those of the mesh.
@@ -89,12 +92,14 @@ def _raise_different(names: list[str]) -> None:
         )
 
 
-def _parts(state: Mapping[str, Tensor]) -> dict[bytes, tuple[WriteItem, bytes]]:
+def _parts(state: Mapping[str, Tensor | Kept]) -> dict[bytes, tuple[WriteItem, bytes]]:
     """Each part, and what is compared of it: a digest of its bytes, or zeros."""
     found: dict[bytes, tuple[WriteItem, bytes]] = {}
     for name, tensor in state.items():
         content = bytes(_KEY_BYTES)
-        if compared := _is_compared(name, tensor):
+        compared = False
+        if not isinstance(tensor, Kept) and _is_compared(name, tensor):
+            compared = True
             content = _digest(bytes(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
         for item in parts_of({name: tensor}):
             sizes = item.tensor_data.chunk.sizes if item.tensor_data and not compared else ()
@@ -118,14 +123,36 @@ def _number(key: bytes, dim: str) -> int:
     return int.from_bytes(hashlib.blake2b(key + dim.encode(), digest_size=4).digest(), "little")
 
 
-def parts_of(state: Mapping[str, Tensor]) -> list[WriteItem]:
+def parts_of(state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
     """The parts of `state` that this process has."""
-    return create_default_local_save_plan(dict(state), True).items
+    plain = {name: each for name, each in state.items() if not isinstance(each, Kept)}
+    found: list[WriteItem] = create_default_local_save_plan(plain, True).items
+    for name, kept in state.items():
+        if isinstance(kept, Kept):
+            found += [_item(name, kept, piece) for piece in kept.pieces() if piece.held.numel()]
+    return found
 
 
-def value_of(state: dict[str, Tensor], copy: bool, item: WriteItem) -> Tensor:
+def _item(name: str, kept: Kept, piece: Piece) -> WriteItem:
+    at, sizes = torch.Size(piece.at), torch.Size(piece.shape)
+    about = TensorWriteData(
+        ChunkStorageMetadata(at, sizes),
+        TensorProperties.create_from_tensor(piece.held),
+        torch.Size(kept.shape),
+    )
+    return WriteItem(MetadataIndex(name, at), WriteItemType.SHARD, tensor_data=about)
+
+
+def value_of(state: Mapping[str, Tensor | Kept], copy: bool, item: WriteItem) -> Tensor:
     """The part of a tensor of `state` that `item` stands for, in host memory; in memory of its own with `copy`."""
-    part: Tensor = find_state_dict_object(state, item.index).detach()
+    held = state.get(item.index.fqn)
+    if isinstance(held, Kept):
+        at = item.index.offset
+        part = next(
+            piece for piece in held.pieces() if torch.Size(piece.at) == at and piece.held.numel()
+        ).read()
+    else:
+        part = find_state_dict_object(dict(state), item.index).detach()
     if part.device.type != "cuda":
         return part.to("cpu", copy=copy)
     # Into pinned memory the device writes by itself; torch keeps such memory for the next copy.
@@ -207,7 +234,7 @@ class Save:
     def __init__(
         self,
         mesh: Mesh,
-        state: Mapping[str, Tensor],
+        state: Mapping[str, Tensor | Kept],
         items: list[WriteItem],
         folder: Path,
         *,

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -31,11 +31,8 @@ from meshcomm.errors import ConfigError, MeshcommError, TrainingError, Unsupport
 from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.models import model_of
 from meshcomm.models.spec_model import SpecModel
-from meshcomm.models.weights import INDEX, SINGLE
-from meshcomm.parallel.build import on_meta
+from meshcomm.models.weights import INDEX, SINGLE, Conversions
 from meshcomm.parallel.state import OF_MODULE, OF_PARAMETER
-from meshcomm.parallel.tensor.parameters import joined
-from meshcomm.parallel.tensor.plan import sizes_of_parts
 from meshcomm.train import checkpoint
 from meshcomm.train.checkpoint_folder import FOLDER, complete, is_complete, name_of
 from meshcomm.train.checkpoint_reader import SAFETENSORS_NAMES, Kind, Saved
@@ -90,7 +87,7 @@ def find_checkpoint(path: Path) -> Path:
 def export_weights(source: Path, target: Path) -> Exported:
     """Write the weights of a checkpoint into the safetensors file `target`, as the module's state_dict has them.
 
-    source: a complete checkpoint, or a run, whose last one it is then; saved on any mesh. Parts of a weight are joined.
+    source: a complete checkpoint, or a run, whose last one it is then; saved on any mesh.
     Needs no process group. Raises TrainingError; UnsupportedOp for an extra state that is no tensor.
     """
     folder = find_checkpoint(source)
@@ -109,10 +106,9 @@ def export_weights(source: Path, target: Path) -> Exported:
         name = full.removeprefix("model.")
         about = OF_PARAMETER + name
         facts = decode(saved.load(about), torch.device("cpu")) if about in saved.kinds else {}
-        take: Callable[[Tensor], Tensor] = torch.Tensor.contiguous
-        if sizes := facts.get("parts"):
-            kind, take = Kind(kind.dtype, (sum(sizes), *kind.shape[2:])), partial(joined, sizes=sizes)
-        pieces += [_Piece(each, kind, name, take) for each in (name, *facts.get("also", []))]
+        pieces += [
+            _Piece(each, kind, name, torch.Tensor.contiguous) for each in (name, *facts.get("also", []))
+        ]
     # Larger elements first, so that each tensor is aligned.
     pieces.sort(key=lambda piece: (-piece.kind.dtype.itemsize, piece.name))
     with _could_not(f"export {folder} to {target}"):
@@ -140,16 +136,12 @@ def export_pretrained(
         raise _not_pretrained(f"the model of {folder}")
     _check_new(target)
     model = _model(known)
-    with on_meta():
-        fused = sizes_of_parts(model.spec.module(), model.spec.split)
     kinds = {
         name.removeprefix("model."): Kind(dtype or kind.dtype, kind.shape)
         for name, kind in saved.kinds.items()
         if name.startswith("model.")
     }
-    pieces = [
-        piece for name, kind in kinds.items() for piece in pieces_of(model, name, kind, fused.get(name))
-    ]
+    pieces = [piece for name, kind in kinds.items() for piece in pieces_of(model, name, kind)]
     shards = _shards(pieces, shard_bytes)
     draft = target.with_name(f".{target.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
@@ -190,7 +182,7 @@ def save_pretrained(
             shutil.rmtree(parts, ignore_errors=True)
 
     on_all_ranks(mesh, what, begin)
-    weights = {f"model.{name}": each.detach() for name, each in engine.own_parameters()}
+    weights = engine.own_weights()
     try:
         checkpoint.write(mesh, weights, parts, trainer._lock())
         make = partial(export_pretrained, parts, target, dtype=dtype, shard_bytes=shard_bytes)
@@ -245,13 +237,35 @@ def _model(known: Mapping[str, Any]) -> SpecModel:
     return made
 
 
-def pieces_of(model: SpecModel, name: str, kind: Kind, sizes: Sequence[int] | None) -> Iterator[_Piece]:
-    """The tensors of the folder that a parameter becomes. sizes: of its parts, where it is kept by units."""
-    names, transposed = model.stored(name)
-    shape = (kind.shape[0] * kind.shape[1], *kind.shape[2:]) if sizes else kind.shape
+@final
+class _Reverted:
+    """The tensors that one parameter becomes; they are made once for all of them."""
+
+    def __init__(self, stored: Conversions, name: str) -> None:
+        self._stored, self._name = stored, name
+        self._of: Tensor | None = None
+
+    def take(self, wanted: str, dtype: torch.dtype, value: Tensor) -> Tensor:
+        """One of them."""
+        if self._of is not value:
+            self._of, self._made = value, dict(self._stored.stored(self._name, value))
+        return self._made.pop(wanted).to(dtype).contiguous()
+
+
+def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[_Piece]:
+    """The tensors of the folder that a parameter becomes."""
+    shape, stored = kind.shape, model.spec.stored
+    if stored is not None and not callable(stored):
+        without_memory = torch.empty(shape, dtype=kind.dtype, device="meta")
+        reverted = _Reverted(stored, name)
+        for each, made in stored.stored(name, without_memory).items():
+            take = partial(reverted.take, each, kind.dtype)
+            yield _Piece(each, Kind(kind.dtype, tuple(made.shape)), name, take)
+        return
+    names, transposed = (name, False) if stored is None else stored(name)
 
     def taken(value: Tensor, at: tuple[Any, ...] = ()) -> Tensor:
-        value = (joined(value, sizes) if sizes else value)[at].to(kind.dtype)
+        value = value[at].to(kind.dtype)
         return (value.T if transposed else value).contiguous()
 
     if isinstance(names, str):
@@ -260,10 +274,10 @@ def pieces_of(model: SpecModel, name: str, kind: Kind, sizes: Sequence[int] | No
     for place, row in enumerate(names):
         rows = shape[1] // len(row)
         part = (rows, *shape[2:])
-        stored = Kind(kind.dtype, part[::-1] if transposed else part)
+        lying = Kind(kind.dtype, part[::-1] if transposed else part)
         for run, each in enumerate(row):
             at = (place, slice(run * rows, (run + 1) * rows))
-            yield _Piece(each, stored, name, partial(taken, at=at))
+            yield _Piece(each, lying, name, partial(taken, at=at))
 
 
 def _shards(pieces: Sequence[_Piece], most: int) -> dict[str, list[_Piece]]:

@@ -7,11 +7,12 @@ import random
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy
 import torch
@@ -20,21 +21,23 @@ from torch import Tensor, nn
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
+from meshcomm.models.family_code import wide
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel.batch_norm import batch_norms
+from meshcomm.parallel.build import cast
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import whole
-from meshcomm.parallel.tensor.parameters import fused_sizes, joined
+from meshcomm.parallel.tensor.parameters import Parts, fused_parts, joined
 from meshcomm.train import checkpoint_reader
 from meshcomm.train.export import pieces_of
 from meshcomm.train.trainer import RECORDER, StepRecorder, Trainer
 
 Kind: TypeAlias = Literal["loss", "gradient norm", "weight", "gradient"]
 
-# Of the largest output. Norms and routers of transformers round float64 to float32.
-_ROOM, _ROOM_OF_TRANSFORMERS = 1e-9, 1e-5
+# Of the largest output.
+_ROOM: Final = 1e-9
 
 
 @dataclass(frozen=True)
@@ -212,10 +215,13 @@ def record(mesh: Mesh, config: Config, steps: int, *, original: bool = False) ->
 
 def _recorded(engine: Engine, done: Sequence[Done]) -> Record:
     weights, gradients = {}, {}
+    fused = _fused(engine)
     for name, parameter in engine.named_parameters():
-        weights[name] = whole(parameter).detach().double().cpu()
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        gradients[name] = whole(grad, of=parameter).double().cpu()
+        both = (whole(parameter).detach(), whole(grad, of=parameter))
+        weights[name], gradients[name] = (
+            (joined(each, fused[name]) if name in fused else each).double().cpu() for each in both
+        )
     losses, norms = tuple(each.loss for each in done), tuple(each.gradient_norm for each in done)
     return Record(losses, norms, weights, gradients, any(batch_norms(module) for module in engine.modules))
 
@@ -241,15 +247,17 @@ def compare_forward(engine: Engine, inputs: Tensor, *, from_folder: bool) -> str
         theirs = spec.original(
             None if from_folder and spec.weights is not None else _as_stored(engine, model)
         )
-        room = _ROOM_OF_TRANSFORMERS
     else:
-        theirs, room = spec.module(), _ROOM
+        theirs = spec.module()
         name = f"{type(theirs).__name__}.forward"
         if missing := _fill(theirs, _values(engine), spec.tied):
             return f"not compared with {name}: the ModelSpec has other parameters than {missing}"
-    theirs.to(inputs.device).eval()
+    # Tables that are not saved may have stayed in float32.
+    cast(theirs, torch.float64, inputs.device)
+    theirs.eval()
     try:
-        expected = _first(theirs(inputs))
+        with wide(torch.float64) if model.family else nullcontext():
+            expected = _first(theirs(inputs))
     except Exception as error:
         if spec.original is not None:
             raise TrainingError(
@@ -265,13 +273,13 @@ def compare_forward(engine: Engine, inputs: Tensor, *, from_folder: bool) -> str
         most = max(1.0, float(expected.abs().max()))
         off = float((ours.double() - expected.double()).abs().max())
         # Not "off > room": nan must not pass.
-        if off <= room * most:
+        if off <= _ROOM * most:
             return f"equal to {name} on one process (outputs differ by {off:.1e})"
         given = f"outputs off by {off:.2g}, where the largest of {name} is {most:.2g}"
     raise TrainingError(
         f"the model does not compute what {name} computes on one process",
         given=given,
-        expected=f"equal outputs in float64, up to {room:g} of the largest",
+        expected=f"equal outputs in float64, up to {_ROOM:g} of the largest",
         hint="ModelSpec.forward and attention do all that the module's own forward does around its blocks: multipliers, "
         "a scaled embedding, soft caps, masks; nothing of the weights has another dtype or place",
     )
@@ -294,11 +302,13 @@ def _outputs(engine: Engine, x: Tensor) -> Any:
 
 def _values(engine: Engine) -> dict[str, Tensor]:
     """The whole parameters as they were before the model was split, by name."""
-    sizes: dict[str, tuple[int, ...]] = {}
-    for module in engine.modules:
-        sizes |= fused_sizes(module)
+    fused = _fused(engine)
     found = {name: whole(parameter).detach() for name, parameter in engine.own_parameters()}
-    return {name: joined(value, sizes[name]) if name in sizes else value for name, value in found.items()}
+    return {name: joined(value, fused[name]) if name in fused else value for name, value in found.items()}
+
+
+def _fused(engine: Engine) -> dict[str, Parts]:
+    return {name: parts for module in engine.modules for name, parts in fused_parts(module).items()}
 
 
 def _as_stored(engine: Engine, model: SpecModel) -> dict[str, Tensor]:
@@ -306,7 +316,7 @@ def _as_stored(engine: Engine, model: SpecModel) -> dict[str, Tensor]:
     return {
         piece.name: piece.take(value)
         for name, value in _values(engine).items()
-        for piece in pieces_of(model, name, checkpoint_reader.Kind(value.dtype, tuple(value.shape)), None)
+        for piece in pieces_of(model, name, checkpoint_reader.Kind(value.dtype, tuple(value.shape)))
     }
 
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TypeAlias, final
@@ -22,6 +23,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.models import ModelSpec, model_of
+from meshcomm.models.check import check_once
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.build import Model, Sections, sections
@@ -104,6 +106,7 @@ class Trainer:
         self._facts = agree(mesh, config)
         self._mesh, self._config = mesh, config
         self._model = _model(mesh, config, model, loss)
+        _check(mesh, config, self._model)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._made: Engine | None = None
         if isinstance(model, nn.Module):
@@ -310,6 +313,15 @@ def _model(
         spec = given if loss is None else replace(given, loss=loss)
         return SpecModel(spec, known.train, seq_len)
     return WrappedModule(given, known.parallel, known.train, loss)
+
+
+def _check(mesh: Mesh, config: Config, model: Model) -> None:
+    """One rank compares a small model in parts with itself in one piece; all raise where they differ."""
+    parallel = sections(mesh, config).parallel
+    if isinstance(model, SpecModel) and not mesh.is_fake:
+        sizes = {**mesh.layout.dims, **{name: mesh.size(name) for name in mesh.layout.names}}
+        check = partial(check_once, model, parallel, sizes)
+        on_all_ranks(mesh, "check the model", lambda: check() if is_first(mesh) else None)
 
 
 def _of_the_job(config: Config | None) -> Config:

@@ -619,6 +619,6 @@ def test_a_wrong_setting_beside_one_of_its_name_or_a_folder_that_is_not_known_is
     views = ["mesh.dims=8", "mesh.views.v={ pp = 2, dp = 2, tp = 3 }", "train.global_batch_size=31"]
     report = report_of(made(TRAIN, views))
     assert "  mesh.dims: 8 is not a table\n" in report and "train.global_batch_size: not divisible" in report
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "config.json").write_text('{"model_type": "newest"}')
     ring = ["mesh.dims.cp=2", "parallel.context='cp'", f"model={{ pretrained = '{tmp_path}' }}"]
-    assert "meshcomm does not know how to split a bert" in report_of(made(TRAIN, ring))
+    assert "transformers does not understand its config.json" in report_of(made(TRAIN, ring))

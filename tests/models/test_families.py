@@ -16,12 +16,13 @@ pytest.importorskip("transformers")
 import transformers
 
 import meshcomm
-from meshcomm.config import Config, ModelConfig, load_config
+from meshcomm.config import Config, ModelConfig, TrainConfig, load_config
 from meshcomm.config.pretrained import windows_of
 from meshcomm.errors import ConfigError, MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.stats import Stats
 from meshcomm.models import model_of
+from meshcomm.models.family_code import wide
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.dropout import Dropout, Drops
 from meshcomm.predict.estimate import workload
@@ -41,9 +42,10 @@ ALWAYS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 _ULYSSES = {"attention": "ulysses"}
-_ALL = ("llama", "qwen2", "qwen3", "gpt2", "qwen3_moe", "mixtral")
-_REST = ("llama tied", "llama 3", "mistral")
-_WINDOWS = ("mistral window", "qwen2 window", "qwen3 layers", "mixtral window")
+# What families do with one code in models/: every family is in tests/models/table.py.
+_ALL = ("llama", "gpt2", "qwen3_moe")
+_REST = ("llama tied", "llama 3")
+_WINDOWS = ("qwen3 layers", "mixtral window")
 _MESHES: list[tuple[str, dict[str, Any]]] = [
     ("pp=2 dp=2 tp=2", {"sequence_parallel": True}),
     ("pp=2 cp=2 tp=2", {}),
@@ -132,22 +134,14 @@ def test_windows_in_float64_are_those_of_transformers(pool: Pool, tmp_path: Path
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float64, experts_implementation="eager"
         )
-        for part in model.modules():
-            # Its norms round to float32.
-            if type(part).__name__.endswith("RMSNorm"):
-                part.forward = partial(_wide_norm, part)
-        with torch.no_grad():
+        # Its table of angles has stayed in float32.
+        with torch.no_grad(), wide(torch.float64):
+            model.double()
             theirs.append(model.eval()(tokens).logits)
     own = config_of({"pretrained": str(folder)}, "dp=1")
     (ours,) = pool.run(logits_of, own, tokens, ranks=1)
-    # The router of a Mixtral rounds to float32.
-    torch.testing.assert_close(ours, theirs[0], rtol=0, atol=1e-7 if "mixtral" in family else 1e-9)
+    torch.testing.assert_close(ours, theirs[0], rtol=0, atol=1e-12)
     assert (ours - theirs[1]).abs().max() > 1e-3
-
-
-def _wide_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon))
-    return y
 
 
 def test_windows_of_layers_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
@@ -183,7 +177,8 @@ def test_windows_of_layers_are_read_as_transformers_reads_them(tmp_path: Path) -
             )
             for layer in model.model.layers
         )
-        assert windows_of(folder, 4) == (theirs if kind != "llama" else (None,) * 4), (kind, said)
+        expected = theirs if kind != "llama" else (None,) * 4
+        assert (windows_of(folder) or (None,) * 4) == expected, (kind, said)
 
 
 TRAIN: dict[str, Any] = {
@@ -242,7 +237,13 @@ def test_llama_sends_what_the_built_in_model_sends(tmp_path: Path, world: int, o
     ).save_pretrained(tmp_path)
     facts = built_in.model_dump(exclude_unset=True, mode="python")
     settings = load_config({**facts, "model": {"pretrained": str(tmp_path), "random_weights": True}})
-    assert sent(settings, world) == sent(built_in, world)
+    expected = sent(built_in, world)
+    if "parallel.options.sequence_parallel=true" in overrides:
+        # The code of Llama asks the embedding how long the sequence is, so that it is whole until the first block.
+        embedded = 8 * 32 * 32 * 4 * 2 * 2  # samples, tokens, width, bytes, ranks, steps
+        expected["tp", "reduce_scatter"] -= embedded
+        expected["tp", "all_reduce"] += embedded
+    assert sent(settings, world) == expected
 
 
 def _refused(path: Path, family: str, seq_len: int = 32, **changes: Any) -> MeshcommError:
@@ -252,7 +253,8 @@ def _refused(path: Path, family: str, seq_len: int = 32, **changes: Any) -> Mesh
     facts = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**facts, **changes}))
     with pytest.raises(UnsupportedOp) as caught:
-        hugging_face(ModelConfig(pretrained=str(path), random_weights=True, dropout=0.0), seq_len, 0)
+        train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1)
+        hugging_face(ModelConfig(pretrained=str(path), random_weights=True, dropout=0.0), seq_len, train)
     return caught.value
 
 
@@ -262,7 +264,6 @@ def test_what_a_family_cannot_do_is_refused_with_the_reason(tmp_path: Path) -> N
     assert "data.seq_len = 64" in found
     assert "add_cross_attention" in str(_refused(tmp_path / "c", "gpt2", add_cross_attention=True))
     assert "router_jitter_noise = 0.1" in str(_refused(tmp_path / "d", "mixtral", router_jitter_noise=0.1))
-    assert 'hidden_act = "gelu"' in str(_refused(tmp_path / "e", "qwen3_moe", hidden_act="gelu"))
 
 
 def test_dropout_of_a_folder_has_to_be_said(tmp_path: Path) -> None:

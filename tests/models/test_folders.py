@@ -16,25 +16,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from meshcomm.config import Config, DataConfig, load_config
-from meshcomm.config.pretrained import TYPES
 from meshcomm.errors import ConfigError, MeshcommError, TrainingError
-from meshcomm.models.families import FAMILIES as KNOWN
 from meshcomm.models.weights import INDEX, SINGLE
 from meshcomm.testing import Pool
 from meshcomm.train import data as data_of
 from tests.train.test_data import tokenizer, tokens_of
 
 from .families import FAMILIES, SMALL, config_of, folder_of, logits_of, recorded
-
-# A class of transformers that meshcomm does not know -> keys that change what it computes.
-UNKNOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "GraniteConfig": (
-        {"embedding_multiplier": 12.0, "logits_scaling": 8.0},
-        ["embedding_multiplier = 12.0", "logits_scaling = 8.0", "attention_multiplier = 1.0"],
-    ),
-    "Gemma2Config": ({}, ["final_logit_softcapping = 30.0", "attn_logit_softcapping = 50.0"]),
-    "Phi3Config": ({}, ['model_type = "phi3"']),
-}
 
 # Of config.json files that are in use, what the classes of transformers do not write themselves.
 USED: list[tuple[str, dict[str, Any]]] = [
@@ -83,62 +71,43 @@ def _refused(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_the_types_that_are_read_are_those_that_are_built() -> None:
-    assert list(TYPES) == list(KNOWN)
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_an_unknown_type_is_refused_when_the_config_is_read(tmp_path: Path, name: str) -> None:
-    more, keys = UNKNOWN[name]
-    getattr(transformers, name)(**{**SMALL, **more}).save_pretrained(tmp_path)
+def test_a_model_that_is_no_language_model_alone_is_refused_by_name(tmp_path: Path) -> None:
+    transformers.Gemma3Config(text_config=transformers.Gemma3TextConfig(**SMALL)).save_pretrained(tmp_path)
     found = _refused(tmp_path)
-    assert f"how to split a {json.loads((tmp_path / 'config.json').read_text())['model_type']}" in found
-    assert all(key in found for key in keys), found
-    assert "one of gpt2, llama, mistral" in found
-    assert "ModelSpec" in found
+    assert "a gemma3 has parts that are no language model: vision_config" in found
+    assert 'the folder of its text alone, "gemma3_text"' in found
+    transformers.ViTConfig().save_pretrained(tmp_path)
+    assert "a vit is no causal language model of transformers" in _refused(tmp_path)
+    found = _refused(_changed(folder_of("llama", tmp_path), {"model_type": "newest"}))
+    assert "transformers does not understand its config.json" in found and "newest" in found
 
 
-def test_keys_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
-    changes = {
-        "embedding_multiplier": 12.0,
-        "attn_logit_softcapping": 50.0,
-        "layer_types": ["full_attention"],
-    }
-    found = _refused(_changed(folder_of("llama", tmp_path), changes))
-    assert "3 keys" in found
-    assert (
-        'embedding_multiplier = 12.0, attn_logit_softcapping = 50.0, layer_types = ["full_attention"]'
-        in found
-    )
-    # What says nothing is no key.
-    assert _read(_changed(tmp_path, dict.fromkeys(changes))) is not None
+def test_a_family_without_a_plan_is_split_by_data_alone(tmp_path: Path) -> None:
+    transformers.GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4).save_pretrained(tmp_path)
+    model = {"pretrained": str(tmp_path), "random_weights": True, "dropout": 0.0}
+    assert config_of(model, "fsdp=4") is not None
+    with pytest.raises(
+        ConfigError, match="transformers publishes no plan of how the folder's model is split"
+    ):
+        config_of(model, "tp=2")
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
-        ("llama", {"rope_scaling": {"type": "mrope", "factor": 2.0}}, 'rope_scaling.type = "mrope"'),
-        ("llama", {"rope_parameters": {"rope_type": "default", "mrope_section": [2]}}, "mrope_section = [2]"),
-        ("qwen2", {"use_mrope": True}, "use_mrope = true"),
-        ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder = true"),
-        ("llama", {"num_attention_heads": None}, "num_attention_heads = null"),
-        ("gpt2", {"n_embd": None}, "n_embd = null"),
-        ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, "auto_map"),
-        ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-        ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-        ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "of the type chunked_attention"),
-        (
-            "qwen3",
-            {"layer_types": ["sliding_attention"] * 4, "sliding_window": 6},
-            "use_sliding_window = false",
-        ),
+        ("llama", {"is_encoder_decoder": True}, "is an encoder and a decoder"),
+        ("llama", {"num_attention_heads": None}, "transformers does not understand its config.json"),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, "its weights are quantized"),
+        ("qwen3", {"layer_types": ["full_attention"] * 3}, "must be equal to the number of"),
     ],
     ids=str,
 )
-def test_values_that_change_what_is_computed_are_refused(
+def test_values_that_no_training_has_are_refused(
     tmp_path: Path, family: str, changes: dict[str, Any], said: str
 ) -> None:
-    assert said in _refused(_changed(folder_of(family, tmp_path), changes))
+    folder = _changed(folder_of(family, tmp_path), changes)
+    with pytest.raises(ConfigError, match=said):
+        config_of({"pretrained": str(folder)}, "dp=1")
 
 
 @pytest.mark.parametrize(("family", "changes"), USED, ids=[family for family, _ in USED])
@@ -154,7 +123,9 @@ def test_what_transformers_writes_of_a_known_type_is_taken(tmp_path: Path, famil
     assert _read(_changed(tmp_path, old, ("dtype",))) is not None
 
 
-@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "granite", "olmo2"]
+)
 def test_sizes_that_a_config_leaves_out_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     said = {"model_type": kind}
     if kind != "gpt2":
@@ -333,10 +304,6 @@ def test_of_one_file_and_an_index_the_file_is_read_as_transformers_does(pool: Po
     [
         ({"hidden_act": "nope"}, "KeyError: 'nope'"),
         ({"pad_token_id": 999_999}, "Padding_idx must be within num_embeddings"),
-        (
-            {"model_type": "qwen3", "layer_types": ["full_attention"] * 3},
-            "must be equal to the number of `layer_types`",
-        ),
     ],
     ids=str,
 )

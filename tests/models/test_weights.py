@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import meshcomm
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ShapeError, TrainingError
-from meshcomm.models.weights import INDEX, SINGLE, Folder, write
+from meshcomm.models.weights import INDEX, SINGLE, Folder, Source, write
 from meshcomm.parallel.tensor import tensor_parallel, unsplit_state, whole
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
@@ -33,8 +33,9 @@ def filled(path: Path, **options: Any) -> dict[str, Tensor]:
     """What a module of these names gets from a folder."""
     module = nn.ModuleDict({"a": nn.Linear(6, 8), "b": nn.Linear(8, 6, bias=False)})
     with Folder(path, **options) as folder:
-        folder.check(list(NAMES))
-        write(module, folder.read)
+        sources = {name: Source(name) for name in NAMES}
+        folder.check(sources, list(NAMES))
+        write(module, lambda name, shape: folder.read(sources[name], shape))
     return module.state_dict()
 
 
@@ -179,7 +180,7 @@ def split(folder: Path, transposed: bool, shard: bool) -> dict[str, Tensor]:
         materialise(module, mesh.device)
 
         def stored(name: str, shape: tuple[int, ...]) -> Any:
-            return known.read(name, shape, transposed and len(shape) == 2)
+            return known.read(Source(name, transposed and len(shape) == 2), shape)
 
         with Folder(folder) as known:
             write(module, stored)
@@ -205,12 +206,12 @@ def test_a_parameter_of_three_axes_is_put_together_from_many(tmp_path: Path) -> 
     names = tuple((f"{e}.gate", f"{e}.up") for e in range(3))
     whole = torch.stack([torch.cat([given[name] for name in row]) for row in names])
     with Folder(tmp_path) as folder:
-        held = folder.read(names, (3, 7, 5))
+        held = folder.read(Source(names), (3, 7, 5))
         part = torch.empty(2, 4, 3, dtype=torch.float64)
         held.copy((1, 2, 1), part)
         assert torch.equal(part, whole[1:3, 2:6, 1:4].double())
         with pytest.raises(ShapeError, match=r"0\.gate and what lies beside it do not fit the model"):
-            folder.read(names, (3, 7, 6))
+            folder.read(Source(names), (3, 7, 6))
 
 
 def test_large_tensors_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

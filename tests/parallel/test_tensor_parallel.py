@@ -46,7 +46,7 @@ from meshcomm.parallel.tensor import (
     whole,
     whole_shape,
 )
-from meshcomm.parallel.tensor.parameters import kept
+from meshcomm.parallel.tensor.parameters import Parts, kept
 from meshcomm.testing import Pool
 from tests.parallel.same import close, part, randn
 
@@ -202,7 +202,7 @@ def parity(mesh: Mesh, kind: str, sequence: bool, recompute: bool = False) -> No
     for mine, other in zip(found[1:], expected[1:], strict=True):
         assert list(mine) == list(other)
     for name, grad in expected[1].items():
-        close(found[1][name], kept(grad, sizes) if "qkv" in name else grad, name)
+        close(found[1][name], kept(grad, Parts(tuple(sizes))) if "qkv" in name else grad, name)
     for name, weight in expected[2].items():
         close(found[2][name], weight, name)
 
@@ -317,7 +317,7 @@ def test_ranks_with_other_weights_or_plans_are_named() -> None:
 
 WRONG: list[tuple[str, Any, str]] = [
     ("layers.*.atn.q", "column", 'matches no part of the module; did you mean "layers.*.attn.q"?'),
-    ("layers.*.attn.q", "colum", 'style \'colum\' is none of "column", "row", "vocab", "enter"'),
+    ("layers.*.attn.q", "colum", 'style \'colum\' is none of "column", "row", "vocab", "latent", "enter"'),
     ("norm", "column", '"norm", a LayerNorm: style "column" splits an nn.Linear, this is not one'),
     ("embed", "column", '"embed", a Embedding: style "column" splits an nn.Linear'),
     ("odd", "column", '"odd", a Linear: 6 outputs are not divisible by tp: 6 % 4 = 2'),
@@ -325,14 +325,18 @@ WRONG: list[tuple[str, Any, str]] = [
     ("layers.*.attn.q", "column:3", "its 16 outputs are not 3 equal parts"),
     ("layers.*.attn.q", {"style": "column", "parts": [8, 4]}, "its 16 outputs are not 8 + 4"),
     ("layers.*.attn.q", {"style": "column", "parts": [10, 6]}, "not divisible by tp: 2 % 4 = 2"),
-    ("layers.*.attn.q", {"style": "column", "part": 2}, "has no 'part'; it has style, parts, output, set"),
+    (
+        "layers.*.attn.q",
+        {"style": "column", "part": 2},
+        "has no 'part'; it has style, parts, output, sequence, set",
+    ),
     ("layers.*.attn.q", {"style": "column", "output": "all"}, 'output is \'all\'; it is "split" or "whole"'),
     ("layers.*.attn.q", 3, "3 is neither a style"),
     ("layers.0.attn", {"set": {"haeds": "split"}}, "it has no attribute 'haeds' to set"),
     ("layers.0.attn", {"set": {"heads": "split"}}, "heads = 6 is not divisible by tp: 6 % 4 = 2"),
     ("layers.0.attn", {"set": {"name": "split"}}, "name = 'a' is no whole number"),
     ("layers.0.attn.q", {"style": "row"}, 'is matched by "layers.*.attn.[qkv]" and by "layers.0.attn.q"'),
-    ("layers.0", "sequence", 'has style "sequence", and "layers.0.attn.q" inside of it one of its own'),
+    ("layers.0", "heads", 'has style "heads", and "layers.0.attn.q" inside of it one of its own'),
     ("head", "row", '"embed.weight" and "head.weight" are one parameter and would be split differently'),
     ("ten", "vocab", '"ten", a Embedding: 10 rows are not divisible by tp: 10 % 4 = 2'),
     ("capped", "vocab", "an embedding with max_norm cannot be split"),

@@ -7,6 +7,7 @@ import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,11 +17,9 @@ from torch import Tensor, nn
 
 import meshcomm
 from meshcomm.config import Config, load_config
-from meshcomm.config.pretrained import TYPES
 from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.mesh.source import CONFIG_VARIABLE, new_job
-from meshcomm.models import ModelSpec, StageContext, families, spec_model, wrapped
-from meshcomm.models.families import FAMILIES as KNOWN
+from meshcomm.models import ModelSpec, StageContext, spec_model, wrapped
 from meshcomm.models.hf import _attention
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
@@ -87,52 +86,31 @@ def test_every_scaling_of_positions_is_that_of_transformers(pool: Pool, tmp_path
 
 # -- what a specification leaves out --------------------------------------------------------------
 
-OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "granite": (
-        "GraniteConfig",
-        {"embedding_multiplier": 12.0, "logits_scaling": 8.0},
-        "does not compute what transformers computes",
-    ),
-    "olmo2": ("Olmo2Config", {}, "equal to transformers on one process ("),
-    "gemma2": (
-        "Gemma2Config",
-        {"head_dim": 8, "layer_types": ["full_attention"] * 4},
-        "Gemma2TextScaledWordEmbedding: style",
-    ),
+# Families whose forward does more around its blocks, or in them, than Llama's.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite": ("GraniteConfig", {"embedding_multiplier": 12.0, "logits_scaling": 8.0}),
+    "olmo2": ("Olmo2Config", {}),
+    "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 5}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 6}),
+    "phi3": ("Phi3Config", {}),
 }
 
 
-def added(config: Config, kind: str) -> str:
-    """A type that somebody added in one line, its keys taken for understood."""
-    known = replace_keys(kind)
-    with patch.dict(TYPES, {kind: known}), patch.dict(KNOWN, {kind: families.llama}):
-        return original(load_config(config, []))
-
-
-def replace_keys(kind: str) -> Any:
-    class Every(frozenset):  # type: ignore[type-arg]
-        def __contains__(self, key: object) -> bool:
-            return key != "use_sliding_window"
-
-    return TYPES["llama"]._replace(keys=Every())
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_a_type_added_in_one_line_is_compared_with_transformers(
-    pool: Pool, tmp_path: Path, kind: str
-) -> None:
-    name, more, said = OTHERS[kind]
-    getattr(transformers, name)(**{**SMALL, **more}).save_pretrained(tmp_path)
-    with patch.dict(TYPES, {kind: replace_keys(kind)}):
-        config = config_of({"pretrained": str(tmp_path), "random_weights": True}, "dp=1")
-    (found,) = pool.run(added, config, kind, ranks=1)
-    assert said in found, found
+@pytest.mark.timeout(300)
+def test_what_a_family_does_around_its_blocks_is_its_own(pool: Pool, tmp_path: Path) -> None:
+    configs = []
+    for kind, (name, more) in OTHERS.items():
+        getattr(transformers, name)(**{**SMALL, **more}).save_pretrained(tmp_path / kind)
+        model = {"pretrained": str(tmp_path / kind), "random_weights": True}
+        configs.append(config_of(model, "dp=1"))
+    (found,) = pool.run(originals, configs, ranks=1, timeout_s=240)
+    assert [one[:38] for one in found] == ["equal to transformers on one process ("] * len(OTHERS), found
 
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "attention_mask", "dropout"])
 def test_an_argument_of_attention_that_no_mesh_honours_is_refused(name: str) -> None:
     module, x = nn.Module(), torch.randn(1, 2, 4, 8)
-    module.meshcomm_attend = lambda q, k, v, causal, scale, window: v  # type: ignore[assignment]
+    module.config = SimpleNamespace(meshcomm_attend=lambda q, k, v, causal, scale, window: v)  # type: ignore[assignment]
     facts: dict[str, Any] = {"attention_mask": None, "dropout": 0.0, "position_ids": torch.arange(4)}
     assert _attention(module, x, x, x, **facts)[0].shape == (1, 4, 2, 8)
     with pytest.raises(UnsupportedOp) as caught:

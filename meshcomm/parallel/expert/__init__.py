@@ -1,5 +1,6 @@
 """Experts: a mixture-of-experts layer whose experts are spread along one dim of the mesh."""
 
-from meshcomm.parallel.expert.experts import Experts, ExpertWeights, separate
+from meshcomm.parallel.expert.experts import Experts, ExpertWeights
+from meshcomm.parallel.expert.packed import separate, spread_experts
 
-__all__ = ["ExpertWeights", "Experts", "separate"]
+__all__ = ["ExpertWeights", "Experts", "separate", "spread_experts"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +16,15 @@ from meshcomm.parallel.expert.routing import (
     balance,
     capacity,
     counts,
-    exchange,
+    dispatched,
+    inverse,
     move,
     places,
+    sizes_of,
     within_capacity,
 )
-from meshcomm.parallel.recompute import once
 from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.tensor.parameters import parameter_of
-from meshcomm.parallel.torch_private import has_memory
 from meshcomm.transport.torch_private import outside_graphs
 
 EXPERT_NAMES = ("router.weight", "experts.w1", "experts.w3", "experts.w2")
@@ -43,6 +43,7 @@ class ExpertWeights(nn.Module):
         memory not yet written.
     """
 
+    meshcomm_experts = True
     w1: nn.Parameter
     w3: nn.Parameter
     w2: nn.Parameter
@@ -83,7 +84,7 @@ class ExpertWeights(nn.Module):
             w1, w3, w2 = (w.to(rows.dtype).mT for w in (w1, w3, w2))
             inner = F.silu(F.grouped_mm(rows, w1, offs=offsets)) * F.grouped_mm(rows, w3, offs=offsets)
             return F.grouped_mm(inner, w2, offs=offsets)
-        parts = rows.split(_sizes(often, len(rows)) if known is None else known)
+        parts = rows.split(sizes_of(often, len(rows)) if known is None else known)
         experts = zip(parts, w1, w3, w2, strict=True)
         return torch.cat([F.linear(F.silu(F.linear(x, a)) * F.linear(x, b), c) for x, a, b, c in experts])
 
@@ -240,25 +241,19 @@ class Experts(nn.Module):
         """
         often = counts(chosen.unsqueeze(0), self.count)[0]
         order = chosen.argsort(stable=True)
-        back = _inverse(order)
+        back = inverse(order)
         rows = move(x, order, back, self.slots)
         if self.dim is None:
             done = self.experts(rows, often)
         else:
-            mesh, dim, own = self.mesh, self.dim, self.count // self.ranks
-            (theirs,) = once(lambda: [mesh.all_to_all(dim, often)], often)
-            sides = _sizes(torch.stack([often, theirs]), len(rows))
-            sizes = [[side[at : at + own] for at in range(0, self.count, own)] for side in sides]
-            sent, received = ([sum(each) for each in side] for side in sizes)
-            arrived = exchange(mesh, dim, rows, sent, received)
-            # They are ordered by sender, then by expert; an expert's rows must be contiguous.
-            expert = torch.arange(own, device=x.device).repeat(self.ranks)
-            sorts = expert.repeat_interleave(theirs, output_size=len(arrived)).argsort(stable=True)
-            unsorts = _inverse(sorts)
-            known = [sum(each) for each in zip(*sizes[1], strict=True)]
-            mine = self.experts(move(arrived, sorts, unsorts), theirs.view(self.ranks, own).sum(0), known)
-            done = exchange(mesh, dim, move(mine, unsorts, sorts), received, sent)
+            done = dispatched(self.mesh, self.dim, rows, often, self._arrived)
         return move(done, back, order)
+
+    def _arrived(self, rows: Tensor, number: Tensor, often: Tensor, known: list[int]) -> Tensor:
+        """What this rank's experts make of the rows that have arrived; an expert's rows must be contiguous."""
+        sorts = number.argsort(stable=True)
+        unsorts = inverse(sorts)
+        return move(self.experts(move(rows, sorts, unsorts), often, known), unsorts, sorts)
 
     def _limited(self, x: Tensor, chosen: Tensor, keep: Tensor) -> Tensor:
         """What comes of each choice, zeros where it was not kept: (n, width) -> (n * slots, width).
@@ -290,25 +285,6 @@ class Experts(nn.Module):
             mine = mine.unflatten(1, (self.ranks, room)).transpose(0, 1).flatten(0, 2)
             done = across.all_to_all(self.dim, mine, 0, 0)
         return move(done, back, there, 1, True)
-
-
-def _inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes `order`."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-def separate(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """The parameters of `module` by name, in order of registration: dense ones, and those of experts.
-
-    Gradients of the first are summed along the data's and the context's dims, of the second as `Experts` says. Routers
-    are dense.
-    """
-    parts = [part for part in module.modules() if isinstance(part, ExpertWeights)]
-    of_experts = {id(parameter) for part in parts for parameter in part.parameters()}
-    found: tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]] = ({}, {})
-    for name, parameter in module.named_parameters():
-        found[id(parameter) in of_experts][name] = parameter
-    return found
 
 
 def _check_sizes(
@@ -356,12 +332,3 @@ def _check_routing(mesh: Mesh, dim: str, chosen: Tensor, experts: int) -> None:
             expected=f"equal tokens and equal router weights along {dim}",
             hint="initialise router.weight, and whatever comes before it, alike along " + dim,
         )
-
-
-def _sizes(often: Tensor, total: int) -> Any:
-    """As lists, for the host. For tensors without values, as in a dry run: `total` evenly divided."""
-    if has_memory(often):
-        return often.tolist()
-    each, more = divmod(total, often.shape[-1])
-    even = [each + (place < more) for place in range(often.shape[-1])]
-    return even if often.ndim == 1 else [even] * len(often)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple, final
 
@@ -15,6 +16,7 @@ from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.recompute import once
 from meshcomm.parallel.tensor import TensorSplit, local
+from meshcomm.parallel.torch_private import has_memory
 
 
 class Choice(NamedTuple):
@@ -196,6 +198,47 @@ def exchange(mesh: Mesh, dim: str, rows: Tensor, sent: list[int], received: list
     """
     arrived: Tensor = _Exchange.apply(rows, mesh, dim, sent, received)
     return arrived
+
+
+def dispatched(
+    mesh: Mesh,
+    dim: str,
+    rows: Tensor,
+    often: Tensor,
+    compute: Callable[[Tensor, Tensor, Tensor, list[int]], Tensor],
+) -> Tensor:
+    """What the experts along `dim` make of rows, which are sorted by expert; in the same order.
+
+    often:   int64 (experts of all ranks,): how many rows go to each.
+    compute: (rows that have arrived here, sorted by sender and then by expert; for each the number of its expert, among
+             this rank's; how many rows each of these got; and the same as numbers of the host) -> what comes of each row.
+    Called by: every rank along `dim`. The host waits once for how many rows it sends and gets; backward does not.
+    """
+    ranks, own = mesh.size(dim), len(often) // mesh.size(dim)
+    (theirs,) = once(lambda: [mesh.all_to_all(dim, often)], often)
+    sides = sizes_of(torch.stack([often, theirs]), len(rows))
+    sizes = [[side[at : at + own] for at in range(0, len(often), own)] for side in sides]
+    sent, received = ([sum(each) for each in side] for side in sizes)
+    arrived = exchange(mesh, dim, rows, sent, received)
+    expert = torch.arange(own, device=rows.device).repeat(ranks)
+    number = expert.repeat_interleave(theirs, output_size=len(arrived))
+    known = [sum(each) for each in zip(*sizes[1], strict=True)]
+    done = compute(arrived, number, theirs.view(ranks, own).sum(0), known)
+    return exchange(mesh, dim, done, received, sent)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def sizes_of(often: Tensor, total: int) -> Any:
+    """As lists, for the host. For tensors without values, as in a dry run: `total` evenly divided."""
+    if has_memory(often):
+        return often.tolist()
+    each, more = divmod(total, often.shape[-1])
+    even = [each + (place < more) for place in range(often.shape[-1])]
+    return even if often.ndim == 1 else [even] * len(often)
 
 
 def move(x: Tensor, there: Tensor, back: Tensor, slots: int = 1, blanks: bool = False) -> Tensor:

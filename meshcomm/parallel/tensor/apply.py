@@ -17,7 +17,13 @@ from torch.distributed.tensor import DTensor
 from meshcomm.errors import MeshMismatchError, ShapeError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.example import Seen, compare_outputs
-from meshcomm.parallel.tensor.layers import ColumnParallel, RowParallel, VocabParallelEmbedding, entered
+from meshcomm.parallel.tensor.layers import (
+    ColumnParallel,
+    RowParallel,
+    VocabParallelEmbedding,
+    entered,
+    is_conv1d,
+)
 from meshcomm.parallel.tensor.parameters import FUSED, kept, local
 from meshcomm.parallel.tensor.plan import Entry, Rule, checked_rules
 from meshcomm.parallel.tensor.split import TensorSplit
@@ -41,19 +47,24 @@ def tensor_parallel(
 
     plan: patterns of dotted names ("*" within a component, "**" for any components) to a style:
 
-        "column"     nn.Linear, outputs split. Columns of one parent that read the same tensor enter once: one
-                     all_reduce in backward for all of them. "column:3", or {"style": "column", "parts": 3} or
+        "column"     nn.Linear (or transformers' Conv1D), outputs split. Columns of one parent that read the same tensor
+                     enter once: one all_reduce in backward for all of them. "column:3", or {"style": "column", "parts": 3} or
                      "parts": [q, k, v] (sizes): the weight holds several, and each of them is split.
                      "column:whole": the outputs are gathered.
-        "row"        nn.Linear, inputs split: behind columns. Its result is whole.
-        "vocab"      nn.Embedding, rows split.
+        "row"        nn.Linear, inputs split: behind columns. Its result is whole. {"style": "row", "input": "whole"}:
+                     behind columns whose outputs were gathered.
+        "vocab"      nn.Embedding, rows split. Of this and the two before, with sequence_parallel: {"sequence": "whole"} for
+                     one that takes and gives whole sequences.
+        "latent"     nn.Linear that stays whole, of which the last {"size": n} outputs go to all heads alike, as the
+                     rotary part of a key does in multi-head latent attention.
         "enter"      a module around columns: its first argument ("args": [0], or names) enters here and not at each
                      column. For one that asks its input how long the sequence is, with sequence_parallel;
                      everything in it must go through columns.
         "sequence"   stays whole; works on each token by itself, as norms do.
         "heads"      stays whole; works behind columns, on this rank's heads one by one, as norms of queries do.
         "replicate"  stays whole; needs all of the sequence, or does not take activations: {"style": "replicate",
-                     "input": "whole", "axis": 0} for an embedding of positions that gives (sequence, width).
+                     "input": "whole", "axis": 0} for an embedding of positions that gives (sequence, width). Parts of it
+                     with styles of their own are split, on whole sequences.
         {"set": {"heads": "split"}}  in addition, or alone: the module's attribute `heads` is divided by the ranks; any
                      other value is set as it is.
 
@@ -102,6 +113,8 @@ class _Splitting:
 
     def __init__(self, split: TensorSplit, module: nn.Module, rules: Mapping[str, Rule]) -> None:
         self.split, self.module, self.rules = split, module, rules
+        # Where sequences are whole.
+        self.whole = TensorSplit(split.mesh, split.dim or None, split.dtype)
         self.names: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
         self.classes: dict[tuple[type, type], type] = {}
         self.replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -121,43 +134,58 @@ class _Splitting:
     def lay_out(self) -> None:
         """Only the shapes of weights with parts."""
         for name, rule in self.rules.items():
-            if rule.style == "column" and len(rule.sizes(self.names[name].out_features)) > 1:
-                self._column(self.names[name], rule, entered)
+            part = self.names[name]
+            if rule.style == "column" and rule.parts_of(part, "weight"):
+                self._column(part, rule, self.split, entered)
 
     def _apply(self, name: str, part: Any, rule: Rule) -> None:
-        split = self.split
+        split = self.whole if rule.sequence == "whole" else self._split_in(name)
         for key, value in rule.set.items():
             setattr(part, key, getattr(part, key) // split.size if value == "split" else value)
         if rule.style == "column":
-            self._column(part, rule, self._entry(name))
+            self._column(part, rule, split, self._entry(name, split))
         elif rule.style == "row":
-            self._row(part)
+            self._place(part, rule, "weight")
+            split.partial(part, "bias")
+            part.meshcomm_input, part.meshcomm_transposed = rule.input, is_conv1d(part)
+            self._become(part, RowParallel, split)
         elif rule.style == "vocab":
-            self._place(part, "weight", 0, None)
-            self._become(part, VocabParallelEmbedding)
+            self._place(part, rule, "weight")
+            self._become(part, VocabParallelEmbedding, split)
+        elif rule.style == "latent":
+            self._become(part, Latent, split).meshcomm_size = rule.size
         elif rule.style == "enter":
-            self._become(part, Around).meshcomm_enter = rule.args
+            self._become(part, Around, split).meshcomm_enter = rule.args
         elif rule.style in ("sequence", "heads"):
-            for inner in part.modules():
+            own = {id(each) for styled in self._inside(name) for each in self.names[styled].modules()}
+            for inner in (each for each in part.modules() if id(each) not in own):
                 split.partial(inner, *inner._parameters, always=rule.style == "heads")
         elif rule.style == "replicate":
-            around = self._become(part, Around)
+            around = self._become(part, Around, split)
             around.meshcomm_gather = rule.args if rule.input == "split" else ()
             around.meshcomm_scatter, around.meshcomm_axis = rule.output == "split", rule.axis
 
-    def _column(self, part: Any, rule: Rule, entry: Callable[[Tensor], Tensor]) -> None:
-        sizes = rule.sizes(part.out_features)
+    def _inside(self, name: str) -> list[str]:
+        """The parts inside of `name` that have a style of their own."""
+        within = f"{name}." if name else ""
+        return [n for n, rule in self.rules.items() if rule.style and n != name and n.startswith(within)]
+
+    def _split_in(self, name: str) -> TensorSplit:
+        """The split of a part: inside of what needs whole sequences, they are whole."""
+        while name:
+            name = name.rpartition(".")[0]
+            if self.rules.get(name, Rule()).style == "replicate":
+                return self.whole
+        return self.split
+
+    def _column(self, part: Any, rule: Rule, split: TensorSplit, entry: Callable[[Tensor], Tensor]) -> None:
         part.meshcomm_entry, part.meshcomm_output = entry, rule.output
+        part.meshcomm_transposed = is_conv1d(part)
         for key in ("weight", "bias"):
-            self._place(part, key, 0, sizes if len(sizes) > 1 else None)
-        self._become(part, ColumnParallel)
+            self._place(part, rule, key)
+        self._become(part, ColumnParallel, split)
 
-    def _row(self, part: nn.Module) -> None:
-        self._place(part, "weight", 1, None)
-        self.split.partial(part, "bias")
-        self._become(part, RowParallel)
-
-    def _entry(self, name: str) -> Callable[[Tensor], Tensor]:
+    def _entry(self, name: str, split: TensorSplit) -> Callable[[Tensor], Tensor]:
         """The entry of the nearest module around `name` that is no list or dict; none in an "enter"."""
         for outer, rule in self.rules.items():
             if rule.style == "enter" and (not outer or name.startswith(outer + ".")):
@@ -170,34 +198,34 @@ class _Splitting:
         else:
             around = self.module
         if id(around) not in self.entries:
-            self.entries[id(around)] = SharedEntry(self.split)
-            self._become(around, Around).meshcomm_shared = self.entries[id(around)]
+            self.entries[id(around)] = SharedEntry(split)
+            self._become(around, Around, self._split_in(name)).meshcomm_shared = self.entries[id(around)]
         return self.entries[id(around)]
 
-    def _become(self, part: Any, kind: type) -> Any:
+    def _become(self, part: Any, kind: type, split: TensorSplit) -> Any:
         """`part`, now of a class of `kind` and its own; one class for all parts of a class."""
         own = type(part)
         if not isinstance(part, kind):
-            part.meshcomm_split = self.split
+            part.meshcomm_split = split
             if (kind, own) not in self.classes:
                 members = {"__module__": kind.__module__}
                 self.classes[kind, own] = type(f"{kind.__name__}{own.__name__}", (kind, own), members)
             part.__class__ = self.classes[kind, own]
         return part
 
-    def _place(self, part: nn.Module, key: str, axis: int | None, sizes: Sequence[int] | None) -> None:
+    def _place(self, part: nn.Module, rule: Rule, key: str) -> None:
         old = part._parameters.get(key)
         if old is None:
             return
+        axis, parts = rule.axis_of(part, key), rule.parts_of(part, key)
         if id(old) not in self.replaced:
-            value: Tensor = old if sizes is None else kept(old.detach(), sizes)
-            new = self.split.parameter_from(value, axis)
+            new = self.split.parameter_from(old if parts is None else kept(old.detach(), parts), axis)
             new.requires_grad_(old.requires_grad)
             # The old one too: while it lives, no other parameter can have its id.
             self.replaced[id(old)] = (old, new)
         part._parameters[key] = self.replaced[id(old)][1]
-        if sizes is not None:
-            setattr(part, FUSED, {**getattr(part, FUSED, {}), key: tuple(sizes)})
+        if parts is not None:
+            setattr(part, FUSED, {**getattr(part, FUSED, {}), key: parts})
 
     def _keep(self, part: nn.Module) -> None:
         placed = {id(new) for _, new in self.replaced.values()}
@@ -206,9 +234,9 @@ class _Splitting:
         if not own or isinstance(part, (nn.RNNBase, nn.ParameterList, nn.ParameterDict)):
             return
         for key in own:
-            self._place(part, key, None, None)
+            self._place(part, Rule(), key)
         if not isinstance(part, (ColumnParallel, RowParallel, VocabParallelEmbedding)):
-            self._become(part, Around)
+            self._become(part, Around, self.split)
 
 
 # -- what parts become ---------------------------------------------------------------------------------
@@ -262,17 +290,20 @@ class Around:
         split, outer = self.meshcomm_split, self.meshcomm_computes
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(named)
-        for key in (*self.meshcomm_enter, *self.meshcomm_gather):
+        first: dict[int | str, int | str] = {} if args else dict(zip([0], named, strict=False))
+        entering = [first.get(key, key) for key in self.meshcomm_enter]
+        gathered = [first.get(key, key) for key in self.meshcomm_gather]
+        for key in (*entering, *gathered):
             if not isinstance(given.get(key), Tensor):
                 raise ShapeError(
                     f"a {type(self).__name__} was called without the argument that its plan names",
                     given=f"{len(args)} arguments by place" + "".join(f", {name}" for name in named),
                     expected=f"a tensor as argument {key!r}",
-                    hint='"args": [0] for the first by place, "args": ["hidden_states"] for one by name',
+                    hint='"args": [0] for the first, "args": ["hidden_states"] for one by name',
                 )
-        for key in self.meshcomm_enter:
+        for key in entering:
             given[key] = split.enter(given[key])
-        for key in self.meshcomm_gather:
+        for key in gathered:
             given[key] = split.gather(given[key], self.meshcomm_axis)
         args = tuple(given[place] for place in range(len(args)))
         self.meshcomm_computes = True
@@ -293,6 +324,20 @@ class Around:
         if isinstance(value, DTensor) and self.__dict__.get("meshcomm_computes"):
             return local(value)
         return value
+
+
+class Latent:
+    """A linear layer that stays whole, of which the last outputs go to this rank's heads: their gradient is a part of a sum."""
+
+    meshcomm_split: TensorSplit
+    meshcomm_size = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the module's own."""
+        y: Tensor = super().forward(x)  # type: ignore[misc]
+        size, split = self.meshcomm_size, self.meshcomm_split
+        others, own = y.split([y.shape[-1] - size, size], -1)
+        return torch.cat([others, split.mesh.functional.identity(split.dim, own, grad="sum")], -1)
 
 
 # -- equal weights ---------------------------------------------------------------------------------------

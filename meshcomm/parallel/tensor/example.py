@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshcomm.comm.callsite import is_ours
 from meshcomm.errors import MeshcommError, TrainingError
-from meshcomm.parallel.tensor.parameters import fused_sizes, joined, local, whole
+from meshcomm.parallel.tensor.parameters import fused_parts, joined, local, whole
 from meshcomm.parallel.tensor.plan import Rule
 from meshcomm.parallel.tensor.split import TensorSplit
 
@@ -114,7 +114,7 @@ class Seen:
             parts = [local(grad) for grad in marked if grad is not None]
             if parts:
                 split.mesh.all_reduce(split.dim, parts)
-        sizes = fused_sizes(module)
+        sizes = fused_parts(module)
         for name, parameter in named.items():
             grad = found[name]
             value = whole(torch.zeros_like(parameter) if grad is None else grad, parameter)

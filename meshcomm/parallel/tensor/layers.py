@@ -23,13 +23,24 @@ def entered(x: Tensor) -> Tensor:
     return x
 
 
+def is_conv1d(part: nn.Module) -> bool:
+    """Whether it is the Conv1D of transformers: a linear layer whose weight is (inputs, outputs)."""
+    return type(part).__name__ == "Conv1D" and hasattr(part, "nx")
+
+
 def held(module: Any, name: str) -> Any:
     """This rank's part of a parameter of `module`; None where it has none. Parts of one in their order."""
     parameter = getattr(module, name)
     if parameter is None:
         return None
-    sizes = getattr(module, FUSED, {}).get(name)
-    return joined(local(parameter), sizes) if sizes else local(parameter)
+    parts = getattr(module, FUSED, {}).get(name)
+    return joined(local(parameter), parts) if parts else local(parameter)
+
+
+def _matrix(module: Any) -> Tensor:
+    """This rank's part of a linear layer's weight, (outputs, inputs)."""
+    weight: Tensor = held(module, "weight")
+    return weight.T if module.meshcomm_transposed else weight
 
 
 # The attributes that begin with meshcomm_ are also given to a user's module that becomes one of these: see `apply`.
@@ -44,6 +55,7 @@ class ColumnParallel(nn.Module):
     meshcomm_split: TensorSplit
     meshcomm_entry: Callable[[Tensor], Tensor]
     meshcomm_output = "split"
+    meshcomm_transposed = False
 
     def __init__(self, split: TensorSplit, n_in: int, n_out: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -53,7 +65,7 @@ class ColumnParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
-        y = F.linear(self.meshcomm_entry(x), held(self, "weight"), held(self, "bias"))
+        y = F.linear(self.meshcomm_entry(x), _matrix(self), held(self, "bias"))
         split = self.meshcomm_split
         if self.meshcomm_output == "whole" and split.size > 1:
             return split.mesh.functional.all_gather(split.dim, y, -1, grad="slice")
@@ -67,6 +79,8 @@ class RowParallel(nn.Module):
     """
 
     meshcomm_split: TensorSplit
+    meshcomm_input = "split"
+    meshcomm_transposed = False
 
     def __init__(self, split: TensorSplit, n_in: int, n_out: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -78,9 +92,11 @@ class RowParallel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """One all_reduce (reduce_scatter) in forward, none (all_gather) in backward; the bias is added once."""
         split = self.meshcomm_split
+        if self.meshcomm_input == "whole" and split.size > 1:
+            x = split.mesh.functional.slice(split.dim, x, -1)
         summed = split.size > 1 and not torch.compiler.is_compiling()
         with added_up() if summed else nullcontext():
-            y = F.linear(x, held(self, "weight"))
+            y = F.linear(x, _matrix(self))
         y = split.leave(y)
         bias = held(self, "bias")
         return y if bias is None else y + bias.to(y.dtype)

@@ -4,8 +4,8 @@ In the simulator, which has no torch process groups, they are plain tensors that
 
 A weight that holds several, such as q, k and v, has the shape (units, rows of all parts in a unit, ...): each rank
 needs its share of every part, which is no contiguous slice of the rows. A unit has an equal share of each part; a rank
-has a contiguous run of units. `units` follows from the parts alone, so checkpoints do not depend on the mesh, and the
-extra axis shows that the order is another one.
+has a contiguous run of units. `units` follows from the parts alone, and the extra axis shows that the order is another
+one. Checkpoints have such a weight as it was before, in pieces: see `Kept`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,25 @@ from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.torch_private import dtensor_of, offsets, parts_of_dtensor
 
-# On a module: the sizes of the parts of each of its weights that has some.
+# On a module: the parts of each of its weights that has some.
 FUSED = "meshcomm_fused"
+
+
+class Parts(NamedTuple):
+    """The parts of one weight: their sizes along an axis of the whole weight."""
+
+    sizes: tuple[int, ...]
+    axis: int = 0
+
+    @property
+    def units(self) -> int:
+        """Into how many equal shares all parts can be cut: any number of ranks that divides it will do."""
+        return math.gcd(*self.sizes)
+
+    def shape(self, kept: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole weight that is kept in this one."""
+        at = self.axis
+        return (*kept[:at], sum(self.sizes), *kept[at + 2 :])
 
 
 class Slice(NamedTuple):
@@ -141,33 +158,80 @@ def assign(parameter: Tensor, value: Any) -> None:
     held.copy_(value)
 
 
-def units(sizes: Sequence[int]) -> int:
-    """Into how many equal shares all parts can be cut: any number of ranks that divides it will do."""
-    return math.gcd(*sizes)
+class Piece(NamedTuple):
+    """A box of a weight as it was before it was split: where it begins, and this rank's memory of it.
+
+    held: (..., units, rows of a unit, ...), a view.
+    """
+
+    at: tuple[int, ...]
+    held: Tensor
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape as a box of the weight."""
+        shape, axis = self.held.shape, self.axis
+        return (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+
+    def read(self) -> Tensor:
+        """Its values, as a box of the weight; a copy."""
+        return self.held.flatten(self.axis, self.axis + 1)
+
+    def write(self, values: Tensor) -> None:
+        """Put in values of a box of the weight."""
+        self.held.copy_(values.unflatten(self.axis, self.held.shape[self.axis : self.axis + 2]))
 
 
-def kept(whole: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Rows in the parts' order (sum of sizes, ...) -> (units, rows in a unit, ...).
+class Kept(NamedTuple):
+    """A tensor in the layout of a weight with parts: the weight, its gradient, or an optimiser's state of it."""
 
-    >>> kept(torch.tensor([0, 1, 2, 3, 10, 11]), [4, 2]).tolist()
+    tensor: Tensor
+    parts: Parts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole shape, as before it was split."""
+        return self.parts.shape(whole_shape(self.tensor))
+
+    def pieces(self) -> list[Piece]:
+        """What this rank has of it: of each part the rows of its units lie next to each other in the weight."""
+        held, axis = local(self.tensor.detach()), self.parts.axis
+        at = offsets(self.tensor) if isinstance(self.tensor, DTensor) else (0,) * held.ndim
+        found, first, column = [], 0, 0
+        for size in self.parts.sizes:
+            rows = size // self.parts.units
+            begin = (*at[:axis], first + at[axis] * rows, *at[axis + 2 :])
+            found.append(Piece(begin, held.narrow(axis + 1, column, rows), axis))
+            first, column = first + size, column + rows
+        return found
+
+
+def kept(whole: Tensor, parts: Parts) -> Tensor:
+    """Rows in the parts' order (..., sum of sizes, ...) -> (..., units, rows in a unit, ...).
+
+    >>> kept(torch.tensor([0, 1, 2, 3, 10, 11]), Parts((4, 2))).tolist()
     [[0, 1, 10], [2, 3, 11]]
     """
-    n = units(sizes)
-    return torch.cat([part.unflatten(0, (n, -1)) for part in whole.split(list(sizes))], 1)
+    n, axis = parts.units, parts.axis
+    return torch.cat(
+        [part.unflatten(axis, (n, -1)) for part in whole.split(list(parts.sizes), axis)], axis + 1
+    )
 
 
-def joined(units_held: Tensor, sizes: Sequence[int]) -> Tensor:
+def joined(units_held: Tensor, parts: Parts) -> Tensor:
     """Some of the units, or all -> their rows in the parts' order: the inverse of `kept`."""
-    n = units(sizes)
-    return torch.cat([part.flatten(0, 1) for part in units_held.split([size // n for size in sizes], 1)])
+    n, axis = parts.units, parts.axis
+    rows = units_held.split([size // n for size in parts.sizes], axis + 1)
+    return torch.cat([part.flatten(axis, axis + 1) for part in rows], axis)
 
 
-def fused_sizes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The sizes of the parts of each weight that has some, by its name in the state dict."""
+def fused_parts(module: nn.Module) -> dict[str, Parts]:
+    """The parts of each weight that has some, by its name in the state dict."""
     return {
-        f"{prefix}.{key}".lstrip("."): sizes
+        f"{prefix}.{key}".lstrip("."): parts
         for prefix, part in module.named_modules(remove_duplicate=False)
-        for key, sizes in getattr(part, FUSED, {}).items()
+        for key, parts in getattr(part, FUSED, {}).items()
     }
 
 
@@ -176,7 +240,7 @@ def unsplit_state(module: nn.Module) -> dict[str, Tensor]:
 
     Called by: every rank along the dim; each gets all of it.
     """
-    fused = fused_sizes(module)
+    fused = fused_parts(module)
     found: dict[str, Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         tensor = whole(value)

@@ -12,15 +12,18 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import ConfigError
 from meshcomm.layout.names import did_you_mean, listed
-from meshcomm.parallel.tensor.parameters import units
+from meshcomm.parallel.tensor.layers import is_conv1d
+from meshcomm.parallel.tensor.parameters import Parts
 from meshcomm.parallel.tensor.split import TensorSplit
 
 Entry: TypeAlias = str | Mapping[str, Any]
 
 # The options of each style, in addition to "set".
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "column": ("parts", "output"),
-    **dict.fromkeys(("row", "vocab"), ()),
+    "column": ("parts", "output", "sequence"),
+    "row": ("input", "sequence"),
+    "vocab": ("sequence",),
+    "latent": ("size",),
     "enter": ("args",),
     **dict.fromkeys(("sequence", "heads"), ()),
     "replicate": ("input", "output", "axis", "args"),
@@ -31,6 +34,8 @@ _KINDS: Mapping[str, tuple[type[nn.Module], int]] = {
     "row": (nn.Linear, 1),
     "vocab": (nn.Embedding, 0),
 }
+# Of these the parts inside may have styles of their own; what is said of the outer one is about the rest.
+_AROUND = ("", "enter", "replicate", "sequence")
 
 
 @dataclass(frozen=True)
@@ -41,25 +46,30 @@ class Rule:
     parts: int | tuple[int, ...] = 1
     output: str = "split"
     input: str = "split"
+    sequence: str = "split"
     axis: int | None = None
     args: tuple[int | str, ...] = (0,)
+    size: int = 0
     set: Mapping[str, Any] = field(default_factory=dict)
 
     def sizes(self, rows: int) -> tuple[int, ...]:
         """The sizes of a column's parts."""
         return self.parts if isinstance(self.parts, tuple) else (rows // self.parts,) * self.parts
 
+    def axis_of(self, part: nn.Module, key: str) -> int | None:
+        """The axis along which a parameter of `part` is split; None: it stays whole."""
+        if self.style not in _KINDS or (self.style == "row" and key == "bias"):
+            return None
+        axis = _KINDS[self.style][1]
+        return 1 - axis if is_conv1d(part) and key == "weight" else axis
 
-def sizes_of_parts(module: nn.Module, plan: Mapping[str, Entry]) -> dict[str, tuple[int, ...]]:
-    """The sizes of the parts of each parameter that has some by the plan, for a module that is not split."""
-    return {
-        f"{name}.{key}": rule.sizes(part.out_features)
-        for pattern, entry in plan.items()
-        if isinstance(rule := _rule(entry), Rule) and rule.style == "column" and rule.parts != 1
-        for name, part in module.named_modules()
-        if matches(pattern, name) and isinstance(part, nn.Linear)
-        for key, _ in part.named_parameters(recurse=False)
-    }
+    def parts_of(self, part: nn.Module, key: str) -> Parts | None:
+        """The parts of a parameter of `part`, where it has several."""
+        axis = self.axis_of(part, key)
+        if axis is None or self.style != "column":
+            return None
+        sizes = self.sizes(part.get_parameter(key).shape[axis])
+        return Parts(sizes, axis) if len(sizes) > 1 else None
 
 
 def checked_rules(split: TensorSplit, module: nn.Module, plan: Mapping[str, Entry]) -> dict[str, Rule]:
@@ -116,7 +126,7 @@ def _rule(entry: object) -> Rule | str:
             return _with_guess(
                 f"{what} has no {name!r}; it has {', '.join(('style', *options))}", name, options
             )
-    for name in ("input", "output"):
+    for name in ("input", "output", "sequence"):
         if given.get(name, "split") not in ("split", "whole"):
             return f'{name} is {given[name]!r}; it is "split" or "whole"'
     parts = given.get("parts", 1)
@@ -196,7 +206,7 @@ def _problems(
         within = f"{name}." if name else ""
         inside = [other for other in rules if other != name and other.startswith(within)]
         styled = [other for other in inside if rules[other].style]
-        if rule.style not in ("", "enter") and styled:
+        if rule.style not in _AROUND and styled:
             yield f'"{name}" has style "{rule.style}", and "{styled[0]}" inside of it one of its own'
     yield from _tied(names, rules)
     bare = [
@@ -214,28 +224,30 @@ def _problems(
 def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
     """Why a part cannot be split in its rule's style; "" where it can."""
     n, style = split.size, rule.style
+    if style == "latent" and (not isinstance(part, nn.Linear) or not 0 < rule.size < part.out_features):
+        return f"its last {rule.size} outputs are not some of those of an nn.Linear"
     if style not in _KINDS:
         return ""
     kind, _ = _KINDS[style]
-    if not isinstance(part, kind) or type(part).forward is not kind.forward:
+    if not is_conv1d(part) and (not isinstance(part, kind) or type(part).forward is not kind.forward):
         own = " with its own forward" if isinstance(part, kind) else ""
         return f'style "{style}" splits an nn.{kind.__name__}, this is not one{own}'
     if part._parameters.get("weight") is None:
         return "its weight is computed from others (a parametrization), and cannot be split"
-    if isinstance(part, nn.Linear):
-        size, what = (part.out_features, "outputs") if style == "column" else (part.in_features, "inputs")
+    size = part.get_parameter("weight").shape[rule.axis_of(part, "weight") or 0]
+    if style != "vocab":
+        what = "outputs" if style == "column" else "inputs"
         sizes = rule.sizes(size)
         if sum(sizes) != size:
             equal = f"{rule.parts} equal parts"
             said = " + ".join(map(str, sizes)) if isinstance(rule.parts, tuple) else equal
             return f"its {size} outputs are not {said}"
-        counts = {*sizes, units(sizes)}
+        counts = {*sizes, Parts(sizes).units}
     else:
-        assert isinstance(part, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(part, option) not in (None, False):
                 return f"an embedding with {option} cannot be split"
-        counts, what = {part.num_embeddings}, "rows"
+        counts, what = {size}, "rows"
     odd = [
         f"{s} {what} are not divisible by {split.dim}: {s} % {n} = {s % n}" for s in sorted(counts) if s % n
     ]
@@ -265,9 +277,7 @@ def _tied(names: Mapping[str, nn.Module], rules: Mapping[str, Rule]) -> Iterator
         for key, parameter in part._parameters.items():
             if parameter is None:
                 continue
-            # A bias of a row is whole; that of a column goes with its rows.
-            whole = rule.style not in _KINDS or (rule.style == "row" and key == "bias")
-            axis = None if whole else _KINDS[rule.style][1]
+            axis = rule.axis_of(part, key)
             full = f"{name}.{key}".lstrip(".")
             how = (axis, rule.parts if axis == 0 else 1)
             other, before = first.setdefault(id(parameter), (full, how))

@@ -1,0 +1,97 @@
+"""The training of a model of transformers on a mesh, of its config.json and a few sizes, where there is no configuration yet."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from meshcomm.config.pretrained import dropouts_of, read
+from meshcomm.errors import ConfigError
+
+PARTS: Final = {"pp": "pipeline", "dp": "data", "fsdp": "shard", "cp": "context", "tp": "tensor"}
+"""Names of dims -> what they are for. `ep` is one more, along which experts are spread."""
+
+TOPOLOGY: Final[dict[str, Any]] = {
+    "ranks_per_node": 8,
+    "links": {
+        "node": {"latency_us": 2.0, "bandwidth_gbytes_s": 300.0},
+        "network": {"latency_us": 10.0, "bandwidth_gbytes_s": 50.0},
+    },
+    "tflops": 400,
+    "memory_gbytes": 80,
+}
+"""Nodes of eight GPUs such as the H100, one network card each; 400 of its 989 TFLOPS in bfloat16."""
+
+_EXAMPLE: Final = "--dims pp=16,fsdp=64,tp=8,ep=64"
+
+
+def is_of_model(path: Path) -> bool:
+    """Whether the file is the config.json of a model, and no configuration of meshcomm."""
+    with suppress(OSError, ValueError):
+        return path.suffix == ".json" and "model_type" in read(path)
+    return False
+
+
+def training_of(path: Path, dims: str) -> dict[str, Any]:
+    """A configuration: nodes of TOPOLOGY, bfloat16, activation checkpointing, samples of 4,096 tokens, two microbatches for each stage.
+
+    path: a config.json. dims: such as "pp=16,fsdp=64,tp=8,ep=64"; ep divides the ranks beside pp and tp.
+    Raises ConfigError for dims that are none, or do not divide.
+    """
+    sizes = _sizes(dims)
+    spread = sizes.pop("ep", 1)
+    kept = {name: sizes[name] for name in ("pp", "tp") if name in sizes}
+    others = math.prod(sizes.values()) // math.prod(kept.values())
+    if path.name != "config.json" or others % spread:
+        raise ConfigError(
+            "experts cannot be spread over these ranks"
+            if others % spread
+            else "this is no folder of a model",
+            given=f"{dims}: {others} ranks beside pp and tp, ep={spread}" if others % spread else str(path),
+            expected="an ep that divides them" if others % spread else "a file that is called config.json",
+            hint=_EXAMPLE,
+        )
+    parallel: dict[str, Any] = {PARTS[name]: name for name in sizes}
+    mesh: dict[str, Any] = {"dims": sizes, "device": "cuda"}
+    if "tp" in sizes:
+        parallel["options"] = {"sequence_parallel": True}
+    if spread > 1:
+        before = {"pp": kept["pp"]} if "pp" in kept else {}
+        behind = {"tp": kept["tp"]} if "tp" in kept else {}
+        mesh["views"] = {"expert": {**before, "edp": others // spread, "ep": spread, **behind}}
+        parallel["expert"] = "ep"
+    copies = sizes.get("dp", 1) * sizes.get("fsdp", 1)
+    model: dict[str, Any] = {"pretrained": str(path.parent), "random_weights": True}
+    if dropouts_of(str(path.parent)):
+        model["dropout"] = 0.0
+    return {
+        "mesh": mesh,
+        "topology": TOPOLOGY,
+        "parallel": parallel,
+        "model": model,
+        "data": {"seq_len": 4096},
+        "train": {
+            "steps": 1,
+            "global_batch_size": copies * 2 * sizes.get("pp", 1),
+            "micro_batch_size": 1,
+            "compute_dtype": "bfloat16",
+            "activation_checkpointing": True,
+        },
+    }
+
+
+def _sizes(text: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for pair in filter(None, (each.strip() for each in text.split(","))):
+        name, _, size = pair.partition("=")
+        if name not in (*PARTS, "ep") or not size.isdecimal() or not int(size) or name in found:
+            raise ConfigError(
+                f"{pair} is no dim of a model's mesh",
+                given=f"--dims {text}",
+                expected=f"sizes of {', '.join((*PARTS, 'ep'))}, each once",
+                hint=_EXAMPLE,
+            )
+        found[name] = int(size)
+    return found or {"dp": 1}

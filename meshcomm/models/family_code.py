@@ -1,0 +1,62 @@
+"""What holds while the code of a family of transformers runs.
+
+In float64 what it casts to float32, for more precision than bfloat16 has, stays float64. And samples are whole documents, so
+that it does not look at positions for the borders of packed ones: the host would wait for the device, and a dry run has no
+values to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+WHOLE_SAMPLES: Final[ContextVar[bool]] = ContextVar("whole_samples", default=False)
+_WIDE: Final[ContextVar[bool]] = ContextVar("wide", default=False)
+
+
+class _KeepFloat64(TorchFunctionMode):
+    """What a model casts to float32 for more precision stays float64 where it is: norms, routers, rotary angles."""
+
+    def __enter__(self) -> Any:
+        self._token = _WIDE.set(True)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _WIDE.reset(self._token)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        x = args[0] if args else None
+        if isinstance(x, Tensor) and x.dtype == torch.float64:
+            if func is Tensor.float:
+                return x
+            if func in (Tensor.to, Tensor.type) and torch.float32 in args[1:]:
+                args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            if named.get("dtype") is torch.float32:
+                named["dtype"] = torch.float64
+        return func(*args, **named)
+
+
+def wide(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Within, a model in float64 computes in float64 only; for other dtypes, nothing changes."""
+    return _KeepFloat64() if dtype == torch.float64 and not _WIDE.get() else nullcontext()
+
+
+@contextmanager
+def family_code(dtype: torch.dtype) -> Iterator[None]:
+    """Within, a family's code runs on whole samples; dtype: what it computes in."""
+    token = WHOLE_SAMPLES.set(True)
+    try:
+        with wide(dtype):
+            yield
+    finally:
+        WHOLE_SAMPLES.reset(token)

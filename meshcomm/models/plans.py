@@ -1,0 +1,192 @@
+"""How a causal language model of transformers is split along a dim: by the plan that its family publishes.
+
+`base_model_tp_plan` of a family's configuration names modules and parameters, and a style for each. They become a plan of
+`tensor_parallel` here. Nothing publishes how a family goes with sequence parallelism: that follows from what its blocks are
+made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from torch import nn
+
+from meshcomm.models.torch_private import published_styles
+from meshcomm.parallel.expert.packed import Axes
+from meshcomm.parallel.tensor.layers import is_conv1d
+from meshcomm.parallel.tensor.plan import Entry, matches
+
+# Their styles of modules -> ours.
+_STYLES: Final[Mapping[str, Entry]] = {
+    "colwise": "column",
+    "colwise_gather_output": "column:whole",
+    "packed_colwise": "column:2",
+    "rowwise": "row",
+    "rowwise_split_input": {"style": "row", "input": "whole"},
+    "embedding_rowwise": "vocab",
+    "replicated_with_grad_allreduce": "heads",
+}
+_EXPERTS: Final = "moe_tp_experts"
+# Their styles of packed parameters -> the axis from the end that is split, and its parts.
+_PACKED: Final = {"colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1)}
+# What published plans leave out: parameters that work behind columns, on this rank's part of the features.
+_LEFT_OUT: Final[Mapping[str, Mapping[str, Entry]]] = {
+    "apertus": {"model.layers.*.mlp.act_fn": "heads"},
+}
+# Of families that publish none.
+_UNPUBLISHED: Final[Mapping[str, Mapping[str, Entry]]] = {
+    "gpt2": {
+        "transformer.h.*.attn.c_attn": "column:3",
+        "transformer.h.*.attn": {"set": {"split_size": "split"}},
+        "transformer.h.*.attn.c_proj": "row",
+        "transformer.h.*.mlp.c_fc": "column",
+        "transformer.h.*.mlp.c_proj": "row",
+    }
+}
+# What is whole on every rank, on whole sequences.
+WHOLE: Final[Entry] = {"style": "replicate", "input": "whole", "output": "whole"}
+
+
+class UnknownStyle(Exception):
+    """What a published plan says, and no mesh here can do."""
+
+
+def tensor_plan(module: Any) -> dict[str, Entry]:
+    """The plan of all parts but experts, embedding and head; {} where the family publishes none.
+
+    Raises UnknownStyle with a text that names what cannot be split.
+    """
+    kind = module.config.model_type
+    if kind in _UNPUBLISHED:
+        return dict(_UNPUBLISHED[kind])
+    styles: Mapping[str, str] = published_styles(module)
+    parts = [name for name, _ in module.named_modules()]
+    ends = (module.get_input_embeddings(), module.get_output_embeddings())
+    found: dict[str, Entry] = {}
+    for pattern, style in styles.items():
+        here = [name for name in parts if matches(pattern, name)]
+        if any(module.get_submodule(name) in ends for name in here) or style == _EXPERTS:
+            continue
+        if here:
+            if style == "mla_kv_a_proj":
+                found[pattern] = {"style": "latent", "size": module.config.qk_rope_head_dim}
+            elif style in _STYLES:
+                found[pattern] = _STYLES[style]
+            else:
+                raise UnknownStyle(f"{pattern}: {style}")
+        elif styles.get(pattern.rpartition(".")[0]) != _EXPERTS and any(
+            matches(pattern, name) for name, _ in module.named_parameters()
+        ):
+            raise UnknownStyle(f"{pattern}: {style}, of a parameter")
+    return {**found, **_LEFT_OUT.get(kind, {})}
+
+
+def packed_experts(module: Any) -> dict[str, Axes]:
+    """The modules of packed experts by name, and how each of their parameters is split along the tensor's dim.
+
+    Raises UnknownStyle.
+    """
+    styles: Mapping[str, str] = published_styles(module)
+    found: dict[str, Axes] = {}
+    for name, part in module.named_modules():
+        # transformers.integrations.use_experts_implementation gives them these.
+        if not (hasattr(part, "is_transposed") and hasattr(part, "has_gate")):
+            continue
+        axes: dict[str, tuple[int, int]] = {}
+        for key, parameter in part.named_parameters():
+            style = next((s for pattern, s in styles.items() if matches(pattern, f"{name}.{key}")), None)
+            if style is None:
+                continue
+            if style not in _PACKED or "." in key:
+                raise UnknownStyle(f"{name}.{key}: {style}")
+            axis, count = _PACKED[style]
+            axes[key] = parameter.ndim + axis, count
+        found[name] = axes
+    return found
+
+
+def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> dict[str, Entry]:
+    """What is added to the plan of a model of blocks with sequence_parallel.
+
+    Sequences are whole before the first block, and sliced from there to the head. In a block, a part all of whose
+    parameters are columns and rows gathers where it begins, norms work on slices, and every other part is computed on whole
+    sequences, by all ranks alike but for the layers that its plan splits.
+    """
+    styled = {name: _style(name, plan) for name, _ in module.named_modules()}
+    blocks = [f"{layers}.{key}" for key, _ in module.get_submodule(layers).named_children()]
+    found: dict[str, Entry] = {}
+    each: dict[str, dict[str, Entry]] = {}
+    for block in blocks:
+        own = module.get_submodule(block)
+        if own._parameters:
+            found[block] = "sequence"
+        for key, child in own.named_children():
+            if any(True for _ in child.parameters()) and styled[f"{block}.{key}"] == "":
+                each.setdefault(key, {})[block] = _of_part(f"{block}.{key}", child, styled)
+    for key, entries in each.items():
+        first = next(iter(entries.values()))
+        if all(entry == first for entry in entries.values()):
+            found[f"{layers}.*.{key}"] = first
+        else:
+            found |= {f"{block}.{key}": entry for block, entry in entries.items()}
+    # Around the blocks: norms behind them work on slices, what comes before them on whole sequences.
+    behind = False
+    for name, part in _leaves(module):
+        if name.startswith(f"{layers}."):
+            behind = True
+        elif styled[name] == "":
+            found[name] = "sequence" if behind and _is_norm(part) else WHOLE
+    return {name: _with_set(entry, plan.get(name)) for name, entry in found.items()}
+
+
+def _with_set(entry: Entry, before: Entry | None) -> Entry:
+    """An entry in place of another one, whose attributes are set as well."""
+    if not isinstance(before, Mapping) or "set" not in before:
+        return entry
+    own = {"style": entry} if isinstance(entry, str) else entry
+    return {**own, "set": before["set"]}
+
+
+def _of_part(name: str, part: nn.Module, styled: Mapping[str, str]) -> Entry:
+    owners = [
+        (f"{name}.{inner}".rstrip("."), each) for inner, each in part.named_modules() if each._parameters
+    ]
+    if all(styled[owner] == "" and _is_norm(each) for owner, each in owners):
+        return "sequence"
+    if all(styled[owner] in ("column", "row", "heads") for owner, _ in owners):
+        return "enter"
+    return "replicate"
+
+
+def _style(name: str, plan: Mapping[str, Entry]) -> str:
+    """The style of a part by the plan; "" for none, "other" for one with options."""
+    for pattern, entry in plan.items():
+        if matches(pattern, name):
+            if isinstance(entry, str):
+                return entry.partition(":")[0] if not entry.endswith(":whole") else "other"
+            if "style" in entry:
+                return "other"
+    return ""
+
+
+def _is_norm(part: nn.Module) -> bool:
+    return "Norm" in type(part).__name__
+
+
+def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The parts with parameters of their own, in order of registration."""
+    return ((name, part) for name, part in module.named_modules() if part._parameters and name)
+
+
+def is_split_linear(part: nn.Module | None) -> bool:
+    """Whether "column" and "row" can split it."""
+    return (isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward) or is_conv1d(
+        part or nn.Module()
+    )
+
+
+def names_of(module: nn.Module, parts: Iterable[nn.Module | None]) -> list[str]:
+    """The dotted names of parts of `module`."""
+    known = {id(part): name for name, part in module.named_modules()}
+    return [known[id(part)] for part in parts if part is not None]

@@ -1,0 +1,82 @@
+"""A small model of the same family: fewer and narrower layers, everything else as the configuration has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from transformers import PreTrainedConfig
+
+_LAYERS: Final = 4
+SIZES: Final = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "dense_intermediate_size"), 96),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32
+    ),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), 4),
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 128),
+    "hidden_size_per_layer_input": 16,
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
+    "sliding_window": 8,
+    "num_kv_shared_layers": 0,
+}
+"""What may be smaller, and how small. Of names that mean the same, families have one or the other."""
+
+_COUNTS: Final = ("num_hidden_layers", "n_layer", "num_layers")
+_TOKENS: Final = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def tiny(config: Any) -> PreTrainedConfig:
+    """The configuration of the small model. Raises what transformers raises where a family does not take it."""
+    said = config.to_dict()
+    layers = getattr(config, "num_hidden_layers", _LAYERS)
+    kept = _kept(said.get("layer_types"), layers)
+    small: dict[str, Any] = {name: len(kept) for name in _COUNTS if name in said}
+    # What the family calls what other families have another name for.
+    called = {theirs: ours for ours, theirs in config.attribute_map.items()}
+    sizes = {name: SIZES[called.get(name, name)] for name in said if called.get(name, name) in SIZES}
+    small |= _smaller({name: said[name] for name in sizes}, sizes)
+    heads, groups = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", None)
+    if "kv_lora_rank" in said:
+        # Keys of all heads come from one latent; what is called the size of a head is that of the rotary part.
+        small |= {"num_key_value_heads": 4, "head_dim": 8}
+    elif groups == heads:
+        small |= {"num_key_value_heads": 4}
+    for name, value in said.items():
+        # One entry for each layer, or for some.
+        if isinstance(value, dict) and value and all(str(key).isdecimal() for key in value):
+            each = {int(key): _smaller(inner, sizes) for key, inner in value.items()}
+            small[name] = {place: each[layer] for place, layer in enumerate(kept) if layer in each}
+        elif isinstance(value, list) and len(value) == layers and not isinstance(value[0], dict):
+            small[name] = [value[place] for place in kept]
+    small |= {name: token for name, token in _TOKENS.items() if isinstance(said.get(name), int)}
+    made: PreTrainedConfig = type(config)(**{**said, **{k: v for k, v in small.items() if k in said}})
+    return made
+
+
+def _smaller(said: Any, sizes: Mapping[str, int]) -> Any:
+    if not isinstance(said, dict):
+        return said
+    return {
+        name: sizes[name] if name in sizes and isinstance(value, int) and value > 0 else value
+        for name, value in said.items()
+    }
+
+
+def _kept(kinds: Sequence[str] | None, layers: int) -> list[int]:
+    """The layers that are left: some of each kind, in order."""
+    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if kinds else []
+    kept = dict.fromkeys([*firsts, *range(layers)])
+    return sorted(list(kept)[: max(_LAYERS, len(firsts))])

@@ -1,0 +1,23 @@
+"""Names that transformers keeps private, and that no public one stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+
+def draw(model: Any, part: nn.Module) -> None:
+    """Draw the parameters of one part of a model, without those inside of it, as its family does."""
+    model._init_weights(part)
+
+
+def published_styles(model: Any) -> Mapping[str, str]:
+    """The tensor-parallel plan of a whole model: patterns of names -> styles."""
+    return model._tp_plan or {}
+
+
+def has_attention_interface(model: Any) -> bool:
+    """Whether its attention is computed by a function that can be replaced."""
+    return bool(model._supports_attention_backend)

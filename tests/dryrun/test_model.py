@@ -1,0 +1,72 @@
+"""`meshcomm dryrun config.json --dims ...`: the training of a model of which there is nothing but its config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from meshcomm.cli import app
+from meshcomm.config import load_config
+from meshcomm.config.of_model import is_of_model, training_of
+from meshcomm.errors import ConfigError
+
+pytest.importorskip("transformers")
+
+PUBLISHED = Path(__file__).parents[2] / "configs" / "published"
+# The meshes of their papers where they say one, else one of as many ranks.
+MESHES = {
+    "llama3_405b": "pp=16,fsdp=128,tp=8",
+    "deepseek_v3": "pp=16,fsdp=128,ep=64",
+    "qwen3_235b": "pp=4,fsdp=16,tp=4,ep=16",
+}
+
+
+def _said(*arguments: str) -> Any:
+    result = CliRunner().invoke(app, ["dryrun", *arguments, "--json", "--sample", "0"])
+    assert result.exit_code in (0, 1), result.output
+    return json.loads(result.stdout)
+
+
+def test_a_config_json_is_run_dry(tmp_path: Path) -> None:
+    from tests.models import table
+
+    table.smallest("deepseek_v3").save_pretrained(tmp_path)
+    facts = _said(str(tmp_path / "config.json"), "--dims", "pp=2,fsdp=4,ep=2", "--set", "data.seq_len=64")
+    assert facts["world_size"] == 8 and not facts["findings"]
+    assert facts["memory"]["fits"] is not False
+
+
+@pytest.mark.deep
+@pytest.mark.parity
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", MESHES)
+def test_a_published_model_on_a_published_mesh(name: str) -> None:
+    facts = _said(str(PUBLISHED / name / "config.json"), "--dims", MESHES[name])
+    assert not facts["findings"]
+
+
+def test_what_is_no_model_or_no_dim_is_refused(tmp_path: Path) -> None:
+    path = PUBLISHED / "qwen3_235b" / "config.json"
+    assert is_of_model(path) and not is_of_model(PUBLISHED / "llama3_405b.toml")
+    for dims, said in (
+        ("pp=0", "pp=0 is no dim"),
+        ("rows=2", "rows=2 is no dim"),
+        ("dp=4,ep=3", "cannot be spread"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            training_of(path, dims)
+    result = CliRunner().invoke(app, ["dryrun", str(path)])
+    assert result.exit_code == 2 and "the sizes of dims are not said" in result.stderr
+    result = CliRunner().invoke(app, ["dryrun", str(PUBLISHED / "llama3_405b.toml"), "--dims", "dp=2"])
+    assert result.exit_code == 2 and "--dims is for the config.json of a model" in result.stderr
+
+
+def test_its_training_is_a_configuration() -> None:
+    config = load_config(training_of(PUBLISHED / "qwen3_235b" / "config.json", "pp=4,fsdp=16,tp=4,ep=16"))
+    assert config.mesh.views == {"expert": {"pp": 4, "edp": 1, "ep": 16, "tp": 4}}
+    assert config.model is not None and config.model.experts == 128 and config.model.num_layers == 94
+    assert config.parallel is not None and config.parallel.options.sequence_parallel

@@ -1,0 +1,204 @@
+"""Every causal language model of transformers on every kind of parallelism: `python -m tests.models.table` runs it, and writes
+docs/reference/models.md.
+
+A small model of each family, of drawn weights, in float64, trains 5 steps on each mesh: losses, gradient norms, gradients and
+weights within 1e-9 of one process, or the reason why not. Families that publish no plan: data parallelism and FSDP.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from meshcomm.config import Config
+from meshcomm.errors import MeshcommError
+from meshcomm.testing import Pool
+from meshcomm.train.parity import Record, compare, reference
+from tests.models.families import config_of, recorded
+
+STEPS, RANKS, ROOM = 5, 4, 1e-9
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+_TRAIN = {"global_batch_size": 4}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp4": ("dp=4", {}),
+    "fsdp4": ("fsdp=4", {}),
+    "pp2 dp2": ("pp=2 dp=2", {}),
+    "pp2 tp2": ("pp=2 tp=2", {}),
+    "dp2 tp2, sequence": ("dp=2 tp=2", {"sequence_parallel": True}),
+    "dp2 cp2": ("dp=2 cp=2", {"attention": "ulysses"}),
+    "dp4 ep2": ("dp=4", {"expert": "ep", "views": {"expert": {"edp": 2, "ep": 2}}}),
+}
+_PLAIN = ("dp4", "fsdp4")
+# It has no experts to spread.
+_NONE = "-"
+# Larger than the rest when small, or made of other models: not tried.
+_LARGEST = 12_000_000
+
+
+def names() -> list[str]:
+    """The model types that AutoModelForCausalLM makes."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def has_plan(name: str) -> bool:
+    """Whether the family publishes a tensor-parallel plan."""
+    from transformers import CONFIG_MAPPING
+
+    return getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None) is not None
+
+
+def smallest(name: str) -> Any:
+    """The configuration of a small model of a family; what its defaults leave open is said."""
+    from transformers import CONFIG_MAPPING
+
+    from meshcomm.models.tiny import SIZES, tiny
+
+    kind = CONFIG_MAPPING[name]
+    said = kind().to_dict()
+    return tiny(kind(**{key: size for key, size in SIZES.items() if key in said and said[key] is None}))
+
+
+def records(configs: list[Config]) -> list[Record | str]:
+    """On a rank: what the steps on each mesh gave, or the error."""
+    found: list[Record | str] = []
+    for config in configs:
+        try:
+            found.append(recorded(config, STEPS))
+        except MeshcommError as error:
+            found.append(f"{error.what}: {error.given}" if error.given else error.what)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def row(pool: Pool, name: str) -> dict[str, str]:
+    """Of each kind: "" where it is the same as on one process, or why not."""
+    from transformers import AutoModelForCausalLM
+
+    from meshcomm.parallel.build import on_meta
+
+    kinds = tuple(KINDS) if has_plan(name) else _PLAIN
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            small = smallest(name)
+            with on_meta():
+                made = AutoModelForCausalLM.from_config(small)
+        except Exception as error:
+            return dict.fromkeys(kinds, f"no small model: {type(error).__name__}: {_line(error)}")
+        if sum(each.numel() for each in made.parameters()) > _LARGEST:
+            return dict.fromkeys(
+                KINDS, "a small model is not small: it has parts that are no decoder of text"
+            )
+        small.save_pretrained(folder)
+        model = {"pretrained": folder, "random_weights": True, "dropout": 0.0}
+        found: dict[str, str] = {}
+        configs: dict[str, Config] = {}
+        for kind in kinds:
+            dims, more = KINDS[kind]
+            try:
+                configs[kind] = config_of(model, dims, train=_TRAIN, **more)
+            except MeshcommError as error:
+                found[kind] = _NONE if "the model has no experts" in str(error) else _line(error)
+        if not configs:
+            return found
+        alone = reference(config_of(model, "dp=1", train=_TRAIN))
+        ((one,),) = pool.run(records, [alone], ranks=1, timeout_s=120)
+        if isinstance(one, str):
+            return dict.fromkeys(kinds, f"on one process: {_line(one)}")
+        ranks = pool.run(records, list(configs.values()), ranks=RANKS, timeout_s=400)
+        for place, kind in enumerate(configs):
+            found[kind] = _judged([each[place] for each in ranks], one)
+        return {kind: found[kind] for kind in kinds}
+
+
+def _judged(ranks: Iterable[Record | str], alone: Record) -> str:
+    most = 0.0
+    for each in ranks:
+        if isinstance(each, str):
+            return _line(each)
+        most = max(most, *(difference.relative for difference in compare(each, alone)))
+    return "" if most < ROOM else f"differs by {most:.1e}"
+
+
+def _line(text: object) -> str:
+    # A line of this machine's files says nothing of a model.
+    return re.sub(r" at /\S+", "", " ".join(str(text).split()))[:160]
+
+
+def page(rows: dict[str, dict[str, str]]) -> str:
+    """The document."""
+    import torch
+    import transformers
+
+    reasons: dict[str, int] = {}
+
+    def table_of(kinds: Iterable[str]) -> list[str]:
+        kinds = tuple(kinds)
+        lines = [f"| family | {' | '.join(kinds)} |", "|---|" + "---|" * len(kinds)]
+        for name, cells in rows.items():
+            if tuple(cells) == kinds:
+                texts = [_cell(cell, reasons) for cell in cells.values()]
+                lines.append(f"| {name} | {' | '.join(texts)} |")
+        return lines
+
+    published, others = table_of(KINDS), table_of(_PLAIN)
+    every = sum(
+        all(cell in ("", _NONE) for cell in cells.values()) for cells in rows.values() if len(cells) > 2
+    )
+    plain = sum(cells["dp4"] == cells["fsdp4"] == "" for cells in rows.values())
+    version = torch.__version__.partition("+")[0]
+    return "\n".join(
+        [
+            "# Models: every family on every kind of parallelism",
+            "",
+            f'Written by `python -m tests.models.table`, torch {version}, transformers {transformers.__version__}. A small model of each family that `AutoModelForCausalLM` makes, of drawn weights, in float64, trains {STEPS} steps. "yes": losses, gradient norms,',
+            f"gradients and weights are within {ROOM:g} of one process. A number is that of a reason below. `sequence` is `parallel.options.sequence_parallel`, `cp2` is Ulysses; a dash: no experts to spread.",
+            "",
+            f"{every} of {len(published) - 2} families with a published plan train on all that applies to them, {plain} of {len(rows)} on data parallelism and FSDP.",
+            "",
+            "## Families that publish a plan",
+            "",
+            *published,
+            "",
+            "## Families that publish none",
+            "",
+            *others,
+            "",
+            "## Reasons",
+            "",
+            *(f"{number}. {text}" for text, number in reasons.items()),
+            "",
+        ]
+    )
+
+
+def _cell(cell: str, reasons: dict[str, int]) -> str:
+    if cell in ("", _NONE):
+        return cell or "yes"
+    text = re.sub(r"[<>|*_`\[\]]", lambda found: "\\" + found.group(), cell)
+    return str(reasons.setdefault(text, len(reasons) + 1))
+
+
+def main() -> None:
+    """Run the families that are named, or all, and print their rows; all: write the page."""
+    asked = sys.argv[1:] or names()
+    rows: dict[str, dict[str, str]] = {}
+    pool = Pool(preload=("meshcomm.train", "meshcomm.models.families", "torch.distributed.fsdp"))
+    try:
+        for name in asked:
+            rows[name] = row(pool, name)
+            print(name, rows[name], flush=True)
+    finally:
+        pool.close()
+    if not sys.argv[1:]:
+        PAGE.write_text(page(rows))
+
+
+if __name__ == "__main__":
+    main()

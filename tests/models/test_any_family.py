@@ -1,0 +1,274 @@
+"""Any causal language model of transformers, by what its family publishes: in parts it computes what it computes in one piece."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import meshcomm
+from meshcomm.config import Config
+from meshcomm.errors import TrainingError, UnsupportedOp
+from meshcomm.mesh import Mesh
+from meshcomm.models import ModelSpec, StageContext
+from meshcomm.models.check import Use, check_model
+from meshcomm.models.families import spec_of
+from meshcomm.models.hf import Whole
+from meshcomm.parallel import TensorSplit
+from meshcomm.parallel.expert import spread_experts
+from meshcomm.testing import Pool
+from meshcomm.train import Trainer, save_pretrained
+from tests.models import own, table
+from tests.models.families import config_of
+
+USES = {
+    "pipeline": Use(pipeline=True),
+    "tensor": Use(tensor=True),
+    "sequence_parallel": Use(tensor=True, sequence_parallel=True),
+    "context": Use(context=True, attention="ulysses"),
+    "expert": Use(expert=True),
+}
+# Of dense models and of mixtures of experts, with what Llama does not have: multipliers, soft caps, norms centred at zero,
+# norms of queries behind gathered columns, fused weights, parallel blocks, latent attention, shared experts, biases of routers.
+FAMILIES = [
+    *("llama", "granite", "gemma2", "gemma3_text", "olmo2", "phi3", "cohere2", "glm4"),
+    *("mixtral", "qwen2_moe", "deepseek_v3", "minimax_m2"),
+]
+
+
+def small(name: str) -> ModelSpec:
+    """The specification of a small model of a family, of drawn weights."""
+    whole = Whole(table.smallest(name), exact=True)
+    whole.config.use_cache = False
+    return replace(spec_of(whole), initialise=partial(whole.initialise, 0))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_in_parts_is_itself(name: str) -> None:
+    spec, done = small(name), []
+    for kind, use in USES.items():
+        if kind in spec.cannot or (kind == "sequence_parallel" and "tensor" in spec.cannot):
+            continue
+        if kind == "context" and name == "gemma2":
+            with pytest.raises(UnsupportedOp, match="softcap"):
+                check_model(spec, use, family=True, name=name)
+            continue
+        check_model(spec, use, family=True, name=name)
+        done.append(kind)
+    assert {"pipeline", "tensor", "sequence_parallel"} <= set(done)
+    assert ("expert" in done) == (name in FAMILIES[8:])
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name in table.names() if table.has_plan(name)])
+def test_the_table_of_models_says_what_is_so(pool: Pool, name: str) -> None:
+    said = next(line for line in table.PAGE.read_text().splitlines() if line.startswith(f"| {name} |"))
+    cells = [cell.strip() for cell in said.split("|")[2:-1]]
+    found = [cell if cell == "-" else "yes" if not cell else "" for cell in table.row(pool, name).values()]
+    assert found == ["" if cell.isdecimal() else cell for cell in cells]
+
+
+# -- planted: what a specification forgets, or a split gets wrong, is refused by name ------------------
+
+
+def _refused(spec: ModelSpec, use: Use, family: bool = False) -> str:
+    with pytest.raises(TrainingError) as caught:
+        check_model(spec, use, family=family)
+    return str(caught.value)
+
+
+def test_a_multiplier_on_each_stage_is_refused() -> None:
+    class Multiplied(own.Own):
+        def forward(self, x: Tensor) -> Tensor:
+            x = (self.tokens(x) + self.places(torch.arange(x.shape[1]))) * 3
+            for block in self.blocks:
+                x = block(x)
+            return self.logits(self.norm(x))
+
+    def forward(module: Any, x: Tensor, here: StageContext) -> Tensor:
+        if here.stage.is_first:
+            x = module.tokens(x) + module.places(here.positions)
+        x = x * 3
+        for block in here.layers:
+            x = here.through(block, x)
+        return module.logits(module.norm(x)) if here.stage.is_last else x
+
+    spec = replace(own.spec(), module=Multiplied, forward=forward)
+    found = _refused(spec, USES["pipeline"])
+    assert "the model computes something else with parallel.pipeline" in found and "outputs off by" in found
+    check_model(replace(spec, forward=None), USES["pipeline"])
+
+
+def test_positions_of_another_stage_are_refused() -> None:
+    def forward(module: Any, x: Tensor, here: StageContext) -> Tensor:
+        if here.stage.is_first:
+            # This rank's tokens as if they began at 0.
+            x = module.tokens(x) + module.places(torch.arange(x.shape[1]))
+        for block in here.layers:
+            x = here.through(block, x)
+        return module.logits(module.norm(x)) if here.stage.is_last else x
+
+    assert "with parallel.context" in _refused(replace(own.spec(), forward=forward), Use(context=True))
+    check_model(own.spec(), Use(context=True))
+
+
+def test_a_swallowed_soft_cap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshcomm.models import hf
+
+    inner = hf._attention
+    swallowing = lambda *args, softcap=None, **named: inner(*args, **named)  # noqa: E731
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, hf.ATTENTION, swallowing)
+    assert "with parallel.context" in _refused(small("gemma2"), USES["context"], family=True)
+
+
+@pytest.mark.parametrize("what", ["norm", "router"])
+def test_a_part_that_is_read_as_another_family_has_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    name, kind = ("gemma", "GemmaRMSNorm") if what == "norm" else ("deepseek_v3", "DeepseekV3TopkRouter")
+    spec = small(name)
+    inner = type(spec.module())
+    attended = spec.attention
+    assert attended is not None
+
+    def changed(module: nn.Module, attend: Any) -> None:
+        """What is asked of a specification changes more than attention."""
+        attended(module, attend)
+        for part in module.modules():
+            if type(part).__name__ == kind and what == "norm":
+                part.forward = lambda x, part=part: nn.functional.rms_norm(
+                    x, x.shape[-1:], part.weight, part.eps
+                )  # type: ignore[assignment]
+            elif type(part).__name__ == kind:
+                part.e_score_correction_bias.add_(torch.arange(len(part.e_score_correction_bias)))
+
+    assert inner is not None
+    found = _refused(replace(spec, attention=changed), Use(context=True, attention="ulysses"), family=True)
+    assert "with parallel.context" in found
+
+
+# -- experts ------------------------------------------------------------------------------------------
+
+
+class Packed(nn.Module):
+    """Experts as transformers calls them: y = sum over chosen e of weight * w_e x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.num_experts = nn.Parameter(torch.randn(4, 6, 6, dtype=torch.float64)), 4
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """(n, 6), (n, slots), (n, slots) -> (n, 6)."""
+        each = torch.einsum("nsij,nj->nsi", self.w[chosen], x)
+        return (each * weights.unsqueeze(-1)).sum(1)
+
+
+def test_a_rank_that_no_token_goes_to_takes_part() -> None:
+    torch.manual_seed(0)
+    whole, x = Packed(), torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    chosen, weights = torch.tensor([[0, 1]] * 5), torch.rand(5, 2, dtype=torch.float64)
+    expected = whole(x, chosen, weights)
+    expected.square().sum().backward()
+
+    def body(mesh: Mesh, part: Packed) -> tuple[Tensor, Tensor, Tensor]:
+        spread_experts(part, TensorSplit(mesh, None), "ep", {})
+        mine = x.detach().clone().requires_grad_()
+        y = part(mine, chosen, weights)
+        y.square().sum().backward()
+        assert mine.grad is not None and part.w.grad is not None and part.w.shape[0] == 2
+        return y.detach(), mine.grad, part.w.grad
+
+    found = meshcomm.simulate(body, dims={"ep": 2}, args=(whole,))
+    assert x.grad is not None and whole.w.grad is not None
+    for rank, (y, dx, dw) in enumerate(found):
+        torch.testing.assert_close((y, dx), (expected.detach(), x.grad))
+        # Both ranks have sent the same tokens.
+        torch.testing.assert_close(dw, 2 * whole.w.grad[2 * rank : 2 * rank + 2])
+
+
+# -- weights -----------------------------------------------------------------------------------------
+
+
+def folder_of(name: str, path: Path) -> Path:
+    """A small model of a family, with weights that are all of use."""
+    torch.manual_seed(4)
+    made = transformers.AutoModelForCausalLM.from_config(table.smallest(name))
+    with torch.no_grad():
+        for each in (
+            *made.parameters(),
+            *(made.get_buffer(n) for n, _ in made.named_buffers() if n in made.state_dict()),
+        ):
+            each.add_(torch.randn_like(each), alpha=0.05)
+    made.save_pretrained(path)
+    return path
+
+
+def saved(config: Config, folder: Path) -> None:
+    """The weights of a folder, read by a mesh and written again: as a folder and as a checkpoint."""
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config)
+        save_pretrained(trainer, folder / "again")
+        trainer.save(folder / "checkpoint")
+
+
+WEIGHTS = ["gpt2", "mixtral"]
+MORE_WEIGHTS = ["llama", "phi3", "olmo2", "granite", "gemma2", "qwen2_moe", "deepseek_v3", "glm4_moe"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*WEIGHTS, *(pytest.param(each, marks=[pytest.mark.deep, pytest.mark.parity]) for each in MORE_WEIGHTS)],
+)
+def test_weights_that_went_through_a_mesh_are_the_same_bits(pool: Pool, tmp_path: Path, name: str) -> None:
+    source = folder_of(name, tmp_path / "from")
+    config = config_of({"pretrained": str(source), "dropout": 0.0}, "pp=2 tp=2", train={"dtype": "float32"})
+    pool.run(saved, config, tmp_path, ranks=4, timeout_s=120)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    tokens = torch.arange(40).reshape(2, 20) * 7 % 120
+    with torch.no_grad():
+        assert torch.equal(theirs(tokens).logits, again(tokens).logits)
+    # torch's own reader gives the module's own names and shapes.
+    read = transformers.AutoModelForCausalLM.from_config(theirs.config)
+    state = {f"model.{key}": torch.zeros_like(value) for key, value in read.named_parameters()}
+    with warnings.catch_warnings():
+        # It says that it reads in one process.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    read.load_state_dict({key.removeprefix("model."): value for key, value in state.items()}, strict=False)
+    for key, value in theirs.named_parameters():
+        assert torch.equal(read.get_parameter(key), value), key
+
+
+@pytest.mark.parametrize("name", ["llama", "granite"])
+def test_what_is_once_checked_is_noted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshcomm.config import ParallelConfig
+    from meshcomm.models import check
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls: list[str] = []
+    monkeypatch.setattr(check, "check_model", lambda spec, use, **named: calls.append(named["name"]))
+    spec = replace(small(name), small=partial(small, name))
+    model = check.SpecModel(
+        spec, check.TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1), 16, family=True
+    )
+    parallel = ParallelConfig(tensor="tp")
+    for _ in range(2):
+        check.check_once(model, parallel, {"tp": 2})
+    assert len(calls) == 1
+    check.check_once(model, parallel, {"tp": 1})
+    assert len(calls) == 1
+    check.check_once(model, ParallelConfig(pipeline="pp"), {"pp": 2})
+    assert len(calls) == 2
