@@ -1,8 +1,8 @@
 """Does a model compute the same when it is cut and split? Asked before it trains, of a small copy, in one process.
 
-Its own forward and backward are compared with those of its stages, of one split along a tensor's dim, and so on, each kind of
-parallelism by itself, in float64, on ranks of the simulator. So what a specification forgets, or a published plan leaves out,
-is refused with the figure and by the name of the kind, and not trained.
+The small copy runs in one piece, then cut into stages, then split along a tensor's dim, and so on: each kind of parallelism by
+itself, in float64, on ranks of the simulator. Outputs and all gradients are compared. A specification that forgets something,
+or a published plan that leaves something out, is refused with the difference, by the name of the kind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.config import ParallelConfig, TrainConfig
-from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
+from meshcomm.errors import MeshcommError, RankFailed, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.models.family_code import wide
 from meshcomm.models.spec import ModelSpec, default_values
@@ -43,7 +43,7 @@ from meshcomm.simulator import simulate
 # Of the largest output or gradient.
 _ROOM: Final = 1e-9
 _SAMPLES, _TOKENS = 2, 16
-# A user's model that is larger has to say what a small one is.
+# Parameters. Of a larger model ModelSpec.small makes a small one.
 _LARGEST: Final = 4_000_000
 
 
@@ -135,7 +135,7 @@ def check_model(
 
 def _cause(error: BaseException) -> BaseException:
     """What a rank of the simulator raised."""
-    while type(error).__name__ == "RankFailed" and error.__cause__ is not None:
+    while isinstance(error, RankFailed) and error.__cause__ is not None:
         error = error.__cause__
     return error
 

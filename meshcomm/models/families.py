@@ -1,7 +1,7 @@
 """Any causal language model of the transformers library as a ModelSpec, by what its family publishes.
 
-Its own code computes everything: its blocks, and what comes before and behind them. A stage of a pipeline runs the same
-forward with the blocks that it has, see `own_forward`.
+The family's own code computes everything. A stage of a pipeline runs the same forward with the blocks that it has: see
+`own_forward`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from meshcomm.models.hf import Whole, attended, make, not_made, unmodified
 from meshcomm.models.plans import (
     WHOLE,
     UnknownStyle,
+    is_norm,
     is_split_linear,
     names_of,
     packed_experts,
@@ -212,7 +213,7 @@ def _dropped(whole: nn.Module, layers: str) -> list[str]:
         f"*.{key}": None
         for block in blocks
         for key, part in block.named_children()
-        if "Norm" not in type(part).__name__ and any(True for _ in part.parameters())
+        if not is_norm(part) and any(True for _ in part.parameters())
     }
     return list(found)
 

@@ -136,7 +136,7 @@ def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> 
         if name.startswith(f"{layers}."):
             behind = True
         elif styled[name] == "":
-            found[name] = "sequence" if behind and _is_norm(part) else WHOLE
+            found[name] = "sequence" if behind and is_norm(part) else WHOLE
     return {name: _with_set(entry, plan.get(name)) for name, entry in found.items()}
 
 
@@ -152,7 +152,7 @@ def _of_part(name: str, part: nn.Module, styled: Mapping[str, str]) -> Entry:
     owners = [
         (f"{name}.{inner}".rstrip("."), each) for inner, each in part.named_modules() if each._parameters
     ]
-    if all(styled[owner] == "" and _is_norm(each) for owner, each in owners):
+    if all(styled[owner] == "" and is_norm(each) for owner, each in owners):
         return "sequence"
     if all(styled[owner] in ("column", "row", "heads") for owner, _ in owners):
         return "enter"
@@ -170,7 +170,8 @@ def _style(name: str, plan: Mapping[str, Entry]) -> str:
     return ""
 
 
-def _is_norm(part: nn.Module) -> bool:
+def is_norm(part: nn.Module) -> bool:
+    """Whether it works on each token by itself, by the name of its class."""
     return "Norm" in type(part).__name__
 
 

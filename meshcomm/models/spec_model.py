@@ -167,7 +167,7 @@ class SpecModel(Model):
             write(module, lambda name, shape: drawn[name])
 
     def _sources(self, folder: Folder) -> Mapping[str, Source]:
-        """Where each parameter lies in a folder; what is tied, where it has both, under both names."""
+        """Where each parameter lies in a folder. A tied weight that the folder has twice is there under both names."""
         stored = self.spec.stored
         if stored is not None and not callable(stored):
             return stored.sources(folder.names)
@@ -270,7 +270,7 @@ class _Facts:
         self.positions = splits.context.positions(model._seq_len) if model.vocab_size else torch.empty(0)
         # Of a split stage that has not run yet.
         self.rules: Mapping[str, Rule] | None = None
-        # Whether what is behind the blocks takes whole sequences.
+        # Whether the norm and the head behind the blocks take whole sequences.
         self.gathers = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Facts:

@@ -50,7 +50,7 @@ def tiny(config: Any) -> PreTrainedConfig:
     small |= _smaller({name: said[name] for name in sizes}, sizes)
     heads, groups = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", None)
     if "kv_lora_rank" in said:
-        # Keys of all heads come from one latent; what is called the size of a head is that of the rotary part.
+        # Multi-head latent attention: the keys of all heads come from one vector, and head_dim is the rotary size.
         small |= {"num_key_value_heads": 4, "head_dim": 8}
     elif groups == heads:
         small |= {"num_key_value_heads": 4}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from meshcomm.cli import app
@@ -40,8 +41,21 @@ def test_a_config_json_is_run_dry(tmp_path: Path) -> None:
     assert facts["memory"]["fits"] is not False
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama3_405b", 405.85), ("deepseek_v3", 671.03), ("qwen3_235b", 235.09), ("gpt_oss_120b", 116.83)],
+)
+def test_a_published_config_has_the_weights_that_its_model_is_published_to_have(
+    name: str, billions: float
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(PUBLISHED / name))
+    assert sum(each.numel() for each in made.parameters()) / 1e9 == pytest.approx(billions, abs=0.005)
+
+
 @pytest.mark.deep
-@pytest.mark.parity
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", MESHES)
 def test_a_published_model_on_a_published_mesh(name: str) -> None:

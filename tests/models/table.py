@@ -53,6 +53,13 @@ def has_plan(name: str) -> bool:
     return getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None) is not None
 
 
+def published() -> list[str]:
+    """The families with a published plan that the page has."""
+    lines = PAGE.read_text().partition("## Families that publish none")[0].splitlines()
+    rows = (line.split("|")[1].strip() for line in lines if line.startswith("| "))
+    return [name for name in rows if name != "family"]
+
+
 def smallest(name: str) -> Any:
     """The configuration of a small model of a family; what its defaults leave open is said."""
     from transformers import CONFIG_MAPPING
@@ -148,6 +155,10 @@ def page(rows: dict[str, dict[str, str]]) -> str:
         return lines
 
     published, others = table_of(KINDS), table_of(_PLAIN)
+    plans = sum(map(has_plan, names()))
+    tried = f"{len(published) - 2} of {plans} families with a published plan and {len(others) - 2} of {len(names()) - plans} others were run."
+    if not others[2:]:
+        others = ["None of them was run."]
     every = sum(
         all(cell in ("", _NONE) for cell in cells.values()) for cells in rows.values() if len(cells) > 2
     )
@@ -160,7 +171,7 @@ def page(rows: dict[str, dict[str, str]]) -> str:
             f'Written by `python -m tests.models.table`, torch {version}, transformers {transformers.__version__}. A small model of each family that `AutoModelForCausalLM` makes, of drawn weights, in float64, trains {STEPS} steps. "yes": losses, gradient norms,',
             f"gradients and weights are within {ROOM:g} of one process. A number is that of a reason below. `sequence` is `parallel.options.sequence_parallel`, `cp2` is Ulysses; a dash: no experts to spread.",
             "",
-            f"{every} of {len(published) - 2} families with a published plan train on all that applies to them, {plain} of {len(rows)} on data parallelism and FSDP.",
+            f"{tried} {every} train on all that applies to them, {plain} on data parallelism and FSDP.",
             "",
             "## Families that publish a plan",
             "",

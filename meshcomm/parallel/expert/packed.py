@@ -51,6 +51,7 @@ def spread_experts(
             f"{name} is no module of packed experts",
             given=", ".join(f"{key} {tuple(each.shape)}" for key, each in part.named_parameters()),
             expected="parameters that all have the experts along their first axis",
+            hint="ModelSpec.experts without this module: every rank then has all of its experts",
         )
     (count,) = sizes
     TensorSplit(mesh, dim).share(count, f"the experts of {name}")
