@@ -465,7 +465,7 @@ class CallTimer:
         return found
 
     def stuck(self, recorders: Sequence[FlightRecorder], now: float) -> list[tuple[FlightRecorder, Queued]]:
-        """The calls that are queued for longer than their group's timeout.
+        """The calls that are queued for longer than their group's timeout, the first made first: others may wait behind it.
 
         A backend is asked eight times in a timeout, as that may disturb the capture of a CUDA graph, for the same call
         until it is over.
@@ -486,7 +486,12 @@ class CallTimer:
                 recorder.over = max(recorder.over, before.number)
             elif before is not None and now - before.since > timeout_s:
                 found.append((recorder, before))
-        return found
+        # An earlier call of another group may have been seen later, in a look that the calls were made during.
+        for recorder in list(recorders) if found else ():
+            queued = self._groups[recorder].queued
+            if queued is not None and now - _began(recorder, queued) > recorder.timeout_s():
+                found.append((recorder, queued))
+        return sorted(found, key=lambda pair: _began(*pair))
 
 
 def _queued(
@@ -510,6 +515,14 @@ def _queued(
         return before
     number = max(1, number - len(calls) + 1)
     return Queued(None, None, number if _has_recorded(recorder, number, name) else 0, now, record)
+
+
+def _began(recorder: FlightRecorder, queued: Queued) -> float:
+    """When the program made the call; of one that is not known, when it was first seen."""
+    if queued.message is not None:
+        return queued.message.began
+    made = recorder.call_data(queued.number) if queued.number else None
+    return queued.since if made is None else float(made["began"])
 
 
 def _has_recorded(recorder: FlightRecorder, number: int, name: str) -> bool:

@@ -91,6 +91,25 @@ def test_without_hooks_a_call_that_no_recorder_knows_is_not_taken_for_the_last_o
         assert bool(timer.stuck([recorder], float(second))) is (second > 38)
 
 
+def test_of_calls_that_wait_for_each_other_the_first_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a look came between the two, which saw the second one alone."""
+    recorders, queued = [], {}
+    for dim in ("tp", "dp"):
+        recorder = FlightRecorder(dim, [0, 1], lambda *_: MeshcommError("?"))
+        recorder.ordered, recorder.group_name, recorder.timeout_s = True, dim, lambda: 3.0
+        recorders.append(recorder)
+    for recorder in reversed(recorders):
+        with recorder.call(None, counter_of(recorder.counters, recorder.label, "all_reduce"), 16, None):
+            pass
+        queued[recorder.label] = [(7, "nccl:all_reduce")]
+    timer, began = CallTimer(), time.monotonic()
+    monkeypatch.setattr(watchdog, "unfinished_collectives", lambda: {"tp": queued["tp"]})
+    assert timer.stuck(recorders, began) == []
+    monkeypatch.setattr(watchdog, "unfinished_collectives", queued.copy)
+    looks = [timer.stuck(recorders, began + 0.4 * look) for look in range(1, 9)]
+    assert looks[:-1] == [[]] * 7 and [recorder.label for recorder, _ in looks[-1]][0] == "dp"
+
+
 @pytest.mark.parametrize(("fault", "calls"), ROWS)
 def test_a_fault_is_named_while_the_host_waits_for_a_value(
     pool: Pool, tmp_path: Path, fault: str, calls: int
