@@ -125,14 +125,23 @@ def tune(
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Rank all sizes and orders of the dims that can train CONFIG by the step time that a model predicts."""
+    """Rank all sizes and orders of the dims that can train CONFIG by the step time that a model predicts.
+
+    CONFIG may be a model's config.json.
+    """
     from meshcomm.config import load_config
+    from meshcomm.config.of_model import is_of_model, placed_on
     from meshcomm.predict.place import place_config, write_placement
     from meshcomm.show.place import place_facts, place_view
 
-    settings = load_config(config, overrides or ())
+    settings = load_config(placed_on(config, world) if is_of_model(config) else config, overrides or ())
     topology = discovered_topology(settings)
-    ranking = place_config(settings, world, topology, keep or (), top)
+    counts = None
+    if settings.model is not None and settings.model.pretrained is not None:
+        from meshcomm.models.counts import counts_of
+
+        counts = counts_of(settings.model.pretrained)
+    ranking = place_config(settings, world, topology, keep or (), top, counts)
     assert settings.parallel is not None
     if exact:
         from meshcomm.jobs.dryrun import exactly

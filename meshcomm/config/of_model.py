@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from meshcomm.config.pretrained import dropouts_of, read
+from meshcomm.config.pretrained import dropouts_of, read, sizes_of
 from meshcomm.errors import ConfigError
 
 PARTS: Final = {"pp": "pipeline", "dp": "data", "fsdp": "shard", "cp": "context", "tp": "tensor"}
@@ -80,6 +80,14 @@ def training_of(path: Path, dims: str) -> dict[str, Any]:
             "activation_checkpointing": True,
         },
     }
+
+
+def placed_on(path: Path, world: int) -> dict[str, Any]:
+    """The configuration of which `tune` ranks the meshes of `world` ranks: with pp, fsdp, tp and, for experts, ep; two samples
+    a rank and step. path: a config.json.
+    """
+    spread = ",ep=2" if world % 2 == 0 and sizes_of(path.parent).get("experts") else ""
+    return training_of(path, f"pp=1,fsdp={world},tp=1{spread}")
 
 
 def _sizes(text: str) -> dict[str, int]:

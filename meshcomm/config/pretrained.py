@@ -19,7 +19,8 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_kv_heads": ("num_key_value_heads",),
     "intermediate_size": ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner"),
     "vocab_size": ("vocab_size",),
-    "head_dim": ("head_dim",),
+    # Of latent attention, the keys'.
+    "head_dim": ("qk_head_dim", "head_dim"),
     "tied_embeddings": ("tie_word_embeddings",),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "experts_per_token": ("num_experts_per_tok", "moe_topk"),

@@ -487,9 +487,11 @@ class CallTimer:
             elif before is not None and now - before.since > timeout_s:
                 found.append((recorder, before))
         # An earlier call of another group may have been seen later, in a look that the calls were made during.
+        told = [recorder for recorder, _ in found]
         for recorder in list(recorders) if found else ():
             queued = self._groups[recorder].queued
-            if queued is not None and now - _began(recorder, queued) > recorder.timeout_s():
+            overdue = queued is not None and now - _began(recorder, queued) > recorder.timeout_s()
+            if queued is not None and overdue and recorder not in told:
                 found.append((recorder, queued))
         return sorted(found, key=lambda pair: _began(*pair))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -46,26 +47,86 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: q, k and v (batch, heads, s, head) -> (batch, s, heads, head).
 
-    Raises UnsupportedOp for arguments that would change the result and that no mesh honours, such as a softcap.
+    Arguments that change the result, such as a soft cap or sinks, go to the family's own function, for whole sequences.
+    Raises UnsupportedOp where it has none.
     """
-    more |= {"attention_mask": attention_mask, "dropout": more.get("dropout") or None}
-    if wrong := [
-        name for name, x in more.items() if x is not None and x is not False and name not in _UNUSED
-    ]:
-        raise UnsupportedOp(
-            f"attention of a {type(module).__name__} takes what context parallelism does not have",
-            given=", ".join(wrong),
-            expected="causal attention with a scale and a sliding window",
-            hint="mesh.dims without parallel.context; or ModelSpec.attention, with an attention of this model",
-        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    others = {
+        "dropout": more.pop("dropout", None) or None,
+        "attention_mask": attention_mask,
+        **{name: x for name, x in more.items() if name not in _UNUSED and x is not False},
+    }
+    given = [name for name, x in others.items() if x is not None]
+    by = None
+    if given:
+        own = _function_of(module)
+        if own is None or {"dropout", "attention_mask"} & set(given):
+            raise UnsupportedOp(
+                f"attention of a {type(module).__name__} takes what context parallelism does not have",
+                given=", ".join(given),
+                expected="causal attention with a scale and a sliding window, or one of eager_attention_forward",
+                hint="mesh.dims without parallel.context; or ModelSpec.attention, with an attention of this model",
+            )
+        named = {name: others[name] for name in given} | {
+            "scaling": scaling,
+            "sliding_window": sliding_window,
+        }
+        by = partial(_by_family, own, module, query.shape[1], causal, {**named, "dropout": 0.0})
     width = value.shape[-1]
     if width < query.shape[-1]:
         # Of latent attention, whose values are narrower than its keys.
         value = nn.functional.pad(value, [0, query.shape[-1] - width])
     attend: Attend = module.config.meshcomm_attend
-    found = attend(query, key, value, causal=causal, scale=scaling, window=sliding_window)
+    found = attend(query, key, value, causal=causal, scale=scaling, window=sliding_window, by=by)
     return found[..., :width].transpose(1, 2).contiguous(), None
+
+
+def _function_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The attention function of a module's own file, with a matrix of scores."""
+    files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
+    return next((found for file in files if (found := getattr(file, "eager_attention_forward", None))), None)
+
+
+class _SomeHeads:
+    """An attention layer that has some of its heads: what it holds for each head is theirs."""
+
+    def __init__(self, module: nn.Module, count: int, heads: slice, groups: int) -> None:
+        self._module, self._count, self._heads = module, count, heads
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return _of_heads(getattr(self._module, name), self._count, self._heads)
+
+
+def _of_heads(value: Any, count: int, heads: slice) -> Any:
+    return value[heads] if isinstance(value, Tensor) and value.shape[:1] == (count,) else value
+
+
+def _by_family(
+    own: Callable[..., Any],
+    module: nn.Module,
+    count: int,
+    causal: bool,
+    named: Mapping[str, Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: slice,
+) -> Tensor:
+    """Attention of whole sequences by the function of a family, for some of `count` heads."""
+    length, window = q.shape[2], named["sliding_window"]
+    mask = None
+    if causal:
+        places = torch.arange(length, device=q.device)
+        before = places[:, None] - places
+        seen = before >= 0
+        if window is not None:
+            seen &= before < window
+        mask = torch.zeros(length, length, dtype=q.dtype, device=q.device)
+        mask = mask.masked_fill(~seen, torch.finfo(q.dtype).min)[None, None]
+    mine = {name: _of_heads(value, count, heads) for name, value in named.items()}
+    found: Tensor = own(_SomeHeads(module, count, heads, q.shape[1] // k.shape[1]), q, k, v, mask, **mine)[0]
+    return found.transpose(1, 2)
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -42,9 +42,11 @@ class AbsentBlock(nn.Module):
 class AbsentEmbedding(nn.Module):
     """An embedding of another stage."""
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._hidden_size, self._dtype = hidden_size, dtype
+        # Some families ask it for the device and dtype.
+        self.weight = torch.empty(0, hidden_size, dtype=dtype, device=device)
 
     def forward(self, ids: Tensor, *args: Any, **named: Any) -> Tensor:
         """(...) -> (..., hidden_size), nan, in the memory of one element."""
@@ -85,7 +87,7 @@ def absent_parts(
             shape = module.get_parameter(name).shape
             found[name] = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
         elif isinstance(part, nn.Embedding):
-            found[name] = AbsentEmbedding(part.embedding_dim, dtype)
+            found[name] = AbsentEmbedding(part.embedding_dim, dtype, device)
         else:
             found[name] = AbsentBlock(part)
     return found

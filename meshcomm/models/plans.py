@@ -27,9 +27,16 @@ _STYLES: Final[Mapping[str, Entry]] = {
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "heads",
 }
+# What our layers do by themselves.
+_PLAIN: Final = ("local_params", "replicate")
 _EXPERTS: Final = "moe_tp_experts"
 # Their styles of packed parameters -> the axis from the end that is split, and its parts.
-_PACKED: Final = {"colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1)}
+_PACKED: Final = {
+    "colwise": (-2, 1),
+    "packed_colwise": (-2, 2),
+    "rowwise": (-1, 1),
+    "packed_rowwise": (-1, 2),
+}
 # What published plans leave out: parameters that work behind columns, on this rank's part of the features.
 _LEFT_OUT: Final[Mapping[str, Mapping[str, Entry]]] = {
     "apertus": {"model.layers.*.mlp.act_fn": "heads"},
@@ -66,7 +73,7 @@ def tensor_plan(module: Any) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for pattern, style in styles.items():
         here = [name for name in parts if matches(pattern, name)]
-        if any(module.get_submodule(name) in ends for name in here) or style == _EXPERTS:
+        if any(module.get_submodule(name) in ends for name in here) or style in (_EXPERTS, *_PLAIN):
             continue
         if here:
             if style == "mla_kv_a_proj":
@@ -75,10 +82,12 @@ def tensor_plan(module: Any) -> dict[str, Entry]:
                 found[pattern] = _STYLES[style]
             else:
                 raise UnknownStyle(f"{pattern}: {style}")
-        elif styles.get(pattern.rpartition(".")[0]) != _EXPERTS and any(
-            matches(pattern, name) for name, _ in module.named_parameters()
+        elif styles.get(pattern.rpartition(".")[0]) != _EXPERTS and (
+            own := [each for name, each in module.named_parameters() if matches(pattern, name)]
         ):
-            raise UnknownStyle(f"{pattern}: {style}, of a parameter")
+            if style != "colwise" or any(each.ndim != 1 for each in own):
+                raise UnknownStyle(f"{pattern}: {style}, of a parameter")
+            found[pattern] = "split"
     return {**found, **_LEFT_OUT.get(kind, {})}
 
 
@@ -114,6 +123,17 @@ def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> 
     sequences, by all ranks alike but for the layers that its plan splits.
     """
     styled = {name: _style(name, plan) for name, _ in module.named_modules()}
+    for name, part in module.named_modules():
+        if (
+            styled[name] == ""
+            and part._parameters
+            and all(
+                _style(f"{name}.{key}", plan) == "split"
+                for key, each in part._parameters.items()
+                if each is not None
+            )
+        ):
+            styled[name] = "split"
     blocks = [f"{layers}.{key}" for key, _ in module.get_submodule(layers).named_children()]
     found: dict[str, Entry] = {}
     each: dict[str, dict[str, Entry]] = {}
@@ -122,7 +142,7 @@ def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> 
         if own._parameters:
             found[block] = "sequence"
         for key, child in own.named_children():
-            if any(True for _ in child.parameters()) and styled[f"{block}.{key}"] == "":
+            if any(True for _ in child.parameters()) and styled[f"{block}.{key}"] in ("", "split"):
                 each.setdefault(key, {})[block] = _of_part(f"{block}.{key}", child, styled)
     for key, entries in each.items():
         first = next(iter(entries.values()))
@@ -154,7 +174,7 @@ def _of_part(name: str, part: nn.Module, styled: Mapping[str, str]) -> Entry:
     ]
     if all(styled[owner] == "" and is_norm(each) for owner, each in owners):
         return "sequence"
-    if all(styled[owner] in ("column", "row", "heads") for owner, _ in owners):
+    if all(styled[owner] in ("column", "row", "heads", "split") for owner, _ in owners):
         return "enter"
     return "replicate"
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshcomm.errors import ConfigError
 from meshcomm.models.weights import Conversions, Names
+from meshcomm.parallel.context import ByHeads
 from meshcomm.parallel.expert.packed import Axes
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor.plan import Entry, matches
@@ -32,6 +33,7 @@ class Attend(Protocol):
         causal: bool = True,
         scale: float | None = None,
         window: int | None = None,
+        by: ByHeads | None = None,
     ) -> Tensor: ...
 
 
@@ -183,7 +185,7 @@ def check_names(spec: ModelSpec, module: nn.Module) -> None:
     wrong += [f"tied: {name!r}" for name in spec.tied or () if name not in parameters]
     for plan in ("split", "sequence", "undivided", "dropped", "experts"):
         for pattern in getattr(spec, plan) or {}:
-            if not any(matches(pattern, name) for name in parts):
+            if not any(matches(pattern, name) for name in (*parts, *parameters)):
                 wrong.append(f"{plan}: {pattern!r}")
     if (
         spec.layers in parts

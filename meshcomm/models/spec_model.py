@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
+from itertools import chain
 from typing import Any, Final, final
 
 import torch
@@ -442,4 +443,5 @@ class _Stage:
 
 def _has(module: nn.Module, pattern: str) -> bool:
     """Whether this stage has what a pattern of a plan is about; stages before and after it have the rest."""
-    return any(matches(pattern, name) for name, _ in module.named_modules())
+    named = chain(module.named_modules(), module.named_parameters())
+    return any(matches(pattern, name) for name, _ in named)

@@ -29,6 +29,8 @@ SIZES: Final = {
     "qk_nope_head_dim": 16,
     "qk_head_dim": 24,
     "v_head_dim": 16,
+    "mamba_n_heads": 8,
+    **dict.fromkeys(("mamba_d_head", "mamba_d_state"), 16),
     "sliding_window": 8,
     "num_kv_shared_layers": 0,
 }

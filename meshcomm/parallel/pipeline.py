@@ -218,6 +218,13 @@ class _PipelineStage(PipelineStage):
         with self._span("backward", bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, *args, **more)
 
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        # What is sent lies in one piece; torch checks it for outputs only.
+        if bwd_chunk_id in self.bwd_cache:
+            found = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in found)
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
         with self._span("weights", bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **more)

@@ -44,9 +44,18 @@ class Sizes(NamedTuple):
     expert_copies: int = 1
 
 
+class Counts(NamedTuple):
+    """Parameters of a model. layers: of each block, all but its experts'; ends: outside of blocks, a shared one once."""
+
+    layers: tuple[int, ...]
+    experts: tuple[int, ...]
+    ends: int
+
+
 @dataclass(frozen=True)
 class Workload:
     """What a configuration trains. parts: those that it plays. model: with all sizes. expert_layers: layers with experts.
+    counts: its parameters, where they were counted.
 
     activation_bytes: of an element in a message, in memory, and of a weight that FSDP has gathered; weight_bytes: of a
     weight; reduced_bytes: of a gradient that FSDP adds up.
@@ -59,6 +68,7 @@ class Workload:
     seq_len: int
     costs: PartCosts
     expert_layers: int
+    counts: Counts | None
     activation_bytes: int
     weight_bytes: int
     reduced_bytes: int
@@ -109,8 +119,8 @@ class Workload:
         return self.tokens(sizes) * (6 * once + 2 * self.layers_again(sizes) * layer) / sizes.tensor
 
 
-def workload(settings: Config) -> Workload:
-    """What `settings` trains. Raises ConfigError where it does not train, or fixes who sits where."""
+def workload(settings: Config, counts: Counts | None = None) -> Workload:
+    """What `settings` trains; counts: the parameters of its model, where they do not follow from its sizes. Raises ConfigError where it does not train, or fixes who sits where."""
     parallel, model, data, train = settings.parallel, settings.model, settings.data, settings.train
     if parallel is None or model is None or data is None or train is None:
         raise ConfigError(
@@ -131,18 +141,33 @@ def workload(settings: Config) -> Workload:
             expected="dims that play the parts of [parallel], and the view of its expert, alone",
             hint=f"--set {fixed[0]}=   (nothing behind = removes it)",
         )
+    costs = part_costs(model, data.seq_len)
+    with_experts = sum(map(model.has_experts, range(model.num_layers)))
+    if counts is not None:
+        with_experts = sum(map(bool, counts.experts))
+        costs = costs._replace(layers=_costs(model, counts, data.seq_len))
     return Workload(
         parts=tuple(parallel.parts),
         parallel=parallel,
         model=model,
         train=train,
         seq_len=data.seq_len,
-        costs=part_costs(model, data.seq_len),
-        expert_layers=sum(model.has_experts(layer) for layer in range(model.num_layers)),
+        costs=costs,
+        expert_layers=with_experts,
+        counts=counts,
         activation_bytes=_BYTES[train.compute_dtype or train.dtype],
         weight_bytes=_BYTES[train.dtype],
         reduced_bytes=_BYTES[parallel.options.reduce_dtype or train.dtype],
     )
+
+
+def _costs(model: ModelConfig, counts: Counts, seq_len: int) -> tuple[int, ...]:
+    """Multiply-adds of each layer per token: one for each weight that it meets, and attention as `part_costs` has it."""
+    active = min(model.experts_per_token, model.experts) / max(1, model.experts)
+    met = [min(seq_len, 2 * (window or seq_len)) for window in model.windows or (None,) * model.num_layers]
+    queries = 2 * model.num_heads * model.head_size
+    each = zip(counts.layers, counts.experts, met, strict=True)
+    return tuple(plain + round(active * experts) + queries * keys for plain, experts, keys in each)
 
 
 # -- memory -----------------------------------------------------------------------------------------
@@ -178,6 +203,11 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
     tables = model.hidden_size * model.vocab_size * (1 if sizes.pipeline > 1 or model.tied_embeddings else 2)
     # Ranks that do not divide the vocabulary have all of it.
     ends = tables / (1 if model.vocab_size % sizes.tensor else sizes.tensor) + model.hidden_size
+    if work.counts is not None:
+        of_rank = layers / model.num_layers
+        blocks = of_rank * sum(work.counts.layers) / sizes.tensor
+        spread = of_rank * sum(work.counts.experts) / (sizes.tensor * sizes.expert)
+        return Weights(blocks + ends, spread, (blocks + spread) / layers, ends)
     routers = with_experts * model.hidden_size * model.experts
     plain = layers * (attention + norms) + (layers - with_experts) * dense + ends + routers
     layer = attention + norms + (experts if work.expert_layers else dense)

@@ -21,6 +21,7 @@ from meshcomm.predict.estimate import (
     BASE,
     EXPERT_SHARD,
     REPLICA,
+    Counts,
     Flow,
     Sizes,
     Workload,
@@ -224,13 +225,18 @@ class _Model:
 
 
 def place_config(
-    settings: Config, world: int, topology: TopologyConfig, keep: Sequence[str] = (), top: int = 10
+    settings: Config,
+    world: int,
+    topology: TopologyConfig,
+    keep: Sequence[str] = (),
+    top: int = 10,
+    counts: Counts | None = None,
 ) -> Ranking:
     """Rank the meshes of `world` ranks for what `settings` trains.
 
-    topology: as `discovered` gives it. keep: dims whose sizes in the file stay. Raises ConfigError.
+    topology: as `discovered` gives it. keep: dims whose sizes in the file stay. counts: as of `workload`. Raises ConfigError.
     """
-    work = workload(settings)
+    work = workload(settings, counts)
     known_machine(topology, settings.source)
     parts = {dim: part for part, dim in work.parallel.parts.items()}
     sizes = {**settings.mesh.dims, **settings.mesh.views.get(settings.expert_view or "", {})}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from meshcomm.config.parallel import ParallelRole
 from meshcomm.layout.sizes import coords_text
+from meshcomm.predict.estimate import EXPERT_SHARD, REPLICA
 from meshcomm.predict.place import Placement, Ranking, Share
 from meshcomm.show.page import Cells, Column, Facts, Line, View, page_view
 from meshcomm.show.units import bytes_text, count, seconds_text
@@ -27,7 +28,10 @@ def place_facts(ranking: Ranking, names: Mapping[ParallelRole, str]) -> Facts:
 
 
 def _facts(placement: Placement, names: Mapping[ParallelRole, str]) -> Facts:
-    along = {str(part): name for part, name in names.items()} | {"replica": "experts' copies"}
+    along = {str(part): name for part, name in names.items()} | {
+        REPLICA: "experts' copies",
+        EXPERT_SHARD: "experts' shards",
+    }
     facts = {
         **placement._asdict(),
         "dims": {names[part]: size for part, size in placement.dims.items()},

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
+
+pytest.importorskip("transformers")
 
 from meshcomm.cli import app
 from meshcomm.config import load_config
-from meshcomm.config.of_model import is_of_model, training_of
+from meshcomm.config.of_model import is_of_model, placed_on, training_of
+from meshcomm.config.pretrained import sizes_of
 from meshcomm.errors import ConfigError
-
-pytest.importorskip("transformers")
+from meshcomm.models.counts import counts_of
+from meshcomm.predict.estimate import Sizes, weights, workload
 
 PUBLISHED = Path(__file__).parents[2] / "configs" / "published"
 # The meshes of their papers where they say one, else one of as many ranks.
@@ -42,17 +44,36 @@ def test_a_config_json_is_run_dry(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"),
-    [("llama3_405b", 405.85), ("deepseek_v3", 671.03), ("qwen3_235b", 235.09), ("gpt_oss_120b", 116.83)],
+    ("name", "billions", "active"),
+    [
+        ("llama3_405b", 405.85, 405.85),
+        ("deepseek_v3", 671.03, 37.55),
+        ("qwen3_235b", 235.09, 22.19),
+        ("gpt_oss_120b", 116.83, 5.71),
+    ],
 )
 def test_a_published_config_has_the_weights_that_its_model_is_published_to_have(
-    name: str, billions: float
+    name: str, billions: float, active: float
 ) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    counts = counts_of(PUBLISHED / name)
+    plain, experts = sum(counts.layers) + counts.ends, sum(counts.experts)
+    assert (plain + experts) / 1e9 == pytest.approx(billions, abs=0.005)
+    sizes = sizes_of(PUBLISHED / name)
+    share = sizes["experts_per_token"] / sizes["experts"] if experts else 0
+    assert (plain + share * experts) / 1e9 == pytest.approx(active, abs=0.02)
 
-    with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(PUBLISHED / name))
-    assert sum(each.numel() for each in made.parameters()) / 1e9 == pytest.approx(billions, abs=0.005)
+
+def test_meshes_of_a_config_json_are_ranked_by_its_weights() -> None:
+    path = PUBLISHED / "qwen3_235b" / "config.json"
+    result = CliRunner().invoke(app, ["tune", str(path), "--world-size", "256", "--top", "3", "--json"])
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["world_size"] == 256 and len(facts["placements"]) == 3
+    # Weights of 4 bytes, sharded over all ranks but for norms and the like.
+    assert facts["placements"][0]["memory_bytes"]["weights"] == pytest.approx(235.09e9 * 4 / 256, rel=0.05)
+    work = workload(load_config(placed_on(path, 256)), counts_of(path.parent))
+    plain, experts, *_ = weights(work, Sizes(shard=256, microbatches=2))
+    assert (plain + experts) / 1e9 == pytest.approx(235.09, abs=0.005)
 
 
 @pytest.mark.deep

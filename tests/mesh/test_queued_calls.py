@@ -107,7 +107,7 @@ def test_of_calls_that_wait_for_each_other_the_first_made_is_told(monkeypatch: p
     assert timer.stuck(recorders, began) == []
     monkeypatch.setattr(watchdog, "unfinished_collectives", queued.copy)
     looks = [timer.stuck(recorders, began + 0.4 * look) for look in range(1, 9)]
-    assert looks[:-1] == [[]] * 7 and [recorder.label for recorder, _ in looks[-1]][0] == "dp"
+    assert looks[:-1] == [[]] * 7 and looks[-1][0][0].label == "dp"
 
 
 @pytest.mark.parametrize(("fault", "calls"), ROWS)

@@ -33,6 +33,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dp4 ep2": ("dp=4", {"expert": "ep", "views": {"expert": {"edp": 2, "ep": 2}}}),
 }
 _PLAIN = ("dp4", "fsdp4")
+# What the defaults of a family leave open, or have and no mesh trains.
+_SAID: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+}
 # It has no experts to spread.
 _NONE = "-"
 # Larger than the rest when small, or made of other models: not tried.
@@ -61,14 +66,15 @@ def published() -> list[str]:
 
 
 def smallest(name: str) -> Any:
-    """The configuration of a small model of a family; what its defaults leave open is said."""
+    """The configuration of a small model of a family, by the defaults of the library."""
     from transformers import CONFIG_MAPPING
 
     from meshcomm.models.tiny import SIZES, tiny
 
     kind = CONFIG_MAPPING[name]
     said = kind().to_dict()
-    return tiny(kind(**{key: size for key, size in SIZES.items() if key in said and said[key] is None}))
+    sizes = {key: size for key, size in SIZES.items() if key in said and said[key] is None}
+    return tiny(kind(**{**sizes, **_SAID.get(name, {})}))
 
 
 def records(configs: list[Config]) -> list[Record | str]:

@@ -130,6 +130,43 @@ def test_windows_are_those_of_one_process(monkeypatch: pytest.MonkeyPatch, n: in
         assert [case for case, error in found if not error < 1e-12] == []
 
 
+SINKS = torch.linspace(-1, 1, 12, dtype=torch.float64)
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor, heads: slice) -> Tensor:
+    """Causal attention of a model's own: scores are capped, and each head has a sink."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.tanh(q @ k.mT)
+    scores = scores.masked_fill(~pairs_within(q.shape[2], SEQUENCE), -torch.inf)
+    sinks = SINKS[heads].view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
+
+
+def by_capped(mesh: Mesh) -> list[float]:
+    found = []
+    for kv_heads in (12, 2, 1):
+        whole = draw(12, kv_heads)
+        q, k, v = (x.clone().requires_grad_() for x in whole[:3])
+        out = capped(q, k, v, slice(0, 12))
+        expected = [out.detach(), *torch.autograd.grad(out, (q, k, v), whole[3])]
+        mine = split_up(mesh, "cp", ulysses_attention, "contiguous", whole, by=capped)
+        found.append(farthest(mine, expected))
+    q, k, v, _ = (split_sequence(x, 2, mesh, "cp", "zigzag") for x in draw(12, 12))
+    if mesh.size("cp") > 1:
+        with pytest.raises(UnsupportedOp, match=r"computes no attention of a model's own(.|\n)*ulysses"):
+            ContextSplit(mesh, "cp", "ring").attend(q, k, v, by=capped)
+    else:
+        alone = ContextSplit(mesh, "cp", "ring").attend(q, k, v, by=capped)
+        assert torch.equal(alone, capped(q, k, v, slice(0, 12)))
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_attention_of_a_models_own_has_whole_sequences_and_some_heads(n: int) -> None:
+    for found in meshcomm.simulate(by_capped, dims={"cp": n}):
+        assert max(found) < 1e-12
+
+
 # -- precision ---------------------------------------------------------------------------------
 
 

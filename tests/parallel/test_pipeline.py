@@ -58,6 +58,18 @@ class Scale(torch.autograd.Function):
         return grad * weight, (grad * x).flatten(0, -2).sum(0)
 
 
+class Turned(torch.autograd.Function):
+    """x, whose gradient lies in memory in another order, as behind a convolution over the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 class Part(nn.Module):
     """x + row(tanh(column(x))) * scale + shift, split along tp where it has one; its output is a view."""
 
@@ -74,7 +86,7 @@ class Part(nn.Module):
             assign(parameter, randn(*parameter.shape, seed=100 * index + number))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.embed is None else self.embed(x)
+        x = cast(Tensor, cast(Any, Turned).apply(x)) if self.embed is None else self.embed(x)
         y = self.row(torch.tanh(self.column(self.split.enter(x))))
         scaled = cast(Tensor, cast(Any, Scale).apply(y, self.scale))
         return (x + scaled + self.shift).view(x.shape)

@@ -87,6 +87,35 @@ class Separate(nn.Module):
         return cast(Tensor, self.out(y.transpose(1, 2).flatten(2)))
 
 
+class Sinks(nn.Module):
+    """Separate heads with a sink for each; its width is mixed over time by the weight of a part, read here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.mix = Separate(), nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * 8), nn.Linear(4 * 8, WIDTH)
+        self.sinks = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mix, length = self.mix, x.shape[1]
+        x = F.conv1d(x.transpose(1, 2), mix.weight, mix.bias, padding=2, groups=WIDTH)[..., :length]
+        heads = self.up(self.inner(x.transpose(1, 2))).unflatten(-1, (-1, 8))
+        scale = (heads.logsumexp(-1) - self.sinks).sigmoid()
+        # (batch * sequence, width), as mixtures of experts return it.
+        return cast(Tensor, self.down((heads * scale.unsqueeze(-1)).flatten(2))).flatten(0, 1)
+
+
+class Flat(nn.Module):
+    """A part whose result has batch and sequence in one axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Sinks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.own(x)).view(x.shape)
+
+
 class Block(nn.Module):
     def __init__(self, attn: nn.Module) -> None:
         super().__init__()
@@ -108,6 +137,7 @@ class Small(nn.Module):
             "gqa": lambda: Fused(8, 4),
             "mqa": lambda: Fused(4, 1),
             "separate": Separate,
+            "own": Flat,
         }
         self.embed = nn.Embedding(VOCAB, WIDTH, padding_idx=3)
         self.places = nn.Embedding(TOKENS, WIDTH)
@@ -137,6 +167,14 @@ ATTENTION: dict[str, dict[str, Any]] = {
         "layers.*.attn.out": "row",
     },
     "separate": {"layers.*.attn.[qkv]": "column", "layers.*.attn.out": "row"},
+    "own": {
+        "layers.*.attn.own": "replicate",
+        "layers.*.attn.own.inner.[qkv]": "column",
+        "layers.*.attn.own.inner.out": "row",
+        "layers.*.attn.own.up": "column",
+        "layers.*.attn.own.sinks": "split",
+        "layers.*.attn.own.down": "row",
+    },
 }
 
 
@@ -198,7 +236,7 @@ def parity(mesh: Mesh, kind: str, sequence: bool, recompute: bool = False) -> No
     assert list(module.state_dict()) == names
     found, expected = step(module, split), step(module_of(kind), None)
     close(found[0], expected[0], "logits")
-    sizes = {"fused": [16] * 3, "gqa": [16, 8, 8], "separate": []}[kind]
+    sizes = {"fused": [16] * 3, "gqa": [16, 8, 8], "separate": [], "own": []}[kind]
     for mine, other in zip(found[1:], expected[1:], strict=True):
         assert list(mine) == list(other)
     for name, grad in expected[1].items():
@@ -322,6 +360,10 @@ WRONG: list[tuple[str, Any, str]] = [
     ("embed", "column", '"embed", a Embedding: style "column" splits an nn.Linear'),
     ("odd", "column", '"odd", a Linear: 6 outputs are not divisible by tp: 6 % 4 = 2'),
     ("odd", "row", '"odd", a Linear: 6 inputs are not divisible by tp: 6 % 4 = 2'),
+    ("odd", "split", '"odd" is a module; style "split" is of a parameter'),
+    ("odd.weight", "column", '"odd.weight" is a parameter, whose style is "split"'),
+    ("odd.bias", "split", '"odd", a Linear: axis 0 of its bias, (6,), is not divisible by tp: 4 ranks'),
+    ("odd.bias", {"style": "split", "axis": 1}, "axis 1 of its bias, (6,), is not divisible"),
     ("layers.*.attn.q", "column:3", "its 16 outputs are not 3 equal parts"),
     ("layers.*.attn.q", {"style": "column", "parts": [8, 4]}, "its 16 outputs are not 8 + 4"),
     ("layers.*.attn.q", {"style": "column", "parts": [10, 6]}, "not divisible by tp: 2 % 4 = 2"),
@@ -648,7 +690,12 @@ def placed() -> None:
         assert experts.experts.w2.placements == (Shard(0), Shard(2))
         assert experts.experts.w1.shape == (4, 8, WIDTH)
         close(whole(module.norm.weight, module.norm.weight), module_of("gqa").norm.weight)
+        for sequence in (False, True):
+            parity(mesh, "own", sequence)
+        own: Any = module_of("own")
+        tensor_parallel(own, mesh, "tp", plan_of("own"))
+        assert own.layers[0].attn.own.sinks.placements == (Shard(0),)
 
 
-def test_on_processes_parameters_are_dtensors_placed_as_they_are_split(pool: Pool) -> None:
+def test_on_processes_parameters_are_dtensors_that_parts_read_as_their_own(pool: Pool) -> None:
     pool.run(placed, ranks=4)

@@ -110,7 +110,7 @@ def test_what_a_family_does_around_its_blocks_is_its_own(pool: Pool, tmp_path: P
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "attention_mask", "dropout"])
 def test_an_argument_of_attention_that_no_mesh_honours_is_refused(name: str) -> None:
     module, x = nn.Module(), torch.randn(1, 2, 4, 8)
-    module.config = SimpleNamespace(meshcomm_attend=lambda q, k, v, causal, scale, window: v)  # type: ignore[assignment]
+    module.config = SimpleNamespace(meshcomm_attend=lambda q, k, v, **how: v)  # type: ignore[assignment]
     facts: dict[str, Any] = {"attention_mask": None, "dropout": 0.0, "position_ids": torch.arange(4)}
     assert _attention(module, x, x, x, **facts)[0].shape == (1, 4, 2, 8)
     with pytest.raises(UnsupportedOp) as caught:

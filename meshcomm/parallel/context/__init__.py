@@ -3,6 +3,7 @@
 from meshcomm.parallel.context.block import Order
 from meshcomm.parallel.context.ring import ring_attention
 from meshcomm.parallel.context.split import (
+    ByHeads,
     ContextSplit,
     gather_sequence,
     sequence_positions,
@@ -11,6 +12,7 @@ from meshcomm.parallel.context.split import (
 )
 
 __all__ = [
+    "ByHeads",
     "ContextSplit",
     "Order",
     "gather_sequence",

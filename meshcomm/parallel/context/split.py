@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import lcm
-from typing import Literal, TypeAlias, final, get_args
+from typing import Literal, Protocol, TypeAlias, final, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,13 @@ from meshcomm.parallel.context.ring import ring_attention
 from meshcomm.transport.torch_private import outside_graphs
 
 AttentionKind: TypeAlias = Literal["ring", "ulysses"]
+
+
+class ByHeads(Protocol):
+    """Attention of whole sequences for some of the heads."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, heads: slice) -> Tensor:
+        """q (batch, heads here, sequence, head), k and v (batch, kv heads here, sequence, head) -> like q. heads: which of all."""
 
 
 def sequence_positions(
@@ -118,6 +125,7 @@ def ulysses_attention(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
+    by: ByHeads | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v over the whole sequence, of which each rank along `dim` holds a part.
 
@@ -126,6 +134,7 @@ def ulysses_attention(
     heads, each is repeated up to their least common multiple; its gradients are summed.
 
     Arguments, who calls and errors: as for `ring_attention`; k and v are of q's sequence, in contiguous order.
+    by:         computes attention of whole sequences for this rank's heads, in place of torch's: for soft caps, sinks and the like.
     Gradient:   exact, for this rank's q, k, v.
     Sent:       two all_to_all, of q, k and v together and of the result; two in backward.
     """
@@ -145,7 +154,8 @@ def ulysses_attention(
     packed = torch.cat([x.unflatten(1, (n, -1)) for x in (q, k, v)], 2).flatten(1, 2)
     packed = mesh.functional.all_to_all(dim, packed, 1, 2)
     q, k, v = packed.split([heads // n, k.shape[1] // n, k.shape[1] // n], 1)
-    out = call.whole(q, k, v)
+    mine = slice(mesh.coord(dim) * q.shape[1], (mesh.coord(dim) + 1) * q.shape[1])
+    out = call.whole(q, k, v) if by is None else by(q, k, v, mine)
     return mesh.functional.all_to_all(dim, out, 2, 1)
 
 
@@ -197,15 +207,29 @@ class ContextSplit:
         causal: bool = True,
         scale: float | None = None,
         window: int | None = None,
+        by: ByHeads | None = None,
     ) -> Tensor:
         """Attention of this rank's queries over the whole sequence. See `ring_attention`, `ulysses_attention`.
 
         Shape:  q (batch, heads, sequence / size, head), k and v (batch, kv heads, sequence / size, head)
                 -> like q. Where nothing is split it is torch's scaled_dot_product_attention.
         window: with causal, keys that a query meets at most, its own the last; None: all before it.
+        by:     as for `ulysses_attention`; a ring, which no rank computes whole, raises UnsupportedOp.
         """
+        if by is not None and self.size == 1:
+            return by(q, k, v, slice(0, q.shape[1]))
         if self.size == 1:
             check_window("attend", causal, window)
             return whole_attention(q, k, v, causal, scale, window)
-        attend = ring_attention if self.attention == "ring" else ulysses_attention
-        return attend(self.mesh, self.dim, q, k, v, causal=causal, scale=scale, window=window)
+        if self.attention == "ulysses":
+            return ulysses_attention(
+                self.mesh, self.dim, q, k, v, causal=causal, scale=scale, window=window, by=by
+            )
+        if by is not None:
+            raise UnsupportedOp(
+                f'ring attention along "{self.dim}" on {self.mesh.label} computes no attention of a model\'s own',
+                given="an attention of its own, such as one with a soft cap or with sinks",
+                expected="causal attention with a scale and a sliding window",
+                hint='parallel.options.attention = "ulysses", where each rank has whole sequences for some heads',
+            )
+        return ring_attention(self.mesh, self.dim, q, k, v, causal=causal, scale=scale, window=window)

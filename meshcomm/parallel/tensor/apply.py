@@ -65,6 +65,8 @@ def tensor_parallel(
         "replicate"  stays whole; needs all of the sequence, or does not take activations: {"style": "replicate",
                      "input": "whole", "axis": 0} for an embedding of positions that gives (sequence, width). Parts of it
                      with styles of their own are split, on whole sequences.
+        "split"      a parameter, by its name: its axis 0, or {"style": "split", "axis": 1}. For one that works on this
+                     rank's heads or features alone, such as a sink for each head.
         {"set": {"heads": "split"}}  in addition, or alone: the module's attribute `heads` is divided by the ranks; any
                      other value is set as it is.
 
@@ -120,6 +122,7 @@ class _Splitting:
         self.replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self.entries: dict[int, SharedEntry] = {}
         self.done: set[int] = set()
+        self.running = Running()
 
     def run(self) -> None:
         """Split every part that has a rule, then keep all others as they are, as DTensors."""
@@ -128,8 +131,8 @@ class _Splitting:
             if id(part) not in self.done:
                 self.done.add(id(part))
                 self._apply(name, part, rule)
-        for part in self.module.modules():
-            self._keep(part)
+        for name, part in self.module.named_modules():
+            self._keep(part, self.rules.get(name, Rule()))
 
     def lay_out(self) -> None:
         """Only the shapes of weights with parts."""
@@ -207,6 +210,8 @@ class _Splitting:
         own = type(part)
         if not isinstance(part, kind):
             part.meshcomm_split = split
+            if kind is Around:
+                part.meshcomm_running = self.running
             if (kind, own) not in self.classes:
                 members = {"__module__": kind.__module__}
                 self.classes[kind, own] = type(f"{kind.__name__}{own.__name__}", (kind, own), members)
@@ -227,14 +232,14 @@ class _Splitting:
         if parts is not None:
             setattr(part, FUSED, {**getattr(part, FUSED, {}), key: parts})
 
-    def _keep(self, part: nn.Module) -> None:
+    def _keep(self, part: nn.Module, rule: Rule) -> None:
         placed = {id(new) for _, new in self.replaced.values()}
         own = [key for key, p in part._parameters.items() if p is not None and id(p) not in placed]
         # An RNN keeps a list of its weights for the kernel; lists have no forward.
         if not own or isinstance(part, (nn.RNNBase, nn.ParameterList, nn.ParameterDict)):
             return
         for key in own:
-            self._place(part, Rule(), key)
+            self._place(part, Rule(own=rule.own), key)
         if not isinstance(part, (ColumnParallel, RowParallel, VocabParallelEmbedding)):
             self._become(part, Around, self.split)
 
@@ -270,15 +275,26 @@ class SharedEntry:
         self._given = self._entered = None
 
 
+class Running:
+    """How many forwards are under way in the parts of one module."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Running:
+        found: Running = memo.setdefault(id(self), Running())
+        return found
+
+
 class Around:
-    """A module whose own forward reads this rank's part of each parameter, which all others read as DTensor; and
-    whose arguments or result change where it begins and ends, by `split.enter` and the like.
+    """A module whose own forward reads this rank's part of each parameter, and of those of parts inside of it; all others
+    read a DTensor. Its arguments or result change where it begins and ends, by `split.enter` and the like.
 
     Not by hooks: torch.compile would compile each layer anew, as every hook has another number.
     """
 
     meshcomm_split: TensorSplit
-    meshcomm_computes = False
+    meshcomm_running: Running
     meshcomm_enter: tuple[int | str, ...] = ()
     meshcomm_gather: tuple[int | str, ...] = ()
     meshcomm_scatter = False
@@ -287,7 +303,31 @@ class Around:
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """The forward of the module's own class, between the changes of its arguments and result."""
-        split, outer = self.meshcomm_split, self.meshcomm_computes
+        split, running = self.meshcomm_split, self.meshcomm_running
+        shape: Sequence[int] = ()
+        if self.meshcomm_enter or self.meshcomm_gather:
+            args, named, shape = self.meshcomm_begun(args, named)
+        running.count += 1
+        try:
+            y = super().forward(*args, **named)  # type: ignore[misc]
+        finally:
+            running.count -= 1
+            if self.meshcomm_shared is not None and not torch.compiler.is_compiling():
+                self.meshcomm_shared.clear()
+        if not self.meshcomm_scatter:
+            return y
+        whole = y[0] if isinstance(y, tuple) else y
+        if len(shape) == 3 and whole.ndim == 2 and len(whole) == shape[0] * shape[1]:
+            # (batch * sequence, width), as mixtures of experts return it.
+            whole = whole.unflatten(0, shape[:2])
+        part = split.scatter(whole, self.meshcomm_axis)
+        return (part, *y[1:]) if isinstance(y, tuple) else part
+
+    def meshcomm_begun(
+        self, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Sequence[int]]:
+        """The arguments where the module begins, and the shape of the first one that was gathered."""
+        split = self.meshcomm_split
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(named)
         first: dict[int | str, int | str] = {} if args else dict(zip([0], named, strict=False))
@@ -305,23 +345,12 @@ class Around:
             given[key] = split.enter(given[key])
         for key in gathered:
             given[key] = split.gather(given[key], self.meshcomm_axis)
-        args = tuple(given[place] for place in range(len(args)))
-        self.meshcomm_computes = True
-        try:
-            y = super().forward(*args, **{name: given[name] for name in named})  # type: ignore[misc]
-        finally:
-            self.meshcomm_computes = outer
-            if self.meshcomm_shared is not None and not torch.compiler.is_compiling():
-                self.meshcomm_shared.clear()
-        if not self.meshcomm_scatter:
-            return y
-        if isinstance(y, tuple):
-            return (split.scatter(y[0], self.meshcomm_axis), *y[1:])
-        return split.scatter(y, self.meshcomm_axis)
+        shape = given[gathered[0]].shape if gathered else ()
+        return tuple(given[place] for place in range(len(args))), {key: given[key] for key in named}, shape
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # type: ignore[misc]
-        if isinstance(value, DTensor) and self.__dict__.get("meshcomm_computes"):
+        if isinstance(value, DTensor) and self.__dict__["meshcomm_running"].count:
             return local(value)
         return value
 

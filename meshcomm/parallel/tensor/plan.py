@@ -27,6 +27,8 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "enter": ("args",),
     **dict.fromkeys(("sequence", "heads"), ()),
     "replicate": ("input", "output", "axis", "args"),
+    # Of a parameter, by its name.
+    "split": ("axis",),
 }
 # The class that a style splits, and the axis of its weight.
 _KINDS: Mapping[str, tuple[type[nn.Module], int]] = {
@@ -40,7 +42,10 @@ _AROUND = ("", "enter", "replicate", "sequence")
 
 @dataclass(frozen=True)
 class Rule:
-    """How one part of a module is treated. style "": only attributes are set."""
+    """How one part of a module is treated. style "": only attributes are set, or some parameters of its own are split.
+
+    own: the axis along which a parameter that is named in the plan is split.
+    """
 
     style: str = ""
     parts: int | tuple[int, ...] = 1
@@ -51,6 +56,7 @@ class Rule:
     args: tuple[int | str, ...] = (0,)
     size: int = 0
     set: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, int] = field(default_factory=dict)
 
     def sizes(self, rows: int) -> tuple[int, ...]:
         """The sizes of a column's parts."""
@@ -58,6 +64,8 @@ class Rule:
 
     def axis_of(self, part: nn.Module, key: str) -> int | None:
         """The axis along which a parameter of `part` is split; None: it stays whole."""
+        if key in self.own:
+            return self.own[key]
         if self.style not in _KINDS or (self.style == "row" and key == "bias"):
             return None
         axis = _KINDS[self.style][1]
@@ -99,8 +107,19 @@ def rules_of(
     read = {pattern: _rule(entry) for pattern, entry in plan.items()}
     problems = [f'"{pattern}": {found}' for pattern, found in read.items() if isinstance(found, str)]
     names = dict(module.named_modules(remove_duplicate=False))
+    owners = {f"{name}.{key}".lstrip("."): name for name, part in names.items() for key in part._parameters}
     known = {pattern: found for pattern, found in read.items() if isinstance(found, Rule)}
-    rules, unmatched = _match(known, list(names))
+    found, unmatched = _match(known, [*names, *owners])
+    rules = {name: rule for name, rule in found.items() if name in names}
+    for name, rule in found.items():
+        if name in names and rule.style == "split":
+            unmatched.append(f'"{name}" is a module; style "split" is of a parameter')
+        elif name in owners and rule.style != "split":
+            unmatched.append(f'"{name}" is a parameter, whose style is "split"')
+        elif name in owners:
+            owner, key = owners[name], name.rpartition(".")[2]
+            before = rules.get(owner, Rule())
+            rules[owner] = replace(before, own={**before.own, key: rule.axis or 0})
     return rules, problems + unmatched + list(_problems(split, module, names, rules))
 
 
@@ -212,7 +231,10 @@ def _problems(
     bare = [
         name or "the module itself"
         for name, part in names.items()
-        if any(p is not None for p in part._parameters.values()) and not _has_style(name, rules)
+        if any(
+            p is not None and key not in rules.get(name, Rule()).own for key, p in part._parameters.items()
+        )
+        and not _has_style(name, rules)
     ]
     if split.sequence_parallel and bare:
         yield (
@@ -224,6 +246,12 @@ def _problems(
 def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
     """Why a part cannot be split in its rule's style; "" where it can."""
     n, style = split.size, rule.style
+    for key, axis in rule.own.items():
+        shape = (
+            tuple(part.get_parameter(key).shape) if part._parameters[key] is not None else (n,) * (axis + 1)
+        )
+        if axis >= len(shape) or shape[axis] % n:
+            return f"axis {axis} of its {key}, {shape}, is not divisible by {split.dim}: {n} ranks"
     if style == "latent" and (not isinstance(part, nn.Linear) or not 0 < rule.size < part.out_features):
         return f"its last {rule.size} outputs are not some of those of an nn.Linear"
     if style not in _KINDS:

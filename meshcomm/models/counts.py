@@ -1,0 +1,25 @@
+"""How many parameters does each part of a model of transformers have?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshcomm.config.pretrained import understood
+from meshcomm.models.hf import Whole
+from meshcomm.predict.estimate import Counts
+
+
+def counts_of(folder: str | Path) -> Counts:
+    """Of the model that `folder`/config.json describes, counted on one without memory. Raises ConfigError where there is none."""
+    whole = Whole(understood(folder))
+    layers, experts, ends = [0] * whole.config.num_hidden_layers, [0] * whole.config.num_hidden_layers, 0
+    for name, parameter in whole.module.named_parameters():
+        # The first number in a name is that of the block.
+        place = next((int(each) for each in name.split(".") if each.isdecimal()), len(layers))
+        if place >= len(layers):
+            ends += parameter.numel()
+        elif ".experts." in name:
+            experts[place] += parameter.numel()
+        else:
+            layers[place] += parameter.numel()
+    return Counts(tuple(layers), tuple(experts), ends)
