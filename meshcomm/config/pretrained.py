@@ -22,7 +22,7 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     # Of latent attention, the keys'.
     "head_dim": ("qk_head_dim", "head_dim"),
     "tied_embeddings": ("tie_word_embeddings",),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "experts_per_token": ("num_experts_per_tok", "moe_topk"),
     "experts_every": ("decoder_sparse_step",),
 }

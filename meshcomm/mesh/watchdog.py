@@ -488,11 +488,14 @@ class CallTimer:
                 found.append((recorder, before))
         # An earlier call of another group may have been seen later, in a look that the calls were made during.
         told = [recorder for recorder, _ in found]
-        for recorder in list(recorders) if found else ():
+        for recorder in [each for each in recorders if found and each not in told]:
             queued = self._groups[recorder].queued
-            overdue = queued is not None and now - _began(recorder, queued) > recorder.timeout_s()
-            if queued is not None and overdue and recorder not in told:
-                found.append((recorder, queued))
+            if queued is None or now - _began(recorder, queued) <= recorder.timeout_s():
+                continue
+            with contextlib.suppress(RuntimeError):
+                # Asked again: it may have ended since.
+                if _queued(recorder, queued, asked, now) is queued:
+                    found.append((recorder, queued))
         return sorted(found, key=lambda pair: _began(*pair))
 
 

@@ -118,9 +118,9 @@ def packed_experts(module: Any) -> dict[str, Axes]:
 def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> dict[str, Entry]:
     """What is added to the plan of a model of blocks with sequence_parallel.
 
-    Sequences are whole before the first block, and sliced from there to the head. In a block, a part all of whose
-    parameters are columns and rows gathers where it begins, norms work on slices, and every other part is computed on whole
-    sequences, by all ranks alike but for the layers that its plan splits.
+    Sequences are whole before the first block, and sliced from there to the head. In a block, norms work on
+    slices. A part that has columns and rows alone gathers where it begins. Every other part is computed on whole sequences:
+    by all ranks alike, but for the layers in it that the plan splits.
     """
     styled = {name: _style(name, plan) for name, _ in module.named_modules()}
     for name, part in module.named_modules():

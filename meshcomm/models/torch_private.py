@@ -1,4 +1,4 @@
-"""Names that transformers keeps private, and that no public one stands for."""
+"""Private names of transformers that have no public counterpart."""
 
 from __future__ import annotations
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple, final
+from typing import Any, NamedTuple, final
 from unittest.mock import patch
 
 import torch
@@ -36,9 +35,6 @@ from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import PartCosts, Stage, split_layers, stages_of_rank
 
 _ALONE = threading.RLock()
-# 1 GB in float32.
-_LARGE: Final = 1 << 28
-_NEW: Final = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
 
 
 @final
@@ -363,7 +359,7 @@ def on_meta() -> Iterator[None]:
     """Parameters of modules that are made here go to the meta device as they are registered; buffers keep their values.
 
     A constructor's initial values are discarded, and at most one parameter of this thread has memory at a time,
-    which is never touched; one of more than _LARGE elements has none. One thread at a time.
+    which is never touched; one that the host refuses has none. One thread at a time.
     """
     register = nn.Module.register_parameter
     thread = threading.get_ident()
@@ -373,22 +369,23 @@ def on_meta() -> Iterator[None]:
         if parameter is not None and not parameter.is_meta and threading.get_ident() == thread:
             module._parameters[name] = _like(parameter, parameter.detach().to("meta"))
 
-    with _ALONE, patch.object(nn.Module, "register_parameter", registered), _LargeOnMeta():
+    with _ALONE, patch.object(nn.Module, "register_parameter", registered), _MetaWhereRefused():
         yield
 
 
-class _LargeOnMeta(TorchFunctionMode):
-    """New tensors of more than _LARGE elements are on the meta device: a host may refuse memory for one of them alone."""
+class _MetaWhereRefused(TorchFunctionMode):
+    """A tensor without values that the host has no memory for, such as a layer's experts, is made on the meta device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
-        if func in _NEW and named.get("device") is None:
-            shape = named.get("size", args[0] if len(args) == 1 else args)
-            if math.prod(shape if isinstance(shape, Iterable) else [shape]) > _LARGE:
-                named["device"] = "meta"
-        return func(*args, **named)
+        try:
+            return func(*args, **named)
+        except RuntimeError:
+            if func is not torch.empty or named.get("device") is not None:
+                raise
+            return func(*args, **{**named, "device": "meta"})
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:

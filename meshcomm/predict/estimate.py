@@ -16,7 +16,7 @@ from meshcomm.config import Config, ModelConfig, TrainConfig
 from meshcomm.config.parallel import ParallelConfig, ParallelRole
 from meshcomm.errors import ConfigError
 from meshcomm.predict.passes import microbatches_held
-from meshcomm.predict.stages import PartCosts, part_costs
+from meshcomm.predict.stages import PartCosts, attention_costs, part_costs
 from meshcomm.predict.times import Operation
 
 _BYTES: Final = {"float32": 4, "float64": 8, "bfloat16": 2}
@@ -120,7 +120,10 @@ class Workload:
 
 
 def workload(settings: Config, counts: Counts | None = None) -> Workload:
-    """What `settings` trains; counts: the parameters of its model, where they do not follow from its sizes. Raises ConfigError where it does not train, or fixes who sits where."""
+    """What `settings` trains. counts: the parameters of its model, where they do not follow from its sizes.
+
+    Raises ConfigError where it does not train, or fixes who sits where.
+    """
     parallel, model, data, train = settings.parallel, settings.model, settings.data, settings.train
     if parallel is None or model is None or data is None or train is None:
         raise ConfigError(
@@ -164,10 +167,8 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
 def _costs(model: ModelConfig, counts: Counts, seq_len: int) -> tuple[int, ...]:
     """Multiply-adds of each layer per token: one for each weight that it meets, and attention as `part_costs` has it."""
     active = min(model.experts_per_token, model.experts) / max(1, model.experts)
-    met = [min(seq_len, 2 * (window or seq_len)) for window in model.windows or (None,) * model.num_layers]
-    queries = 2 * model.num_heads * model.head_size
-    each = zip(counts.layers, counts.experts, met, strict=True)
-    return tuple(plain + round(active * experts) + queries * keys for plain, experts, keys in each)
+    each = zip(counts.layers, counts.experts, attention_costs(model, seq_len), strict=True)
+    return tuple(plain + round(active * experts) + attention for plain, experts, attention in each)
 
 
 # -- memory -----------------------------------------------------------------------------------------
@@ -200,14 +201,19 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
     attention = model.hidden_size * model.head_size * heads / sizes.tensor
     dense = model.ff_matrices * model.hidden_size * model.intermediate_size / sizes.tensor
     experts = model.experts * dense / sizes.expert
-    tables = model.hidden_size * model.vocab_size * (1 if sizes.pipeline > 1 or model.tied_embeddings else 2)
+    tables: float = (
+        model.hidden_size * model.vocab_size * (1 if sizes.pipeline > 1 or model.tied_embeddings else 2)
+    )
+    if work.counts is not None:
+        tables = work.counts.ends / (2 if sizes.pipeline > 1 and not model.tied_embeddings else 1)
     # Ranks that do not divide the vocabulary have all of it.
-    ends = tables / (1 if model.vocab_size % sizes.tensor else sizes.tensor) + model.hidden_size
+    ends = tables / (1 if model.vocab_size % sizes.tensor else sizes.tensor)
     if work.counts is not None:
         of_rank = layers / model.num_layers
         blocks = of_rank * sum(work.counts.layers) / sizes.tensor
         spread = of_rank * sum(work.counts.experts) / (sizes.tensor * sizes.expert)
         return Weights(blocks + ends, spread, (blocks + spread) / layers, ends)
+    ends += model.hidden_size
     routers = with_experts * model.hidden_size * model.experts
     plain = layers * (attention + norms) + (layers - with_experts) * dense + ends + routers
     layer = attention + norms + (experts if work.expert_layers else dense)

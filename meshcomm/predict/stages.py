@@ -125,18 +125,21 @@ def part_costs(model: ModelConfig, seq_len: int) -> PartCosts:
     mask then hides; within a window, which is computed some queries at a time, twice as many as it has.
     The embedding looks rows up and multiplies nothing.
     """
-    queries = model.num_heads * model.head_size
-    keys = model.num_kv_heads * model.head_size
-    projections = 2 * model.hidden_size * (queries + keys)
-    windows = model.windows or (None,) * model.num_layers
-    met = [seq_len if window is None else min(seq_len, 2 * window) for window in windows]
+    projections = 2 * model.hidden_size * model.head_size * (model.num_heads + model.num_kv_heads)
     dense = model.ff_matrices * model.hidden_size * model.intermediate_size
     experts = model.hidden_size * model.experts + min(model.experts_per_token, model.experts) * dense
     layers = (
-        projections + 2 * each * queries + (experts if model.has_experts(i) else dense)
-        for i, each in enumerate(met)
+        projections + attention + (experts if model.has_experts(i) else dense)
+        for i, attention in enumerate(attention_costs(model, seq_len))
     )
     return PartCosts(0, tuple(layers), model.hidden_size * model.vocab_size)
+
+
+def attention_costs(model: ModelConfig, seq_len: int) -> list[int]:
+    """Multiply-adds of each layer's queries with keys, and of scores with values, per token; see `part_costs`."""
+    windows = model.windows or (None,) * model.num_layers
+    met = [seq_len if window is None else min(seq_len, 2 * window) for window in windows]
+    return [2 * each * model.num_heads * model.head_size for each in met]
 
 
 def model_stages(model: ModelConfig, seq_len: int, stages: int) -> list[range]:

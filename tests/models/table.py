@@ -174,7 +174,7 @@ def page(rows: dict[str, dict[str, str]]) -> str:
         [
             "# Models: every family on every kind of parallelism",
             "",
-            f'Written by `python -m tests.models.table`, torch {version}, transformers {transformers.__version__}. A small model of each family that `AutoModelForCausalLM` makes, of drawn weights, in float64, trains {STEPS} steps. "yes": losses, gradient norms,',
+            f'Each row is what `python -m tests.models.table NAME` gave, with torch {version}, transformers {transformers.__version__}. A small model of each family that `AutoModelForCausalLM` makes, of drawn weights, in float64, trains {STEPS} steps. "yes": losses, gradient norms,',
             f"gradients and weights are within {ROOM:g} of one process. A number is that of a reason below. `sequence` is `parallel.options.sequence_parallel`, `cp2` is Ulysses; a dash: no experts to spread.",
             "",
             f"{tried} {every} train on all that applies to them, {plain} on data parallelism and FSDP.",

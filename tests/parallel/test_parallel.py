@@ -25,7 +25,7 @@ from meshcomm.parallel import (
     assign,
     whole,
 )
-from meshcomm.parallel.build import sections
+from meshcomm.parallel.build import on_meta, sections
 from meshcomm.testing import Pool
 from tests.parallel.same import close, randn
 
@@ -405,3 +405,20 @@ def other_dims() -> None:
 
 def test_the_configuration_must_be_the_one_of_the_open_mesh(pool: Pool) -> None:
     pool.run(other_dims, ranks=4)
+
+
+class Vast(nn.Module):
+    """A module with a parameter of 128 TiB, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1 << 15, 1 << 30))
+        self.register_buffer("table", torch.arange(4.0))
+
+
+def test_a_parameter_that_the_host_has_no_memory_for_is_made_without_any() -> None:
+    with pytest.raises(RuntimeError):
+        Vast()
+    with on_meta():
+        module = Vast()
+    assert module.weight.is_meta and module.get_buffer("table").tolist() == [0, 1, 2, 3]

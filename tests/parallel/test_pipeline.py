@@ -59,7 +59,7 @@ class Scale(torch.autograd.Function):
 
 
 class Turned(torch.autograd.Function):
-    """x, whose gradient lies in memory in another order, as behind a convolution over the sequence."""
+    """The identity; its gradient is not contiguous, as that of a convolution over the sequence."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

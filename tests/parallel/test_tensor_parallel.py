@@ -168,6 +168,8 @@ ATTENTION: dict[str, dict[str, Any]] = {
     },
     "separate": {"layers.*.attn.[qkv]": "column", "layers.*.attn.out": "row"},
     "own": {
+        # A wildcard for modules, which a parameter beside them, sinks, matches too.
+        "layers.*.attn.own.[ims]*": {"set": {"training": True}},
         "layers.*.attn.own": "replicate",
         "layers.*.attn.own.inner.[qkv]": "column",
         "layers.*.attn.own.inner.out": "row",
@@ -363,6 +365,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("odd", "split", '"odd" is a module; style "split" is of a parameter'),
     ("odd.weight", "column", '"odd.weight" is a parameter, whose style is "split"'),
     ("odd.bias", "split", '"odd", a Linear: axis 0 of its bias, (6,), is not divisible by tp: 4 ranks'),
+    ("odd.bias", {"style": "split", "axis": "rows"}, "axis is 'rows'; it is a number from 0"),
+    ("odd.bias", {"style": "split", "set": {"a": 1}}, "style \"split\" has no 'set'; it has style, axis"),
     ("odd.bias", {"style": "split", "axis": 1}, "axis 1 of its bias, (6,), is not divisible"),
     ("layers.*.attn.q", "column:3", "its 16 outputs are not 3 equal parts"),
     ("layers.*.attn.q", {"style": "column", "parts": [8, 4]}, "its 16 outputs are not 8 + 4"),

@@ -18,7 +18,7 @@ from meshcomm.parallel.tensor.split import TensorSplit
 
 Entry: TypeAlias = str | Mapping[str, Any]
 
-# The options of each style, in addition to "set".
+# The options of each style; all but "split" have "set" too.
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "column": ("parts", "output", "sequence"),
     "row": ("input", "sequence"),
@@ -36,7 +36,7 @@ _KINDS: Mapping[str, tuple[type[nn.Module], int]] = {
     "row": (nn.Linear, 1),
     "vocab": (nn.Embedding, 0),
 }
-# Of these the parts inside may have styles of their own; what is said of the outer one is about the rest.
+# Parts inside of these may have another style; the outer one is for the rest.
 _AROUND = ("", "enter", "replicate", "sequence")
 
 
@@ -107,19 +107,23 @@ def rules_of(
     read = {pattern: _rule(entry) for pattern, entry in plan.items()}
     problems = [f'"{pattern}": {found}' for pattern, found in read.items() if isinstance(found, str)]
     names = dict(module.named_modules(remove_duplicate=False))
-    owners = {f"{name}.{key}".lstrip("."): name for name, part in names.items() for key in part._parameters}
+    owners = {
+        f"{name}.{key}".lstrip("."): name
+        for name, part in names.items()
+        for key, parameter in part._parameters.items()
+        if parameter is not None
+    }
     known = {pattern: found for pattern, found in read.items() if isinstance(found, Rule)}
-    found, unmatched = _match(known, [*names, *owners])
-    rules = {name: rule for name, rule in found.items() if name in names}
-    for name, rule in found.items():
-        if name in names and rule.style == "split":
-            unmatched.append(f'"{name}" is a module; style "split" is of a parameter')
-        elif name in owners and rule.style != "split":
-            unmatched.append(f'"{name}" is a parameter, whose style is "split"')
-        elif name in owners:
-            owner, key = owners[name], name.rpartition(".")[2]
-            before = rules.get(owner, Rule())
-            rules[owner] = replace(before, own={**before.own, key: rule.axis or 0})
+    # A wildcard of a style for modules says nothing of parameters beside them.
+    of_modules = {pattern: rule for pattern, rule in known.items() if rule.style != "split"}
+    of_parameters = {pattern: rule for pattern, rule in known.items() if rule.style == "split"}
+    rules, unmatched = _match(of_modules, list(names), owners, 'is a parameter, whose style is "split"')
+    own, more = _match(of_parameters, list(owners), names, 'is a module; style "split" is of a parameter')
+    for name, rule in own.items():
+        owner, key = owners[name], name.rpartition(".")[2]
+        before = rules.get(owner, Rule())
+        rules[owner] = replace(before, own={**before.own, key: rule.axis or 0})
+    unmatched += more
     return rules, problems + unmatched + list(_problems(split, module, names, rules))
 
 
@@ -138,7 +142,7 @@ def _rule(entry: object) -> Rule | str:
     if style not in _OPTIONS and (style or "set" not in given):
         named = ", ".join(f'"{name}"' for name in _OPTIONS)
         return _with_guess(f"style {style!r} is none of {named}", style, _OPTIONS)
-    options = (*_OPTIONS.get(style, ()), "set")
+    options = (*_OPTIONS.get(style, ()), *(() if style == "split" else ("set",)))
     for name in given:
         if name not in options:
             what = f'style "{style}"' if style else "an entry without a style"
@@ -148,6 +152,9 @@ def _rule(entry: object) -> Rule | str:
     for name in ("input", "output", "sequence"):
         if given.get(name, "split") not in ("split", "whole"):
             return f'{name} is {given[name]!r}; it is "split" or "whole"'
+    axis = given.get("axis")
+    if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int) or axis < 0):
+        return f"axis is {axis!r}; it is a number from 0"
     parts = given.get("parts", 1)
     if isinstance(parts, Sequence) and not isinstance(parts, str):
         parts = given["parts"] = tuple(parts)
@@ -164,17 +171,22 @@ def _rule(entry: object) -> Rule | str:
     return Rule(**{**given, "style": style, "args": tuple(args)})
 
 
-def _match(rules: Mapping[str, Rule], names: list[str]) -> tuple[dict[str, Rule], list[str]]:
+def _match(
+    rules: Mapping[str, Rule], names: list[str], others: Iterable[str], else_said: str
+) -> tuple[dict[str, Rule], list[str]]:
     """The rule of each name that some pattern matches, and the problems.
 
     A name may have one style, and attributes set by any number of patterns.
+    others, else_said: names that these rules are not for, and what is said of a pattern that matches them alone.
     """
     found: dict[str, Rule] = {}
     said: dict[str, str] = {}
     problems = []
     for pattern, rule in rules.items():
         hits = [name for name in names if matches(pattern, name)]
-        if not hits:
+        if not hits and any(matches(pattern, name) for name in others):
+            problems.append(f'"{pattern}" {else_said}')
+        elif not hits:
             shapes = {".".join("*" if c.isdecimal() else c for c in name.split(".")) for name in names}
             known = sorted({*shapes, *names} - {""})
             problems.append(_with_guess(f'"{pattern}" matches no part of the module', pattern, known))
@@ -247,9 +259,7 @@ def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
     """Why a part cannot be split in its rule's style; "" where it can."""
     n, style = split.size, rule.style
     for key, axis in rule.own.items():
-        shape = (
-            tuple(part.get_parameter(key).shape) if part._parameters[key] is not None else (n,) * (axis + 1)
-        )
+        shape = tuple(part.get_parameter(key).shape)
         if axis >= len(shape) or shape[axis] % n:
             return f"axis {axis} of its {key}, {shape}, is not divisible by {split.dim}: {n} ranks"
     if style == "latent" and (not isinstance(part, nn.Linear) or not 0 < rule.size < part.out_features):
