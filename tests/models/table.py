@@ -1,5 +1,5 @@
-"""Every causal language model of transformers on every kind of parallelism: `python -m tests.models.table` runs it, and writes
-docs/reference/models.md.
+"""Every causal language model of transformers on every kind of parallelism: `python -m tests.models.table` runs it, or the
+families that are named, and writes their rows into docs/reference/models.md.
 
 A small model of each family, of drawn weights, in float64, trains 5 steps on each mesh: losses, gradient norms, gradients and
 weights within 1e-9 of one process, or the reason why not. Families that publish no plan: data parallelism and FSDP.
@@ -60,9 +60,23 @@ def has_plan(name: str) -> bool:
 
 def published() -> list[str]:
     """The families with a published plan that the page has."""
-    lines = PAGE.read_text().partition("## Families that publish none")[0].splitlines()
-    rows = (line.split("|")[1].strip() for line in lines if line.startswith("| "))
-    return [name for name in rows if name != "family"]
+    return [name for name, row in rows_of(PAGE.read_text()).items() if len(row) == len(KINDS)]
+
+
+def rows_of(text: str) -> dict[str, dict[str, str]]:
+    """The rows that a document of `page` was made from."""
+    reasons = {
+        number: re.sub(r"\\(.)", r"\1", reason)
+        for number, reason in re.findall(r"^(\d+)\. (.+)$", text, re.M)
+    }
+    rows: dict[str, dict[str, str]] = {}
+    for line in re.findall(r"^\| (.+) \|$", text, re.M):
+        name, *cells = line.split(" | ")
+        if name != "family":
+            kinds = KINDS if len(cells) == len(KINDS) else _PLAIN
+            said = ("" if cell == "yes" else reasons.get(cell, cell) for cell in cells)
+            rows[name] = dict(zip(kinds, said, strict=True))
+    return rows
 
 
 def smallest(name: str) -> Any:
@@ -203,18 +217,16 @@ def _cell(cell: str, reasons: dict[str, int]) -> str:
 
 
 def main() -> None:
-    """Run the families that are named, or all, and print their rows; all: write the page."""
-    asked = sys.argv[1:] or names()
-    rows: dict[str, dict[str, str]] = {}
+    """Run the families that are named, or all, print their rows and write them into the page."""
+    rows = rows_of(PAGE.read_text())
     pool = Pool(preload=("meshcomm.train", "meshcomm.models.families", "torch.distributed.fsdp"))
     try:
-        for name in asked:
+        for name in sys.argv[1:] or names():
             rows[name] = row(pool, name)
             print(name, rows[name], flush=True)
+            PAGE.write_text(page({each: rows[each] for each in names() if each in rows}))
     finally:
         pool.close()
-    if not sys.argv[1:]:
-        PAGE.write_text(page(rows))
 
 
 if __name__ == "__main__":

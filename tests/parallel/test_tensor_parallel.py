@@ -116,6 +116,17 @@ class Flat(nn.Module):
         return cast(Tensor, self.own(x)).view(x.shape)
 
 
+class Reader(nn.Module):
+    """It has no parameter of its own, and reads that of a part without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.part.weight, self.part.bias)
+
+
 class Block(nn.Module):
     def __init__(self, attn: nn.Module) -> None:
         super().__init__()
@@ -699,6 +710,11 @@ def placed() -> None:
         own: Any = module_of("own")
         tensor_parallel(own, mesh, "tp", plan_of("own"))
         assert own.layers[0].attn.own.sinks.placements == (Shard(0),)
+        reader = nn.Sequential(Reader())
+        x = randn(2, TOKENS, WIDTH).float()
+        before = reader(x)
+        tensor_parallel(reader, mesh, "tp", {"0.part": "sequence"})
+        close(reader(x), before)
 
 
 def test_on_processes_parameters_are_dtensors_that_parts_read_as_their_own(pool: Pool) -> None:

@@ -133,6 +133,8 @@ class _Splitting:
                 self._apply(name, part, rule)
         for name, part in self.module.named_modules():
             self._keep(part, self.rules.get(name, Rule()))
+        # Its forward tells all parts that they run: some read the weight of a part without calling it.
+        self._become(self.module, Around, self.split)
 
     def lay_out(self) -> None:
         """Only the shapes of weights with parts."""
