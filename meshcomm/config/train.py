@@ -210,6 +210,8 @@ class TrainConfig(Section):
     """The optimizer's epsilon. Default 1e-08 for adamw, torch's for any other."""
     groups: FrozenTable[GroupConfig] = Field(default_factory=Table, examples=[{"embed*": {"lr": 0.1}}])
     """By patterns of parameters' names, what lr and weight_decay are multiplied by; the first that matches counts."""
+    frozen: FrozenList[Text] = Field(default=(), examples=[["*.indexer.*", "model.embed_tokens.*"]])
+    """Patterns of parameters' names that stay as they are: no gradient, no state of the optimizer. Default []: all learn."""
     clip_norm: float | None = Field(default=None, gt=0)
     """Gradients whose norm over all weights is larger are scaled down to it. None: never."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

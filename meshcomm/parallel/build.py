@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple, final
 from unittest.mock import patch
@@ -197,6 +198,9 @@ class LocalModel:
         self.splits = self._split(known.model)
         self.stages = self._divide()
         self.modules = nn.ModuleList([model.stage(self.splits, stage) for stage in self.stages])
+        for name, parameter in self.named_parameters():
+            if any(fnmatchcase(name, pattern) for pattern in train.frozen):
+                parameter.requires_grad_(False)
         self.gradients: list[GradientSync | Sharded] = []
         if parallel.shard is not None:
             self.gradients = [self._sharded()]
@@ -263,7 +267,8 @@ class LocalModel:
         if dims and self._buffers:
             buffers = [part._buffers[key] for part, key in self._buffers]
             broadcast_values(self.mesh, dims, [buffer for buffer in buffers if buffer is not None])
-        if self._tied is not None:
+        weight = self._tied_weight()
+        if self._tied is not None and (weight is None or weight.requires_grad):
             self._tied.sum_gradients()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:

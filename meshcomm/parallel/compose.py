@@ -17,7 +17,7 @@ from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.parallel.build import LocalModel, Model, sections
 from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.norm import GradientNorm
-from meshcomm.parallel.optimizer import MakeOptimizer, Update, check_patterns
+from meshcomm.parallel.optimizer import MakeOptimizer, Update, check_patterns, check_some_learn
 from meshcomm.parallel.results import Done, Results, check_inputs
 from meshcomm.parallel.state import Kinds, State, as_before
 from meshcomm.parallel.tensor.parameters import Kept, fused_parts
@@ -70,9 +70,12 @@ class Engine:
         self._tokens = torch.ones((), dtype=self.split.dtype, device=mesh.device)
         self._run = local.runner(self._loss)
         named, copies = self.named_parameters(), local.copies()
-        if train.groups:
-            mine = [name for name, _ in named]
-            check_patterns(train.groups, [name for names in of_every_rank(mesh, mine) for name in names])
+        if train.groups or train.frozen:
+            mine = [(name, parameter.requires_grad) for name, parameter in named]
+            every = [pair for pairs in of_every_rank(mesh, mine) for pair in pairs]
+            for setting in ("groups", "frozen"):
+                check_patterns(f"train.{setting}", getattr(train, setting), [name for name, _ in every])
+            check_some_learn(train.frozen, [name for name, learns in every if learns])
         # Ranks along the pipeline have other parameters.
         apart = [parallel.pipeline] if parallel.pipeline else []
         self._update = Update(mesh, train, self.modules, optimizer, apart)

@@ -48,12 +48,14 @@ def decay_groups(
 
     Order: as first met in `module.parameters()`, matrices before vectors. Called after fully_shard,
     which puts other parameters into the module.
+    Parameters that need no gradient are in none; where all are such, one group is empty.
     """
     groups: dict[tuple[bool, Any, str], dict[str, Any]] = {}
     # A parameter of several parts, such as a bias of q, k and v, has one axis more than in the module before.
     fused = fused_parts(module)
     vectors = {name: each.ndim - (name in fused) < 2 for name, each in module.named_parameters()}
-    for name, parameter in sorted(module.named_parameters(), key=lambda pair: vectors[pair[0]]):
+    learning = [pair for pair in module.named_parameters() if pair[1].requires_grad]
+    for name, parameter in sorted(learning, key=lambda pair: vectors[pair[0]]):
         # A ModuleList of stages puts a number before the name.
         names = (name, name.partition(".")[2])
         matching = next((p for p in patterns or () if any(fnmatchcase(each, p) for each in names)), "")
@@ -64,19 +66,30 @@ def decay_groups(
             factors = patterns[matching]
             made |= {"lr_factor": factors.get("lr", 1.0), "decay_factor": factors.get("weight_decay", 1.0)}
         groups.setdefault((vector, where, matching), made)["params"].append(parameter)
-    return list(groups.values())
+    return list(groups.values()) or [{"params": []}]
 
 
-def check_patterns(patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Raise ConfigError where one of train.groups matches no parameter. names: of all stages."""
+def check_patterns(setting: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Raise ConfigError where one of `setting` matches no parameter. names: of all stages."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
                 f"no parameter is called {pattern}",
-                given=f"a pattern of train.groups, {len(names)} parameters: {', '.join(names[:4])}, ...",
+                given=f"a pattern of {setting}, {len(names)} parameters: {', '.join(names[:4])}, ...",
                 expected="a name, or a pattern that matches one",
                 hint=did_you_mean(pattern, names) or "meshcomm.train.Trainer(...).engine.named_parameters()",
             )
+
+
+def check_some_learn(frozen: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ConfigError where no parameter learns. names: of those of all stages that do."""
+    if not names:
+        raise ConfigError(
+            "no parameter of the model learns",
+            given=f"train.frozen = {list(frozen)}, which matches all of them",
+            expected="patterns that leave some out",
+            hint="meshcomm.train.Trainer(...).engine.named_parameters()",
+        )
 
 
 def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:

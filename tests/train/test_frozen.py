@@ -1,0 +1,75 @@
+"""Frozen parameters stay as they are on every mesh; what learns beside them learns as on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import meshcomm
+from meshcomm.config import Config, load_config
+from meshcomm.errors import ConfigError
+from meshcomm.testing import Pool
+from meshcomm.train import Trainer
+from meshcomm.train.parity import Record, compare, record, reference
+from tests.train.parity_cases import small
+
+# The first of four stages, the norms and one matrix.
+FROZEN = ["embed*", "layers.0.*", "*norm*", "layers.2.attn.wo.*"]
+MESHES: dict[str, dict[str, Any]] = {
+    "dp2 tp2 sequence": small("dp=2 tp=2", num_layers=4, sequence_parallel=True),
+    "fsdp4": small("fsdp=4", num_layers=4),
+    "pp4": small("pp=4", num_layers=4),
+    "pp2 dp2 tied": small("pp=2 dp=2", num_layers=4, tied_embeddings=True),
+    "pp2 zero bubble": small(
+        "pp=2 dp=2", num_layers=4, schedule="zero_bubble", stages_per_rank=2, micro_batch_size=1
+    ),
+    "cp2 recompute": small("dp=2 cp=2", num_layers=4, activation_checkpointing=True),
+    "ep2": small("dp=4", "edp=2 ep=2", num_layers=4),
+}
+
+
+def trained(config: Config) -> tuple[Record, list[str]]:
+    """The record of three steps, and which of this rank's parameters were frozen; the optimizer has the others."""
+    with meshcomm.init(config) as mesh:
+        engine = Trainer(mesh, config).engine
+        kept = {id(each) for group in engine.optimizer.param_groups for each in group["params"]}
+        named = engine.named_parameters()
+        assert [name for name, each in named if (id(each) in kept) != each.requires_grad] == []
+        held = [name for name, each in named if not each.requires_grad]
+        return record(mesh, config, 3), held
+
+
+def alone(config: Config) -> tuple[Record, list[str], dict[str, bool]]:
+    """On one process; and of each weight whether it is as it was drawn."""
+    with meshcomm.init(config) as mesh:
+        drawn = {name: each.detach().clone() for name, each in Trainer(mesh, config).engine.named_parameters()}
+    made, held = trained(config)
+    return made, held, {name: torch.equal(made.weights[name], each.double()) for name, each in drawn.items()}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_what_is_frozen_stays_and_the_rest_is_that_of_one_process(pool: Pool, name: str) -> None:
+    config = load_config(MESHES[name], [f"train.frozen={FROZEN}"])
+    ((one, held, same),) = pool.run(alone, reference(config), ranks=1)
+    assert sorted(held) == sorted(key for key, stayed in same.items() if stayed) != sorted(same)
+    ranks = pool.run(trained, config, ranks=4, timeout_s=120)
+    assert sorted({key for _, some in ranks for key in some}) == sorted(held)
+    for made, _ in ranks:
+        assert max(each.relative for each in compare(made, one)) < 1e-9
+
+
+def refused(config: Config) -> str:
+    with meshcomm.init(config) as mesh, pytest.raises(ConfigError) as caught:
+        Trainer(mesh, config)
+    return caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [("nothing*", "no parameter is called nothing*"), ("*", "no parameter of the model learns")],
+)
+def test_patterns_that_match_nothing_or_everything_are_refused(pool: Pool, pattern: str, said: str) -> None:
+    config = load_config(small("pp=2"), [f'train.frozen=["{pattern}"]'])
+    assert pool.run(refused, config, ranks=2) == [said, said]
