@@ -16,6 +16,7 @@ _INSIDE: Final = {
     "Link": "NAME",
     "GroupConfig": "groups.PATTERN",
     "ParallelOptions": "options",
+    "LoraConfig": "lora",
 }
 _KINDS: Final = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
 
@@ -211,6 +212,12 @@ balance_loss = 0.01
 [model]
 pretrained = "Llama-3.2-1B"
 random_weights = true
+
+[model.lora]
+rank = 8
+alpha = 16.0
+dropout = 0.05
+targets = ["q_proj", "v_proj"]
 """,
         """\
 [model]
@@ -263,6 +270,7 @@ weight_decay = 0.1
 betas = [0.9, 0.95]
 eps = 1e-8
 clip_norm = 1.0
+frozen = ["embed*"]
 on_nonfinite = "stop"
 seed = 1
 dtype = "float32"

@@ -95,18 +95,22 @@ def export(
     pretrained: Annotated[
         bool,
         typer.Option(
-            "--pretrained", help="A folder that from_pretrained of transformers opens, of such a model."
+            "--pretrained", help="A folder that from_pretrained of transformers, or of peft, opens."
         ),
+    ] = False,
+    merged: Annotated[
+        bool,
+        typer.Option("--merged", help="A folder of the whole model, with its [model.lora] in its weights."),
     ] = False,
     dtype: Annotated[
         str | None,
-        typer.Option(help="With --pretrained: float32, bfloat16 or float16. Default: that of the weights."),
+        typer.Option(help="With a folder: float32, bfloat16 or float16. Default: that of the weights."),
     ] = None,
     shard_gb: Annotated[
-        float | None, typer.Option(min=0, help="With --pretrained: the largest file, in GB. Default: 5.")
+        float | None, typer.Option(min=0, help="With a folder: the largest file, in GB. Default: 5.")
     ] = None,
 ) -> None:
     """Write a checkpoint's weights into one safetensors file, or a folder for transformers, in one process."""
     from meshcomm.jobs.afterwards import export as job
 
-    typer.echo(job(source, target, pretrained, dtype, shard_gb))
+    typer.echo(job(source, target, pretrained, merged, dtype, shard_gb))

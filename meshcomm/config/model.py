@@ -14,6 +14,7 @@ from meshcomm.config.problems import Problem, multiples, nearest, remainder
 from meshcomm.config.section import (
     Arguments,
     Fraction,
+    FrozenList,
     Function,
     NoEffect,
     Section,
@@ -106,6 +107,20 @@ def _experts(model: ModelConfig) -> Iterator[Problem]:
         yield from too_large(model, "experts_every", "num_layers experts", "no layer has experts")
 
 
+class LoraConfig(Section):
+    """`[model.lora]`: low-rank adapters (Hu et al. 2021), made by peft. They alone are trained, and saved in checkpoints."""
+
+    place = "model.lora"
+    rank: int = Field(default=8, ge=1)
+    """Rows of A and columns of B: an adapted layer computes W x + (alpha / rank) B A x."""
+    alpha: float = Field(default=16.0, gt=0)
+    """B A x is multiplied by alpha / rank."""
+    dropout: Fraction = 0.0
+    """Share of the elements of x that A does not see in training, the same ones on every mesh."""
+    targets: FrozenList[Text] = Field(default=(), examples=[["q_proj", "v_proj"]])
+    """Linear layers that get one: names, or their last components. Default []: all those of the blocks."""
+
+
 class ModelConfig(Section):
     """`[model]`: what is trained. A decoder-only transformer by its sizes, a folder as transformers writes it, or code."""
 
@@ -117,6 +132,7 @@ class ModelConfig(Section):
     no_effect = (
         NoEffect("random_weights", "pretrained", way='pretrained = "FOLDER"'),
         NoEffect("args", "build", way='build = "my_package.models:gpt"'),
+        NoEffect("lora", "pretrained build", way='pretrained = "FOLDER"'),
         NoEffect("rope_theta norm_eps", "pretrained", (None,), why=": the folder's config.json says it"),
         NoEffect(
             "capacity_factor balance_loss",
@@ -137,6 +153,8 @@ class ModelConfig(Section):
     """module:function, which returns an nn.Module or a meshcomm.models.ModelSpec. None: pretrained, or built in."""
     args: Arguments = Field(default_factory=Table, examples=[{"num_layers": 4}])
     """With build: what the function is called with, by name."""
+    lora: LoraConfig | None = None
+    """With pretrained or build: only low-rank adapters of its linear layers are trained. None: all of it."""
     num_layers: int = _fact(4)
     """Number of transformer blocks."""
     hidden_size: int = _fact(128)

@@ -94,6 +94,7 @@ def export(
     source: Path,
     target: Path,
     pretrained: bool = False,
+    merged: bool = False,
     dtype: str | None = None,
     shard_gb: float | None = None,
 ) -> str:
@@ -103,9 +104,16 @@ def export(
     """
     import torch
 
-    from meshcomm.train.export import SHARD_BYTES, export_pretrained, export_weights
+    from meshcomm.train.export import SHARD_BYTES, export_merged, export_pretrained, export_weights
 
-    if pretrained:
+    if pretrained and merged:
+        raise ConfigError(
+            "two kinds of folders are asked for",
+            given="--pretrained, --merged",
+            expected="one of them",
+            hint="--merged, for the whole model; --pretrained, for the adapters alone",
+        )
+    if pretrained or merged:
         if dtype not in (None, *_DTYPES):
             raise ConfigError(
                 f"weights are not written as {dtype}",
@@ -115,13 +123,14 @@ def export(
             )
         most = SHARD_BYTES if shard_gb is None else int(shard_gb * 1e9)
         kind = None if dtype is None else getattr(torch, dtype)
-        return _summary(export_pretrained(source, target, dtype=kind, shard_bytes=most))
+        export = export_merged if merged else export_pretrained
+        return _summary(export(source, target, dtype=kind, shard_bytes=most))
     given = {"--dtype": dtype, "--shard-gb": shard_gb}
     if named := [name for name, value in given.items() if value is not None]:
         raise ConfigError(
-            f"{' and '.join(named)} without --pretrained",
+            f"{' and '.join(named)} without --pretrained or --merged",
             given=", ".join(named),
-            expected="--dtype and --shard-gb with --pretrained",
+            expected="--dtype and --shard-gb with one of them",
             hint="meshcomm export RUN FOLDER --pretrained",
         )
     return _summary(export_weights(source, target))

@@ -28,12 +28,29 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
     if config.pretrained is not None:
         from meshcomm.models.families import hugging_face
 
-        spec = hugging_face(config, data.seq_len, train)
+        spec = _with_lora(hugging_face(config, data.seq_len, train), config, train)
         return SpecModel(spec, train, data.seq_len, family=True)
     if config.build is not None:
         made = _built(config)
+        if isinstance(made, ModelSpec):
+            made = _with_lora(made, config, train)
+        elif config.lora is not None:
+            raise ConfigError(
+                "a model of its own kind gets no adapters",
+                given=f"[model.lora], and {config.build} returned {type(made).__name__}",
+                expected="an nn.Module, or a meshcomm.models.ModelSpec",
+                hint="remove model.lora",
+            )
         return made if isinstance(made, Model) else SpecModel(made, train, data.seq_len)
     return BuiltIn(config, data, train)
+
+
+def _with_lora(spec: ModelSpec, config: ModelConfig, train: TrainConfig) -> ModelSpec:
+    if config.lora is None:
+        return spec
+    from meshcomm.models.lora import adapted
+
+    return adapted(spec, config.lora, train.seed)
 
 
 def function_of(name: str) -> Callable[..., Any]:

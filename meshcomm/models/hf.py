@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cached_property, partial
 from pathlib import Path
@@ -183,15 +184,22 @@ def unmodified(folder: Path, weights: Mapping[str, Tensor] | None) -> nn.Module:
 
     weights: by the names of a folder of safetensors. None: those of `folder`.
     """
-    shows = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
+    with without_bars():
         options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
         if weights is None:
             return AutoModelForCausalLM.from_pretrained(folder, **options)
         config = AutoConfig.from_pretrained(folder)
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         return kind.from_pretrained(None, config=config, state_dict=dict(weights), **options)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """transformers shows no progress in here."""
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
     finally:
         if shows:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]

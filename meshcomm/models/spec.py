@@ -87,6 +87,8 @@ class ModelSpec:
     dropped:    part of a block, such as "layers.*.mlp" -> the share of its output, (batch, sequence, hidden_size), that
                 is set to zero in training: in the same places on every mesh. Needs `layers` and `forward`.
     tied:       names of the embedding's weight and the head's, where these are one.
+    added:      patterns of parameters that `weights` lacks and `initialise` draws, as of adapters. A checkpoint has these alone;
+                all others are frozen, and read or drawn again.
     initialise: (name, shape) -> the values of a whole parameter, the same on every rank. None: what `module` writes
                 after torch.manual_seed(train.seed), for which every rank makes the whole model for a moment.
     original:   (weights by the names of `stored`; None: of the folder) -> the unsplit model in float64, as its authors
@@ -118,6 +120,7 @@ class ModelSpec:
     experts: Mapping[str, Axes] = field(default_factory=dict)
     dropped: Mapping[str, float] = field(default_factory=dict)
     tied: tuple[str, str] | None = None
+    added: tuple[str, ...] = ()
     initialise: Callable[[str, tuple[int, ...]], Tensor] | None = None
     original: Callable[[Mapping[str, Tensor] | None], nn.Module] | None = None
     weights: Path | None = None

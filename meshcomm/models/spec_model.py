@@ -60,6 +60,7 @@ class SpecModel(Model):
         self.hidden_size, self.vocab_size = spec.hidden_size, spec.vocab_size
         self.tied = spec.tied[0] if spec.tied else ""
         self.drops = any(spec.dropped.values())
+        self.saves_all = not spec.added
         self._batch_norms = batch_norms(whole)
         self._dropouts = [pair for pair in whole.named_modules() if isinstance(pair[1], DROPOUTS)]
         self._names = [name for name, _ in whole.named_parameters() if not spec.tied or name != spec.tied[1]]
@@ -130,7 +131,7 @@ class SpecModel(Model):
                 (share for pattern, share in spec.dropped.items() if matches(pattern, name)), default=0
             ):
                 part.meshcomm_dropout = Dropout(share, name)
-                part.register_forward_hook(_drop)
+                part.register_forward_hook(partial(_drop, split))
         if own:
             put_in(module, spec.layers, order, absent)
             for name in spec.first if stage.is_first and train.compute_dtype else ():
@@ -148,9 +149,13 @@ class SpecModel(Model):
             ignored = (*self._ignored, *(f"^{re.escape(name)}$" for name in (spec.tied or ())[1:]))
             with Folder(spec.weights, base=self._base, ignored=ignored) as folder:
                 sources = self._sources(folder)
-                folder.check(sources, self._names, self._buffers)
+                folder.check(
+                    sources, [name for name in self._names if not self._is_added(name)], self._buffers
+                )
 
                 def stored(name: str, shape: tuple[int, ...]) -> Any:
+                    if spec.initialise is not None and self._is_added(name):
+                        return spec.initialise(name, shape)
                     if spec.tied and name in spec.tied:
                         each = [sources[tied] for tied in spec.tied if tied in sources]
                         return folder.read_twice(each, shape)
@@ -166,6 +171,9 @@ class SpecModel(Model):
         else:
             drawn = default_values(spec, self._train.seed)
             write(module, lambda name, shape: drawn[name])
+
+    def _is_added(self, name: str) -> bool:
+        return any(matches(pattern, name) for pattern in self.spec.added)
 
     def _sources(self, folder: Folder) -> Mapping[str, Source]:
         """Where each parameter lies in a folder. A tied weight that the folder has twice is there under both names."""
@@ -329,17 +337,19 @@ class _Facts:
         if drops is not None:
             x: Tensor = next(iter((*args, *named.values())))
             here = self.positions[self.splits.tensor.positions(x.shape[1])]
-            call = _with_drops(block, Drops.at(self.seed, drops[0], drops[1], here))
+            found = Drops.at(self.seed, drops[0], drops[1], here)
+            call = _with_drops(block, (found, found._replace(positions=self.positions)))
         if draws is not None:
             call = draws.seeded(number, call)
         return run(self.activation_checkpointing, number, self.in_float64(call), *args, **named)
 
 
-# Of the block that runs. It is set again where a block is computed again, whatever microbatch has begun since.
-_DROPS: Final[ContextVar[Drops | None]] = ContextVar("drops", default=None)
+# Of the block that runs: of its input, and of the whole sequence on this rank. They are set again where a block is computed
+# again, whatever microbatch has begun since.
+_DROPS: Final[ContextVar[tuple[Drops, ...]]] = ContextVar("drops", default=())
 
 
-def _with_drops(block: nn.Module, drops: Drops) -> Callable[..., Any]:
+def _with_drops(block: nn.Module, drops: tuple[Drops, ...]) -> Callable[..., Any]:
     def call(*args: Any, **named: Any) -> Any:
         token = _DROPS.set(drops)
         try:
@@ -368,11 +378,22 @@ def _cast(dtype: torch.dtype, part: Any, args: object, output: Tensor) -> Tensor
     return output.to(dtype)
 
 
-def _drop(part: Any, args: object, output: Any) -> Any:
-    """A forward hook. Attention of transformers returns its weights too."""
+def _drop(split: TensorSplit, part: Any, args: object, output: Any) -> Any:
+    """A forward hook. Attention of transformers returns its weights too.
+
+    meshcomm_features: of a part whose output may be split along the features: how many there are on all ranks.
+    """
     if isinstance(output, tuple):
-        return part.meshcomm_dropout(output[0], _DROPS.get()), *output[1:]
-    return part.meshcomm_dropout(output, _DROPS.get())
+        return _drop(split, part, args, output[0]), *output[1:]
+    drops = _DROPS.get()
+    if not drops:
+        return part.meshcomm_dropout(output)
+    # (batch * sequence, width), as mixtures of experts take it.
+    x = output.unflatten(0, (len(drops[0].keys), -1)) if output.ndim == 2 else output
+    own = next((each for each in drops if len(each.positions) == x.shape[1]), drops[0])
+    width = x.shape[-1]
+    first = split.coord * width if getattr(part, "meshcomm_features", width) != width else 0
+    return part.meshcomm_dropout(x, own, first).view_as(output)
 
 
 class _Stage:

@@ -80,7 +80,7 @@ class Engine:
         apart = [parallel.pipeline] if parallel.pipeline else []
         self._update = Update(mesh, train, self.modules, optimizer, apart)
         self.optimizer = self._update.optimizer
-        self._state = State(list(self.modules), self.optimizer, self.named_parameters, model.tied)
+        self._state = State(list(self.modules), self.optimizer, self._saved_parameters, model.tied)
         self._norm = GradientNorm(mesh, named, pipeline=parallel.pipeline, skip=copies)
         stage = self.stages[-1].index
         self._results = Results(mesh, (parallel, train), self._norm, named, stage, model.vocab_size)
@@ -101,9 +101,15 @@ class Engine:
         """The weights of `own_parameters`, as a checkpoint has them, and the buffers that are saved with them."""
         fused = {name: each for module in self.modules for name, each in fused_parts(module).items()}
         found: dict[str, Tensor | Kept] = dict(self._state.buffers())
+        saved = {id(each) for _, each in self._saved_parameters()}
         for name, each in self.own_parameters():
-            found[f"model.{name}"] = as_before(each.detach(), fused.get(name))
+            if id(each) in saved:
+                found[f"model.{name}"] = as_before(each.detach(), fused.get(name))
         return found
+
+    def _saved_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        every = self.named_parameters()
+        return every if self.model.saves_all else [pair for pair in every if pair[1].requires_grad]
 
     def step(
         self, inputs: Tensor, targets: Tensor, lr: float | None = None, number: int | None = None

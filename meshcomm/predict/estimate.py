@@ -133,6 +133,14 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
             hint="configs/quickstart.toml has them all",
         )
     model, mesh = model.sized("bytes and memory"), settings.mesh
+    named = {"model.lora": model.lora, "train.frozen": train.frozen}
+    if some := [name for name, value in named.items() if value]:
+        raise ConfigError(
+            "the formulas of tune count every parameter as one that learns",
+            given=", ".join(some),
+            expected="a training of all of them",
+            hint=f"meshcomm dryrun {settings.source}, which counts what learns, on one mesh",
+        )
     # What would not fit other sizes, or would undo another order.
     fixed = [f"mesh.{name}" for name in ("ranks", "rank_order") if getattr(mesh, name) is not None]
     fixed += [f"mesh.views.{name}" for name in mesh.views if name != settings.expert_view]

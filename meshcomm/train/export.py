@@ -1,23 +1,12 @@
-"""Weights of a checkpoint, or of a running trainer, as safetensors: one file, or a folder that transformers opens.
-
-One process does it, with one tensor in memory at a time; the package's own writer wants all of them. A file is
-
-    8 bytes    length of the header, little-endian
-    header     JSON, padded with spaces to a multiple of 8:
-               {"__metadata__": {text: text}, name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
-    data       the elements of each tensor, little-endian, in C order, without gaps
-"""
+"""Weights of a checkpoint, or of a running trainer, as safetensors: one file, or a folder that transformers or peft opens."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
-import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
@@ -35,13 +24,14 @@ from meshcomm.models.weights import INDEX, SINGLE, Conversions
 from meshcomm.parallel.state import OF_MODULE, OF_PARAMETER
 from meshcomm.train import checkpoint
 from meshcomm.train.checkpoint_folder import FOLDER, complete, is_complete, name_of
-from meshcomm.train.checkpoint_reader import SAFETENSORS_NAMES, Kind, Saved
+from meshcomm.train.checkpoint_reader import Kind, Saved
+from meshcomm.train.export_adapters import ADAPTER_FILE, adapter_pieces, write_adapter_config, write_merged
 from meshcomm.train.lock import PRETRAINED, Lock
+from meshcomm.train.safetensors_writer import Piece, write_file
 from meshcomm.train.trainer import Trainer
 
 CONFIG: Final = "config.json"
 SHARD_BYTES: Final = 5_000_000_000
-_METADATA: Final = "__metadata__"
 # What belongs to a model beside its weights, where the folder that it came from has it.
 _BESIDE: Final = ("generation_config.json", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.jinja")
 
@@ -54,19 +44,6 @@ class Exported(NamedTuple):
     step: int
     tensors: int
     bytes: int
-
-
-class _Piece(NamedTuple):
-    """A tensor of a file. of: the parameter that it is taken from."""
-
-    name: str
-    kind: Kind
-    of: str
-    take: Callable[[Tensor], Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.kind.shape) * self.kind.dtype.itemsize
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -92,7 +69,7 @@ def export_weights(source: Path, target: Path) -> Exported:
     """
     folder = find_checkpoint(source)
     lock, saved = Lock.read(folder), Saved(folder)
-    pieces: list[_Piece] = []
+    pieces: list[Piece] = []
     for full, kind in saved.kinds.items():
         if full.startswith(OF_MODULE):
             name = full.removeprefix(OF_MODULE)
@@ -107,7 +84,7 @@ def export_weights(source: Path, target: Path) -> Exported:
         about = OF_PARAMETER + name
         facts = decode(saved.load(about), torch.device("cpu")) if about in saved.kinds else {}
         pieces += [
-            _Piece(each, kind, name, torch.Tensor.contiguous) for each in (name, *facts.get("also", []))
+            Piece(each, kind, name, torch.Tensor.contiguous) for each in (name, *facts.get("also", []))
         ]
     # Larger elements first, so that each tensor is aligned.
     pieces.sort(key=lambda piece: (-piece.kind.dtype.itemsize, piece.name))
@@ -120,6 +97,8 @@ def export_pretrained(
     source: Path, target: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Exported:
     """Write a checkpoint of a model of `[model] pretrained` as a folder that transformers' from_pretrained opens.
+
+    With [model.lora], one of its adapters, which peft's from_pretrained opens.
 
     source:      a complete checkpoint, or a run, whose last one it is then; saved on any mesh.
     target:      a new folder. config.json is that of the checkpoint; what there is of a tokenizer comes from the folder
@@ -134,27 +113,67 @@ def export_pretrained(
     known, came = lock.config.get(PRETRAINED), lock.config["model"].get("pretrained")
     if not known or not came:
         raise _not_pretrained(f"the model of {folder}")
-    _check_new(target)
-    model = _model(known)
     kinds = {
         name.removeprefix("model."): Kind(dtype or kind.dtype, kind.shape)
         for name, kind in saved.kinds.items()
         if name.startswith("model.")
     }
-    pieces = [piece for name, kind in kinds.items() for piece in pieces_of(model, name, kind)]
-    shards = _shards(pieces, shard_bytes)
+    lora = lock.config["model"].get("lora")
+    if lora is not None:
+        pieces = adapter_pieces(kinds)
+        shards = {ADAPTER_FILE: pieces}
+    else:
+        model = _model(known)
+        pieces = [piece for name, kind in kinds.items() for piece in pieces_of(model, name, kind)]
+        shards = _shards(pieces, shard_bytes)
+    with new_folder(target) as draft:
+        for file, shard in shards.items():
+            write_file(draft / file, shard, saved)
+        if lora is not None:
+            write_adapter_config(draft, came, lora, kinds)
+        else:
+            _write_beside(draft, known, shards, str(next(iter(kinds.values())).dtype))
+        copy_beside(draft, Path(came))
+    return Exported(folder, target, lock.step, len(pieces), sum(piece.nbytes for piece in pieces))
+
+
+def export_merged(
+    source: Path, target: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+) -> Exported:
+    """Write the model that low-rank adapters were trained on, with the adapters of a checkpoint merged into its weights.
+
+    Arguments and errors as of `export_pretrained`. The whole model is in the memory of this process.
+    """
+    folder = find_checkpoint(source)
+    lock, saved = Lock.read(folder), Saved(folder)
+    model = lock.config.get("model", {})
+    if not model.get("lora") or not model.get("pretrained"):
+        raise ConfigError(
+            "there are no adapters to merge",
+            given=f"{folder}, of a model without [model.lora]",
+            expected="a checkpoint of adapters of a model of [model] pretrained",
+            hint="meshcomm export RUN FOLDER --pretrained",
+        )
+    with new_folder(target) as draft:
+        base = Path(model["pretrained"])
+        tensors = write_merged(draft, base, model["lora"], saved, dtype, shard_bytes)
+        copy_beside(draft, base)
+    return Exported(folder, target, lock.step, len(tensors), sum(each.nbytes for each in tensors))
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A draft of the folder `target`, which it becomes in the end. Raises TrainingError; nothing is left of it then."""
+    _check_new(target)
     draft = target.with_name(f".{target.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     try:
         with _could_not(f"write {target}"):
-            for file, shard in shards.items():
-                write_file(draft / file, shard, saved)
-            _write_beside(draft, Path(came), known, shards, str(next(iter(kinds.values())).dtype))
+            yield draft
             draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return Exported(folder, target, lock.step, len(pieces), sum(piece.nbytes for piece in pieces))
 
 
 def save_pretrained(
@@ -203,10 +222,16 @@ def _check_new(target: Path) -> None:
         )
 
 
+def copy_beside(folder: Path, source: Path) -> None:
+    """Copy the tokenizer and generation settings that `source` has."""
+    for path in (path for pattern in _BESIDE for path in source.glob(pattern) if path.is_file()):
+        shutil.copyfile(path, folder / path.name)
+
+
 def _write_beside(
-    folder: Path, source: Path, known: Mapping[str, Any], shards: Mapping[str, Sequence[_Piece]], dtype: str
+    folder: Path, known: Mapping[str, Any], shards: Mapping[str, Sequence[Piece]], dtype: str
 ) -> None:
-    """Write what belongs to the weights: their index, config.json, and the tokenizer that `source` has."""
+    """Write what belongs to the weights: their index and config.json."""
     texts: dict[str, Any] = {}
     if len(shards) > 1:
         places = {piece.name: file for file, shard in shards.items() for piece in shard}
@@ -216,8 +241,6 @@ def _write_beside(
     texts[CONFIG]["dtype"] = dtype.removeprefix("torch.")
     for name, content in texts.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    for path in (path for pattern in _BESIDE for path in source.glob(pattern) if path.is_file()):
-        shutil.copyfile(path, folder / path.name)
 
 
 def _model(known: Mapping[str, Any]) -> SpecModel:
@@ -252,7 +275,7 @@ class _Reverted:
         return self._made.pop(wanted).to(dtype).contiguous()
 
 
-def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[_Piece]:
+def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[Piece]:
     """The tensors of the folder that a parameter becomes."""
     shape, stored = kind.shape, model.spec.stored
     if stored is not None and not callable(stored):
@@ -260,7 +283,7 @@ def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[_Piece]:
         reverted = _Reverted(stored, name)
         for each, made in stored.stored(name, without_memory).items():
             take = partial(reverted.take, each, kind.dtype)
-            yield _Piece(each, Kind(kind.dtype, tuple(made.shape)), name, take)
+            yield Piece(each, Kind(kind.dtype, tuple(made.shape)), name, take)
         return
     names, transposed = (name, False) if stored is None else stored(name)
 
@@ -269,7 +292,7 @@ def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[_Piece]:
         return (value.T if transposed else value).contiguous()
 
     if isinstance(names, str):
-        yield _Piece(names, Kind(kind.dtype, shape[::-1] if transposed else shape), name, taken)
+        yield Piece(names, Kind(kind.dtype, shape[::-1] if transposed else shape), name, taken)
         return
     for place, row in enumerate(names):
         rows = shape[1] // len(row)
@@ -277,12 +300,12 @@ def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[_Piece]:
         lying = Kind(kind.dtype, part[::-1] if transposed else part)
         for run, each in enumerate(row):
             at = (place, slice(run * rows, (run + 1) * rows))
-            yield _Piece(each, lying, name, partial(taken, at=at))
+            yield Piece(each, lying, name, partial(taken, at=at))
 
 
-def _shards(pieces: Sequence[_Piece], most: int) -> dict[str, list[_Piece]]:
+def _shards(pieces: Sequence[Piece], most: int) -> dict[str, list[Piece]]:
     """The tensors of each file, of `most` bytes or a single one."""
-    found: list[list[_Piece]] = []
+    found: list[list[Piece]] = []
     used = 0
     for piece in pieces:
         if not found or used + piece.nbytes > most:
@@ -293,49 +316,6 @@ def _shards(pieces: Sequence[_Piece], most: int) -> dict[str, list[_Piece]]:
     if len(found) == 1:
         return {SINGLE: found[0]}
     return {f"model-{n:05}-of-{len(found):05}.safetensors": shard for n, shard in enumerate(found, 1)}
-
-
-def write_file(path: Path, pieces: Sequence[_Piece], saved: Saved) -> None:
-    """Write a safetensors file of pieces of a checkpoint. A parameter is loaded once for neighbours taken from it.
-
-    The file appears under its name when it is whole and on the disk; one that was there is replaced.
-    Raises: UnsupportedOp for a dtype that the format does not have, or on a big-endian machine; OSError.
-    """
-    entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    place = 0
-    for piece in pieces:
-        kind = piece.kind
-        if kind.dtype not in SAFETENSORS_NAMES or piece.name == _METADATA or sys.byteorder != "little":
-            raise UnsupportedOp(
-                f"a safetensors file cannot hold {piece.name}",
-                given=f"{kind}, {sys.byteorder}-endian",
-                expected=f"another name than {_METADATA}, one of {', '.join(SAFETENSORS_NAMES.values())}, "
-                "little-endian",
-            )
-        offsets = [place, place + piece.nbytes]
-        dtype, shape = SAFETENSORS_NAMES[kind.dtype], list(kind.shape)
-        entries[piece.name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-        place += piece.nbytes
-    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    header += b" " * (-len(header) % 8)
-    draft = path.with_name(path.name + ".tmp")
-    try:
-        with draft.open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            of, whole = "", torch.empty(0)
-            for piece in pieces:
-                if piece.of != of:
-                    del whole
-                    of, whole = piece.of, saved.load(f"model.{piece.of}")
-                tensor = piece.take(whole)
-                if tensor.numel():
-                    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 @contextlib.contextmanager

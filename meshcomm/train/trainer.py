@@ -280,6 +280,8 @@ class Trainer:
 
     def _make(self, filled: bool) -> Engine:
         if self._made is None:
+            # What a checkpoint does not have is read or drawn at each start.
+            filled = filled or not self._model.saves_all
             engine = Engine(self.mesh, self._config, self._model, self._optimizer, filled=filled)
             if self._scheduler is not None:
                 engine.scheduler = _scheduler(self._scheduler, engine.optimizer)

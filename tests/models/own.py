@@ -106,6 +106,20 @@ def as_it_is() -> ModelSpec:
     return replace(spec(), forward=None, attention=None)
 
 
+class Frozen(Own):
+    """Of which some parts do not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.places, self.blocks[0], self.norm):
+            part.requires_grad_(False)
+
+
+def frozen() -> ModelSpec:
+    """Split every way."""
+    return replace(spec(), module=Frozen)
+
+
 class Twice(Own):
     """Runs its blocks a second time."""
 

@@ -13,6 +13,7 @@ from meshcomm.errors import ConfigError
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from meshcomm.train.parity import Record, compare, record, reference
+from tests.models.families import config_of
 from tests.train.parity_cases import small
 
 # The first of four stages, the norms and one matrix.
@@ -28,6 +29,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "cp2 recompute": small("dp=2 cp=2", num_layers=4, activation_checkpointing=True),
     "ep2": small("dp=4", "edp=2 ep=2", num_layers=4),
 }
+_DEEP = ("dp2 tp2 sequence", "pp4", "pp2 dp2 tied", "cp2 recompute")
 
 
 def trained(config: Config) -> tuple[Record, list[str]]:
@@ -44,12 +46,16 @@ def trained(config: Config) -> tuple[Record, list[str]]:
 def alone(config: Config) -> tuple[Record, list[str], dict[str, bool]]:
     """On one process; and of each weight whether it is as it was drawn."""
     with meshcomm.init(config) as mesh:
-        drawn = {name: each.detach().clone() for name, each in Trainer(mesh, config).engine.named_parameters()}
+        drawn = {
+            name: each.detach().clone() for name, each in Trainer(mesh, config).engine.named_parameters()
+        }
     made, held = trained(config)
     return made, held, {name: torch.equal(made.weights[name], each.double()) for name, each in drawn.items()}
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.parity if each in _DEEP else ()) for each in MESHES]
+)
 def test_what_is_frozen_stays_and_the_rest_is_that_of_one_process(pool: Pool, name: str) -> None:
     config = load_config(MESHES[name], [f"train.frozen={FROZEN}"])
     ((one, held, same),) = pool.run(alone, reference(config), ranks=1)
@@ -60,9 +66,19 @@ def test_what_is_frozen_stays_and_the_rest_is_that_of_one_process(pool: Pool, na
         assert max(each.relative for each in compare(made, one)) < 1e-9
 
 
+def test_what_a_model_has_frozen_itself_stays(pool: Pool) -> None:
+    config = config_of({"build": "tests.models.own:frozen"}, "pp=2 tp=2", sequence_parallel=True)
+    ((one, held, same),) = pool.run(alone, reference(config), ranks=1)
+    assert set(held) == {key for key in one.weights if key.startswith(("places.", "blocks.0.", "norm."))}
+    assert sorted(held) == sorted(key for key, stayed in same.items() if stayed)
+    for made, some in pool.run(trained, config, ranks=4, timeout_s=120):
+        assert set(some) == set(held) & set(made.weights)
+        assert max(each.relative for each in compare(made, one)) < 1e-9
+
+
 def refused(config: Config) -> str:
     with meshcomm.init(config) as mesh, pytest.raises(ConfigError) as caught:
-        Trainer(mesh, config)
+        _ = Trainer(mesh, config).engine
     return caught.value.what
 
 

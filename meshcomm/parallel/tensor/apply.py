@@ -59,7 +59,8 @@ def tensor_parallel(
                      rotary part of a key does in multi-head latent attention.
         "enter"      a module around columns: its first argument ("args": [0], or names) enters here and not at each
                      column. For one that asks its input how long the sequence is, with sequence_parallel;
-                     everything in it must go through columns.
+                     everything in it must go through columns. {"shared": True}: siblings that are called with the same
+                     tensor enter once.
         "sequence"   stays whole; works on each token by itself, as norms do.
         "heads"      stays whole; works behind columns, on this rank's heads one by one, as norms of queries do.
         "replicate"  stays whole; needs all of the sequence, or does not take activations: {"style": "replicate",
@@ -160,7 +161,9 @@ class _Splitting:
         elif rule.style == "latent":
             self._become(part, Latent, split).meshcomm_size = rule.size
         elif rule.style == "enter":
-            self._become(part, Around, split).meshcomm_enter = rule.args
+            around = self._become(part, Around, split)
+            around.meshcomm_enter = rule.args
+            around.meshcomm_entry = self._entry(name, split) if rule.shared else split.enter
         elif rule.style in ("sequence", "heads"):
             own = {id(each) for styled in self._inside(name) for each in self.names[styled].modules()}
             for inner in (each for each in part.modules() if id(each) not in own):
@@ -298,6 +301,7 @@ class Around:
     meshcomm_split: TensorSplit
     meshcomm_running: Running
     meshcomm_enter: tuple[int | str, ...] = ()
+    meshcomm_entry: Callable[[Tensor], Tensor]
     meshcomm_gather: tuple[int | str, ...] = ()
     meshcomm_scatter = False
     meshcomm_axis: int | None = None
@@ -344,7 +348,7 @@ class Around:
                     hint='"args": [0] for the first, "args": ["hidden_states"] for one by name',
                 )
         for key in entering:
-            given[key] = split.enter(given[key])
+            given[key] = self.meshcomm_entry(given[key])
         for key in gathered:
             given[key] = split.gather(given[key], self.meshcomm_axis)
         shape = given[gathered[0]].shape if gathered else ()

@@ -24,7 +24,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "row": ("input", "sequence"),
     "vocab": ("sequence",),
     "latent": ("size",),
-    "enter": ("args",),
+    "enter": ("args", "shared"),
     **dict.fromkeys(("sequence", "heads"), ()),
     "replicate": ("input", "output", "axis", "args"),
     # Of a parameter, by its name.
@@ -54,6 +54,7 @@ class Rule:
     sequence: str = "split"
     axis: int | None = None
     args: tuple[int | str, ...] = (0,)
+    shared: bool = False
     size: int = 0
     set: Mapping[str, Any] = field(default_factory=dict)
     own: Mapping[str, int] = field(default_factory=dict)
@@ -166,6 +167,8 @@ def _rule(entry: object) -> Rule | str:
         return f"args is {args!r}; it lists arguments of forward, as in [0] or ['hidden_states']"
     if given.get("output") == "whole" and style == "column" and parts != 1:
         return 'output "whole" of a column with parts would mix them up; leave one of the two out'
+    if not isinstance(given.get("shared", False), bool):
+        return f"shared is {given['shared']!r}; it is true or false"
     if not isinstance(given.get("set", {}), Mapping):
         return f'set is {given["set"]!r}; it maps attributes to values, as in {{"heads": "split"}}'
     return Rule(**{**given, "style": style, "args": tuple(args)})
@@ -262,7 +265,8 @@ def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
         shape = tuple(part.get_parameter(key).shape)
         if axis >= len(shape) or shape[axis] % n:
             return f"axis {axis} of its {key}, {shape}, is not divisible by {split.dim}: {n} ranks"
-    if style == "latent" and (not isinstance(part, nn.Linear) or not 0 < rule.size < part.out_features):
+    # One with an adapter is another class.
+    if style == "latent" and not 0 < rule.size < getattr(part, "out_features", 0):
         return f"its last {rule.size} outputs are not some of those of an nn.Linear"
     if style not in _KINDS:
         return ""

@@ -1,0 +1,239 @@
+"""Low-rank adapters of a model's linear layers (LoRA, Hu et al. 2021), made by peft: W x + (alpha / rank) B A x.
+
+W, and everything else of the model, is frozen. W, A and B are split together. Behind columns, A is whole and B has this rank's
+outputs. In rows, A has this rank's inputs and B is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from meshcomm.config.model import LoraConfig
+from meshcomm.errors import ConfigError, UnsupportedOp
+from meshcomm.layout.names import did_you_mean, listed
+from meshcomm.models.plans import WHOLE, is_split_linear
+from meshcomm.models.spec import ModelSpec
+from meshcomm.models.weights import Conversions, Names, Source
+from meshcomm.parallel.build import on_meta
+from meshcomm.parallel.tensor.layers import is_conv1d
+from meshcomm.parallel.tensor.plan import Entry, matches
+
+ADAPTER: Final = "default"
+BASE: Final = ".base_layer."
+# Of parameters that adapters add.
+ADDED: Final = ("**.lora_A.*.weight", "**.lora_B.*.weight")
+# A style that changes nothing, in place of one that a plan without sequence_parallel has.
+_NONE: Final[Entry] = {"set": {}}
+
+
+def adapted(spec: ModelSpec, lora: LoraConfig, seed: int) -> ModelSpec:
+    """The same model with adapters, which alone are trained. seed: A is drawn from it, B is 0.
+
+    Raises: ConfigError where peft is not installed, or `lora.targets` names no linear layer; UnsupportedOp for layers that
+            cannot be split with an adapter.
+    """
+    if find_spec("peft") is None:
+        raise ConfigError(
+            "low-rank adapters need peft, which is not installed",
+            given="[model.lora]",
+            expected="peft 0.18 or later",
+            hint="pip install 'meshcomm[lora]'",
+        )
+    with on_meta():
+        whole = spec.module()
+    targets = targets_of(whole, spec, lora.targets)
+    sequence = None if spec.sequence is None else _plan_of({**spec.split, **spec.sequence}, whole, targets)
+    dropped = {f"{name}.lora_dropout.{ADAPTER}": lora.dropout for name in targets} if lora.dropout else {}
+    return replace(
+        spec,
+        module=partial(_made, spec.module, lora, targets),
+        split=_plan_of(spec.split, whole, targets),
+        sequence=sequence,
+        dropped={**spec.dropped, **dropped},
+        added=ADDED,
+        stored=_stored(spec.stored, targets),
+        initialise=_initialise(spec, seed),
+        small=None if spec.small is None else partial(_small, spec.small, lora),
+    )
+
+
+def _small(small: Callable[[], ModelSpec], lora: LoraConfig) -> ModelSpec:
+    return adapted(small(), lora, 0)
+
+
+def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list[str]:
+    """The names of the linear layers that get adapters. named: as LoraConfig.targets; none: all in the blocks."""
+    linear = [name for name, part in module.named_modules() if is_split_linear(part)]
+    ends = {name for name, part in module.named_modules() if _is_end(name, part, spec)}
+    inside = [
+        name
+        for name, part in module.named_modules()
+        if any(matches(pattern, name) for pattern in spec.experts)
+    ]
+    free = [name for name in linear if not any(name.startswith(f"{each}.") for each in inside)]
+    if not named:
+        found = [name for name in free if name.startswith(f"{spec.layers}." if spec.layers else "")]
+        found = [name for name in found if name not in ends]
+    else:
+        found = [name for name in free if any(f".{name}".endswith(f".{each}") for each in named)]
+        missing = [each for each in named if not any(f".{name}".endswith(f".{each}") for name in found)]
+        if missing:
+            raise ConfigError(
+                f"model.lora.targets names no linear layer of a {type(module).__name__}",
+                given=listed(missing),
+                expected="names of linear layers, or their last components: "
+                + listed(sorted({name.rpartition(".")[2] for name in free})),
+                hint=did_you_mean(missing[0], {name.rpartition(".")[2] for name in free})
+                or "remove model.lora.targets, for all those of the blocks",
+            )
+    if wrong := [name for name in found if name in ends]:
+        raise UnsupportedOp(
+            "the head of a model gets no adapter",
+            given=f"model.lora.targets: {listed(wrong)}",
+            expected="linear layers of the blocks",
+            hint="leave it out",
+        )
+    return found
+
+
+def _is_end(name: str, part: nn.Module, spec: ModelSpec) -> bool:
+    return (
+        name in spec.last or name in spec.first or (not spec.layers and f"{name}.weight" in (spec.tied or ()))
+    )
+
+
+def adapter_options(lora: LoraConfig, targets: Sequence[str], *, transposed: bool = False) -> Any:
+    """What peft is told. transposed: the layers are transformers' Conv1D."""
+    from peft import LoraConfig as Options
+
+    scale: Any = lora.alpha
+    return Options(r=lora.rank, lora_alpha=scale, target_modules=list(targets), fan_in_fan_out=transposed)
+
+
+def with_adapters(module: nn.Module, lora: LoraConfig, targets: Sequence[str]) -> nn.Module:
+    """The module with adapters of the layers `targets`, in place; all else is frozen."""
+    from peft import inject_adapter_in_model
+
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    transposed = all(is_conv1d(module.get_submodule(name)) for name in targets)
+    # Within another module: peft takes names of a model of transformers for those of older versions.
+    options = adapter_options(lora, [f"model.{name}" for name in targets], transposed=transposed)
+    inject_adapter_in_model(options, nn.ModuleDict({"model": module}), ADAPTER)
+    for name in targets:
+        # Of x as it was before the module was split.
+        layer: Any = module.get_submodule(name)
+        layer.lora_dropout[ADAPTER].meshcomm_features = layer.in_features
+    return module
+
+
+def _made(make: Callable[[], nn.Module], lora: LoraConfig, targets: Sequence[str]) -> nn.Module:
+    return with_adapters(make(), lora, targets)
+
+
+def _plan_of(plan: Mapping[str, Entry], module: nn.Module, targets: Sequence[str]) -> dict[str, Entry]:
+    """The plan of the same module with adapters."""
+    found: dict[str, Entry] = {}
+    names = [name for name, _ in module.named_modules()]
+    entering = [pattern for pattern, entry in plan.items() if _style(entry) == "enter"]
+    around = {name for name in names if any(matches(pattern, name) for pattern in entering)}
+    for pattern, entry in plan.items():
+        here = [name for name in names if matches(pattern, name)]
+        if not any(name in targets for name in here):
+            found[pattern] = entry
+            continue
+        for name in here:
+            if name in targets:
+                entered = any(_within(outer, name) for outer in around)
+                found |= {f"{name}{key}": value for key, value in _with_adapter(entry, entered).items()}
+            else:
+                found[name] = entry
+    return found
+
+
+def _within(outer: str, name: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
+
+
+def _style(entry: Entry) -> str:
+    return entry.partition(":")[0] if isinstance(entry, str) else str(entry.get("style", ""))
+
+
+def _with_adapter(entry: Entry, entered: bool) -> dict[str, Entry]:
+    """The entries of a layer with its adapter, by what follows its name. entered: x has entered around it."""
+    style = _style(entry)
+    whole = isinstance(entry, Mapping) and entry.get("sequence") == "whole"
+    a, b = f".lora_A.{ADAPTER}", f".lora_B.{ADAPTER}"
+    if style == "column":
+        around: Entry = _NONE if entered else {"style": "enter", "shared": True}
+        return {"": around, ".base_layer": entry, a: "heads", b: entry}
+    if style == "row":
+        return {"": _NONE, ".base_layer": entry, a: entry, b: WHOLE if whole else "sequence"}
+    return {"": entry}
+
+
+def _plain(name: str) -> str:
+    """A parameter's name in the model without adapters."""
+    return name.replace(BASE, ".")
+
+
+def _beneath(name: str, targets: Iterable[str]) -> str:
+    owner, _, key = name.rpartition(".")
+    return f"{owner}{BASE}{key}" if owner in targets else name
+
+
+@final
+class _Stored:
+    """The conversions of a model, of which some layers lie beneath adapters."""
+
+    def __init__(self, own: Conversions, targets: Iterable[str]) -> None:
+        self._own, self._targets = own, frozenset(targets)
+
+    def sources(self, names: Iterable[str]) -> dict[str, Source]:
+        """See Conversions."""
+        return {_beneath(name, self._targets): source for name, source in self._own.sources(names).items()}
+
+    def stored(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
+        """See Conversions."""
+        return self._own.stored(_plain(name), value)
+
+
+def _stored(own: Any, targets: Iterable[str]) -> Callable[[str], tuple[Names, bool]] | Conversions:
+    if own is not None and not callable(own):
+        return _Stored(own, targets)
+    return partial(_name_of, own)
+
+
+def _name_of(own: Callable[[str], tuple[Names, bool]] | None, name: str) -> tuple[Names, bool]:
+    return (_plain(name), False) if own is None else own(_plain(name))
+
+
+def _initialise(spec: ModelSpec, seed: int) -> Callable[[str, tuple[int, ...]], Tensor] | None:
+    """What draws adapters, and the rest where it is not read; None: as the module draws all of it."""
+    if spec.initialise is None and spec.weights is None:
+        return None
+    return partial(_drawn, spec.initialise, seed)
+
+
+def _drawn(
+    own: Callable[[str, tuple[int, ...]], Tensor] | None, seed: int, name: str, shape: tuple[int, ...]
+) -> Tensor:
+    if re.search(r"\.lora_B\.[^.]+\.weight$", name):
+        return torch.zeros(shape)
+    if re.search(r"\.lora_A\.[^.]+\.weight$", name):
+        # As torch's nn.Linear, and peft.
+        key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16])
+        most = shape[1] ** -0.5
+        return torch.from_numpy(np.random.default_rng(key).uniform(-most, most, shape).astype(np.float32))
+    assert own is not None
+    return own(_plain(name), shape)

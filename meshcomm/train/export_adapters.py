@@ -1,0 +1,78 @@
+"""Low-rank adapters of a checkpoint as a folder of peft, or merged into the model that they were trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from meshcomm.config.model import LoraConfig
+from meshcomm.models.lora import ADAPTER, adapter_options, with_adapters
+from meshcomm.train.checkpoint_reader import Kind, Saved
+from meshcomm.train.safetensors_writer import Piece
+
+ADAPTER_FILE: Final = "adapter_model.safetensors"
+# What peft puts before the names of a model of transformers.
+_PREFIX: Final = "base_model.model."
+
+
+def targets_in(names: Mapping[str, Any]) -> list[str]:
+    """The layers that adapters of these names belong to."""
+    return [name.partition(".lora_A.")[0] for name in names if ".lora_A." in name]
+
+
+def adapter_pieces(kinds: Mapping[str, Kind]) -> list[Piece]:
+    """The tensors of peft's file of adapters."""
+    return [
+        Piece(_PREFIX + name.replace(f".{ADAPTER}.", "."), kind, name, partial(_as, kind.dtype))
+        for name, kind in kinds.items()
+    ]
+
+
+def _as(dtype: torch.dtype, value: Tensor) -> Tensor:
+    return value.to(dtype).contiguous()
+
+
+def write_adapter_config(folder: Path, base: str, lora: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
+    """Write adapter_config.json. base: the folder of the model without adapters."""
+    options = adapter_options(LoraConfig(**lora), targets_in(kinds))
+    options.base_model_name_or_path, options.task_type, options.inference_mode = base, "CAUSAL_LM", True
+    options.save_pretrained(folder)
+
+
+@torch.no_grad()
+def write_merged(
+    folder: Path,
+    base: Path,
+    lora: Mapping[str, Any],
+    saved: Saved,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+) -> list[Tensor]:
+    """Write the model of transformers in `base`, each adapted weight W replaced by W + (alpha / rank) B A; its tensors."""
+    from transformers import AutoModelForCausalLM
+
+    from meshcomm.models.hf import without_bars
+
+    with without_bars():
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype or "auto")
+        _merge(model, lora, saved)
+        model.save_pretrained(folder, max_shard_size=shard_bytes)
+    return list(model.state_dict().values())
+
+
+def _merge(model: Any, lora: Mapping[str, Any], saved: Saved) -> None:
+    names = {name.removeprefix("model."): name for name in saved.kinds if name.startswith("model.")}
+    targets = targets_in(names)
+    with_adapters(model, LoraConfig(**lora), targets)
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.copy_(saved.load(names[name]))
+    for name in targets:
+        layer: Any = model.get_submodule(name)
+        layer.merge()
+        model.set_submodule(name, layer.base_layer)
