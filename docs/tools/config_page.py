@@ -212,17 +212,23 @@ balance_loss = 0.01
 [model]
 pretrained = "Llama-3.2-1B"
 random_weights = true
+""",
+        """\
+[model]
+build = "my_package.models:gpt"
+args = { layers = 4 }
+""",
+    ),
+    "model.lora": (
+        """\
+[model]
+pretrained = "Llama-3.2-1B"
 
 [model.lora]
 rank = 8
 alpha = 16.0
 dropout = 0.05
 targets = ["q_proj", "v_proj"]
-""",
-        """\
-[model]
-build = "my_package.models:gpt"
-args = { layers = 4 }
 """,
     ),
     "data": (

@@ -120,7 +120,7 @@ def test_every_key_is_in_an_example_and_every_example_is_right(
             whole = set(data) & {"parallel", "model", "data", "train"}
             load_config(_over(quickstart if whole else {"mesh": quickstart["mesh"]}, data))
         # [mesh.options] and [train.groups] have sections of their own.
-        assert set(section["properties"]) - written - {"options", "groups"} == set(), place
+        assert set(section["properties"]) - written - {"options", "groups", "lora"} == set(), place
 
 
 def _over(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
