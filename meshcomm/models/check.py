@@ -43,7 +43,7 @@ from meshcomm.simulator import simulate
 # Of the largest output or gradient.
 _ROOM: Final = 1e-9
 _SAMPLES, _TOKENS = 2, 16
-# Parameters. Of a larger model ModelSpec.small makes a small one.
+# Parameters. A larger model is compared where ModelSpec.small makes a small one.
 _LARGEST: Final = 4_000_000
 
 
@@ -251,7 +251,8 @@ def check_once(model: SpecModel, parallel: ParallelConfig, sizes: Mapping[str, i
     spec = model.spec.small() if model.spec.small is not None else model.spec
     with on_meta():
         module = spec.module()
-    if sum(each.numel() for each in module.parameters()) > _LARGEST or batch_norms(module):
+    large = model.spec.small is None and sum(each.numel() for each in module.parameters()) > _LARGEST
+    if large or batch_norms(module):
         return
     name = type(module).__name__
     text = repr((use, _described(spec, module), _versions(), _sources(spec, module)))

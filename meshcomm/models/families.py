@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from meshcomm.config import ModelConfig, TrainConfig
+from meshcomm.config.model import FACTS
 from meshcomm.errors import UnsupportedOp
 from meshcomm.models.conversion import Conversion
 from meshcomm.models.hf import Whole, attended, make, not_made, unmodified
@@ -70,8 +71,10 @@ def hugging_face(model: ModelConfig, seq_len: int, train: TrainConfig) -> ModelS
         spec,
         initialise=partial(whole.initialise, train.seed),
         weights=None if model.random_weights else folder,
-        # So that stages are those that `plan --schedule` draws.
-        costs=partial(part_costs, model) if spec.layers else None,
+        # So that stages are those that `plan --schedule` draws. Models of a single kind of layer may have no heads.
+        costs=partial(part_costs, model)
+        if spec.layers and all(getattr(model, name) is not None for name in FACTS)
+        else None,
         dropped=dropped,
         original=partial(unmodified, folder),
         small=partial(_small, config),

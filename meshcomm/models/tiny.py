@@ -31,6 +31,8 @@ SIZES: Final = {
     "v_head_dim": 16,
     "mamba_n_heads": 8,
     **dict.fromkeys(("mamba_d_head", "mamba_d_state"), 16),
+    "mamba_d_ssm": 128,
+    "rotary_dim": 8,
     "sliding_window": 8,
     "num_kv_shared_layers": 0,
 }

@@ -330,7 +330,7 @@ def check_complete(missing: Sequence[str], total: int) -> None:
             f"{len(missing)} of {total} parameters got no gradient",
             given=listed(missing),
             expected="every parameter of the model to take part in the loss",
-            hint="remove them, use them in forward, or set requires_grad = False",
+            hint="remove them, use them in forward, or freeze them: requires_grad = False, or train.frozen",
         )
 
 

@@ -212,7 +212,13 @@ class _PipelineStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **more: Any) -> Any:
         self.seed(fwd_chunk_id)
         with self._span("forward", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **more)
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, *args, **more)
+            except RuntimeError as error:
+                # torch puts the arguments around an error of the model's, and hides what it is.
+                if "failed to run forward" in str(error) and error.__cause__ is not None:
+                    raise error.__cause__ from None
+                raise
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
         with self._span("backward", bwd_chunk_id):

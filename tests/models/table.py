@@ -36,7 +36,15 @@ _PLAIN = ("dp4", "fsdp4")
 # What the defaults of a family leave open, or have and no mesh trains.
 _SAID: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "mamba2": {"expand": 1, "num_heads": 64, "head_dim": 64},
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+}
+# What gets no gradient from the loss of a language model: train.frozen.
+_FROZEN: dict[str, list[str]] = {
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), ["*.indexer.*"]),
+    "deepseek_v4": ["*.compressor.*", "*.indexer.*"],
+    **dict.fromkeys(("bart", "bigbird_pegasus", "marian", "mbart", "mvp", "trocr"), ["*.encoder_attn*"]),
+    "big_bird": ["bert.pooler.*"],
 }
 # It has no experts to spread.
 _NONE = "-"
@@ -120,21 +128,22 @@ def row(pool: Pool, name: str) -> dict[str, str]:
             return dict.fromkeys(kinds, f"no small model: {type(error).__name__}: {_line(error)}")
         if sum(each.numel() for each in made.parameters()) > _LARGEST:
             return dict.fromkeys(
-                KINDS, "a small model is not small: it has parts that are no decoder of text"
+                kinds, "a small model is not small: it has parts that are no decoder of text"
             )
         small.save_pretrained(folder)
         model = {"pretrained": folder, "random_weights": True, "dropout": 0.0}
+        train = {**_TRAIN, **({"frozen": _FROZEN[name]} if name in _FROZEN else {})}
         found: dict[str, str] = {}
         configs: dict[str, Config] = {}
         for kind in kinds:
             dims, more = KINDS[kind]
             try:
-                configs[kind] = config_of(model, dims, train=_TRAIN, **more)
+                configs[kind] = config_of(model, dims, train=train, **more)
             except MeshcommError as error:
                 found[kind] = _NONE if "the model has no experts" in str(error) else _line(error)
         if not configs:
             return found
-        alone = reference(config_of(model, "dp=1", train=_TRAIN))
+        alone = reference(config_of(model, "dp=1", train=train))
         ((one,),) = pool.run(records, [alone], ranks=1, timeout_s=400)
         if isinstance(one, str):
             return dict.fromkeys(kinds, f"on one process: {_line(one)}")
@@ -191,6 +200,10 @@ def page(rows: dict[str, dict[str, str]]) -> str:
             "",
             f'Each row is what `python -m tests.models.table NAME` gave, with torch {version}, transformers {transformers.__version__}. A small model of each family that `AutoModelForCausalLM` makes, of drawn weights, in float64, trains {STEPS} steps. "yes": losses, gradient norms,',
             f"gradients and weights are within {ROOM:g} of one process. A number is that of a reason below. `sequence` is `parallel.options.sequence_parallel`, `cp2` is Ulysses; a dash: no experts to spread.",
+            "",
+            "What no gradient comes to is frozen, by train.frozen: "
+            + "; ".join(f"{' '.join(frozen)} of {name}" for name, frozen in _FROZEN.items())
+            + ".",
             "",
             f"{tried} {every} train on all that applies to them, {plain} on data parallelism and FSDP.",
             "",
