@@ -14,10 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, LaunchError
+
+# What ranks may take to finish a step and save it, once they are asked to end.
+_SAVING_S: Final = 30.0
 
 
 def train(config: Path, overrides: Sequence[str], world: int | None, max_restarts: int = 0) -> int:
@@ -37,7 +40,7 @@ def train(config: Path, overrides: Sequence[str], world: int | None, max_restart
     with _loading():
         from meshcomm.jobs.starting import start_job
     return start_job(
-        settings, world, ["train", str(config)], overrides, partial(_train, settings), max_restarts
+        settings, world, ["train", str(config)], overrides, partial(_train, settings), max_restarts, _SAVING_S
     )
 
 
@@ -45,6 +48,7 @@ def _train(settings: Config) -> None:
     with _loading():
         from rich.console import Console
 
+        from meshcomm.launch.spawn import SAVED
         from meshcomm.mesh.all_ranks import is_first
         from meshcomm.mesh.opening import init
         from meshcomm.train import Callback, find_attempt
@@ -60,7 +64,9 @@ def _train(settings: Config) -> None:
             console = Console()
             console.print(mesh)
             reporter = TrainingReporter(console)
-        run_training(mesh, settings, reporter, attempt)
+        summary = run_training(mesh, settings, reporter, attempt)
+    if summary.asked_to_stop:
+        raise SystemExit(SAVED)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from meshcomm.config import Config
 from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.launch.rank import as_rank
-from meshcomm.launch.spawn import launch
+from meshcomm.launch.spawn import GRACE_S, launch
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.environment import Launch, find_launch, how_many_ranks
 from meshcomm.mesh.source import world_of_mesh
@@ -25,6 +25,7 @@ def start_job(
     overrides: Sequence[str],
     body: Callable[[], None],
     max_restarts: int = 0,
+    grace_s: float = GRACE_S,
 ) -> int:
     """Run `body` as this rank, if a launcher started us; else start `meshcomm WORDS` once per rank here.
 
@@ -53,6 +54,7 @@ def start_job(
         size,
         max_restarts,
         lambda rank: label_of(settings, rank, size),
+        grace_s,
     )
 
 

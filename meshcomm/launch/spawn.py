@@ -22,12 +22,15 @@ from meshcomm.launch.root_cause import root_cause, without_error
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.rank_failure import collect, names_of_ranks
 
+SAVED: Final = os.EX_TEMPFAIL
+"""The exit code of a rank that a signal ended behind a checkpoint, and of a job of such ranks: 75, "try again"."""
+
 _LOOPBACK: Final = "127.0.0.1"
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
 _POLL_S: Final = 0.05
 
 # What ranks get between being asked to end and SIGKILL; the variable is torch's, in seconds.
-_GRACE_S: Final = 10.0
+GRACE_S: Final = 10.0
 _GRACE_VARIABLE: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 # How long the others may take to say what they called, where a rank was ended by SIGABRT.
 _SPEAKS_S: Final = 5.0
@@ -43,6 +46,7 @@ class _Signalled(BaseException):
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.saved = False
 
 
 def launch(
@@ -50,16 +54,18 @@ def launch(
     world_size: int,
     max_restarts: int = 0,
     label: Callable[[int], str] = "rank {}".format,
+    grace_s: float = GRACE_S,
 ) -> int:
     """Run `python ARGUMENTS` as `world_size` ranks; return the job's exit code.
 
     label: the name of a rank, with its coords, where the program has opened no mesh; only called after a failure.
+    grace_s: what ranks get between being asked to end and being killed; TORCH_ELASTIC_SHUTDOWN_TIMEOUT says another.
     Called by: the main thread, as signals are handled until the job ends.
 
-    The code is 0 if all ranks ended well, that of the rank whose failure caused the others' (128 + signal if a signal
-    ended it), or 128 + signal if this process was sent one. No process of the job outlives the call, nor this process:
-    ranks that do not end within ten seconds of being asked (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT; three after Ctrl-C) are
-    killed, and so is everything that ranks have started. The last lines on stderr name the root cause and those that
+    The code is 0 if all ranks ended well, SAVED if some ended behind a checkpoint, that of the rank whose failure caused
+    the others' (128 + signal if a signal ended it), or 128 + signal if this process was sent one. SIGUSR1 goes on to the
+    ranks. No process of the job outlives the call, nor this process: ranks that do not end in time (three seconds after
+    Ctrl-C) are killed, and so is everything that ranks have started. The last lines on stderr name the root cause and those that
     followed. After a failure all are started again, up to `max_restarts` times; the code is that of the last time.
     """
     if world_size > 4096:
@@ -78,9 +84,9 @@ def launch(
     before = {each: signal.signal(each, _signalled) for each in handled}
     try:
         for attempt in range(max_restarts + 1):
-            exits, ended = _run_ranks(arguments, world_size, folder, attempt, max_restarts)
+            exits, ended = _run_ranks(arguments, world_size, folder, attempt, max_restarts, grace_s)
             if not exits:
-                return 0
+                return 0 if len(ended) == world_size else SAVED
             names = partial(_name, names_of_ranks(folder, attempt), label)
             failures = {
                 rank: without_error(rank, code, alive_at, names) for rank, (code, alive_at) in exits.items()
@@ -93,7 +99,7 @@ def launch(
             print("\n".join(lines), file=sys.stderr, flush=True)
         return root.code
     except _Signalled as received:
-        return 128 + received.number
+        return SAVED if received.saved else 128 + received.number
     finally:
         end_all(folder)
         with contextlib.suppress(OSError):
@@ -112,7 +118,7 @@ def _signalled(number: int, _: object) -> NoReturn:
 
 
 def _run_ranks(
-    arguments: Sequence[str], world_size: int, folder: Path, attempt: int, max_restarts: int
+    arguments: Sequence[str], world_size: int, folder: Path, attempt: int, max_restarts: int, grace_s: float
 ) -> tuple[Exits, list[int]]:
     """Start all ranks; return when none is left."""
     # A new store for each attempt, which no rank's end takes away and no other host reaches.
@@ -141,22 +147,33 @@ def _run_ranks(
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         JOB_VARIABLE: str(folder),
     }
-    grace_s = float(os.environ.get(_GRACE_VARIABLE) or _GRACE_S)
+    grace_s = float(os.environ.get(_GRACE_VARIABLE) or grace_s)
     ending = int(signal.SIGTERM)
     ranks: list[Popen[bytes]] = []
+    signalled: _Signalled | None = None
+    usual = signal.signal(signal.SIGUSR1, lambda number, _: _send(ranks, number))
     try:
         for rank in range(world_size):
             own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
             ranks.append(Popen([sys.executable, *arguments], env=common | own, start_new_session=True))
         return _await_exits(ranks, lambda: len(collect(folder, attempt)))
     except _Signalled as received:
-        ending = received.number
+        signalled, ending = received, received.number
         if ending == signal.SIGINT:
             grace_s = min(grace_s, _INTERRUPT_GRACE_S)
         raise
     finally:
-        _end(ranks, {ending: grace_s, signal.SIGKILL: _GRACE_S})
+        _end(ranks, {ending: grace_s, signal.SIGKILL: GRACE_S})
+        if signalled is not None:
+            signalled.saved = {process.poll() for process in ranks} == {SAVED}
         end_all(folder)
+        signal.signal(signal.SIGUSR1, usual)
+
+
+def _send(ranks: Sequence[Popen[bytes]], number: int) -> None:
+    for process in ranks:
+        if process.poll() is None:
+            process.send_signal(number)
 
 
 def _await_exits(ranks: Sequence[Popen[bytes]], spoke: Callable[[], int]) -> tuple[Exits, list[int]]:
@@ -172,7 +189,9 @@ def _await_exits(ranks: Sequence[Popen[bytes]], spoke: Callable[[], int]) -> tup
         now = time.time()
         codes = [process.poll() for process in ranks]
         failed |= {
-            rank: (code, alive_at[rank]) for rank, code in enumerate(codes) if code and rank not in failed
+            rank: (code, alive_at[rank])
+            for rank, code in enumerate(codes)
+            if code not in (None, 0, SAVED) and rank not in failed
         }
         if failed and deadline is None:
             aborted = all(code == -signal.SIGABRT for code, _ in failed.values())

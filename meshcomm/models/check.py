@@ -40,8 +40,10 @@ from meshcomm.parallel.tensor.parameters import fused_parts, joined
 from meshcomm.predict.stages import split_layers
 from meshcomm.simulator import simulate
 
-# Of the largest output or gradient.
+# Of the largest output, or of the largest element of a gradient.
 _ROOM: Final = 1e-9
+# Gradients that are smaller, beside the largest of all, are rounded to more than _ROOM of themselves.
+_SMALL: Final = 1e-6
 _SAMPLES, _TOKENS = 2, 16
 # Parameters. A larger model is compared where ModelSpec.small makes a small one.
 _LARGEST: Final = 4_000_000
@@ -218,10 +220,10 @@ def _gradients(modules: nn.ModuleList, splits: Splits, tied: tuple[str, str] | N
 
 
 def _compare(setting: str, name: str, what: str, ours: Tensor, theirs: Tensor, largest: float = 0.0) -> None:
-    """largest: of all gradients; one that is 0 but for rounding is compared with it."""
+    """largest: of all gradients."""
     given = f"shape {tuple(ours.shape)}, and {tuple(theirs.shape)} in one piece"
     if ours.shape == theirs.shape:
-        most = max(float(theirs.abs().max()), largest * _ROOM) or 1.0
+        most = max(float(theirs.abs().max()), largest * _SMALL) or 1.0
         off = float((ours - theirs).abs().max())
         if off <= _ROOM * most:
             return

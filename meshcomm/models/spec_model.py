@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.config import TrainConfig
-from meshcomm.errors import UnsupportedOp
+from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.models.family_code import family_code
 from meshcomm.models.own_forward import OwnForward, absent_parts, put_in
 from meshcomm.models.spec import (
@@ -298,6 +298,20 @@ class _Facts:
         """Around the code of a family of transformers."""
         return family_code(self.between) if self.family else contextlib.nullcontext()
 
+    def passed_on(self, y: Any, samples: int) -> Tensor:
+        """What the next stage is sent, which has made room for it. Raises ShapeError where it is not that."""
+        split = self.splits.tensor
+        tokens = len(self.positions) // (split.size if split.sequence_parallel else 1)
+        expected = (samples, tokens, self.spec.hidden_size)
+        if not isinstance(y, Tensor) or tuple(y.shape) != expected:
+            raise ShapeError(
+                f"stage {self.stage.index} passes on something else than hidden states",
+                given=f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}",
+                expected=f"{expected}: samples, tokens, hidden_size",
+                hint="no parallel.pipeline; or ModelSpec(forward=...), and hidden_size as its blocks have it",
+            )
+        return y.to(self.between)
+
     def in_float64(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, also where it is called again in backward."""
         if not self.family or self.between != torch.float64:
@@ -455,11 +469,11 @@ class _Stage:
                 else:
                     y = facts.own_forward(super().forward, through, x)  # type: ignore[misc]
                 if not facts.stage.is_last:
-                    return y.to(facts.between)
+                    return facts.passed_on(y, len(x))
                 return y if facts.spec.loss is not None else logits_of(y)
             here = StageContext(facts.stage, facts.layers, facts.positions, facts.between, through)
             y = facts.spec.forward(self, x, here)
-        return y.to(facts.between)
+        return y.to(facts.between) if facts.stage.is_last else facts.passed_on(y, len(x))
 
 
 def _has(module: nn.Module, pattern: str) -> bool:

@@ -117,6 +117,8 @@ class Summary:
     """The last one; None where nothing was evaluated."""
     stopped: str = ""
     """Why the run ended before train.steps, without an error; "": it did not."""
+    asked_to_stop: bool = False
+    """SIGTERM or SIGUSR1 ended it, behind a checkpoint, from which it can go on."""
     rates: Rates | None = None
     """Over the whole run; None where nothing was counted."""
     memory: Memory | None = None

@@ -39,7 +39,8 @@ def _as(dtype: torch.dtype, value: Tensor) -> Tensor:
 
 def write_adapter_config(folder: Path, base: str, lora: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
     """Write adapter_config.json. base: the folder of the model without adapters."""
-    options = adapter_options(LoraConfig(**lora), targets_in(kinds))
+    settings = LoraConfig(**lora)
+    options = adapter_options(settings, settings.targets or targets_in(kinds))
     options.base_model_name_or_path, options.task_type, options.inference_mode = base, "CAUSAL_LM", True
     options.save_pretrained(folder)
 

@@ -105,12 +105,18 @@ class TrainingReporter(Callback):
         facts = Table.grid(padding=(0, 2))
         for name, fact in summary_rows(summary):
             facts.add_row(name, fact)
-        self._console.print(Panel(facts, title="training finished", expand=False))
+        self._console.print(Panel(facts, title=_title(summary), expand=False))
         if summary.traffic is not None and summary.traffic.rows:
             self._console.print(page_view(stats_page(summary.traffic.facts(), summary.traffic_steps)))
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def _title(summary: Summary) -> str:
+    if summary.asked_to_stop:
+        return "training saved; train.resume = true goes on"
+    return "training finished"
 
 
 def resumed_text(resumed: Resumed) -> str:

@@ -25,6 +25,7 @@ from meshcomm.train.cost import Cost
 from meshcomm.train.data import Batches, Corpus, GivenBatches
 from meshcomm.train.lock import Lock
 from meshcomm.train.run_files import METRICS, MetricsFile, TraceWindow, check_folder, recorded, settings_of
+from meshcomm.train.signals import Signals
 from meshcomm.train.sinks import Sink, check_sinks
 
 # Steps that may be left out one after the other: more of them are no accident.
@@ -138,7 +139,8 @@ class Steps:
         self._cost = Cost(mesh, train)
         self._early = EarlyStop(mesh, train, Best(*lock.best))
         self._metrics: MetricsFile | None = None
-        self._callbacks = (self._early, *callbacks)
+        self._signals = Signals(mesh)
+        self._callbacks = (self._early, self._signals, *callbacks)
         if is_first(mesh):
             settings = settings_of(config, mesh.plan)
             self._callbacks += tuple(Sink(name, self._out, settings, self._first) for name in train.log_to)
@@ -165,6 +167,7 @@ class Steps:
                 )
                 ended = stack.enter_context(recorded(self._out, self._config, mesh.plan, self._start))
             stack.enter_context(self._checkpoints)
+            stack.enter_context(self._signals)
             window = stack.enter_context(TraceWindow(mesh, train, self._first))
             for callback in self._callbacks:
                 callback.on_start(self._start)
@@ -182,7 +185,10 @@ class Steps:
             self._cost.compare_counts()
             done = len(self._losses)
             whole = dataclasses.replace(
-                self._summary(), late=late, stopped=self._stopped() if done < train.steps else ""
+                self._summary(),
+                late=late,
+                stopped=self._stopped() if done < train.steps else "",
+                asked_to_stop=self._signals.stop,
             )
             if done > self._first:
                 whole = dataclasses.replace(whole, traffic=traffic, traffic_steps=done - self._first)
@@ -218,6 +224,7 @@ class Steps:
             if mesh.is_async and not saves and not evaluates and not logs:
                 continue
             results = engine.results()
+            self._signals.look(step)
             now = time.perf_counter()
             self._seconds = now - began
             if logs:
@@ -227,7 +234,7 @@ class Steps:
             if evaluates:
                 self._evaluate(step)
             # The last one, where something ends the run.
-            if saves or (train.checkpoint_every and self._stopped()):
+            if saves or self._signals.stop or (train.checkpoint_every and self._stopped()):
                 self._save(step)
 
     def _due(self, every: int, step: int) -> bool:

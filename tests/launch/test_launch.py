@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshcomm.launch.spawn import launch
+from meshcomm.launch.spawn import SAVED, launch
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 from tests.jobs.test_jobs import CONFIG, start, written
@@ -20,7 +20,7 @@ from tests.jobs.test_jobs import CONFIG, start, written
 @pytest.fixture(autouse=True)
 def same_handlers() -> Iterator[None]:
     """The launcher gives back the signals that it handled."""
-    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = [signal.getsignal(each) for each in watched]
     yield
     assert [signal.getsignal(each) for each in watched] == before
@@ -103,6 +103,33 @@ time.sleep(1000)
         f"{rank} got {int(number)}" for rank in range(3)
     ]
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_ranks_that_saved_what_they_had_end_the_job_with_a_code_that_says_so(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    script = f"""
+from pathlib import Path
+def saved(number, _):
+    time.sleep(0.3 * rank)
+    sys.exit({SAVED})
+for each in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(each, saved)
+Path({str(tmp_path)!r}, f"{{rank}} is up").touch()
+time.sleep(1000)
+"""
+
+    def send() -> None:
+        while len(list(tmp_path.glob("* is up"))) < 3:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+    assert run(script) == SAVED == 75
+    assert capfd.readouterr().err == ""
+    # One that fails beside them is told.
+    assert run(f"sys.exit({SAVED} if rank else 3)") == 3
 
 
 def test_an_ignored_hangup_stays_ignored() -> None:

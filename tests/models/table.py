@@ -40,11 +40,11 @@ _SAID: dict[str, dict[str, Any]] = {
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
 }
 # What gets no gradient from the loss of a language model: train.frozen.
-_FROZEN: dict[str, list[str]] = {
-    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), ["*.indexer.*"]),
-    "deepseek_v4": ["*.compressor.*", "*.indexer.*"],
-    **dict.fromkeys(("bart", "bigbird_pegasus", "marian", "mbart", "mvp", "trocr"), ["*.encoder_attn*"]),
-    "big_bird": ["bert.pooler.*"],
+_FROZEN: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), ("*.indexer.*",)),
+    "deepseek_v4": ("*.compressor.*", "*.indexer.*"),
+    **dict.fromkeys(("bart", "bigbird_pegasus", "marian", "mbart", "mvp", "trocr"), ("*.encoder_attn*",)),
+    "big_bird": ("bert.pooler.*",),
 }
 # It has no experts to spread.
 _NONE = "-"

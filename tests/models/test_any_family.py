@@ -19,7 +19,7 @@ import transformers
 
 import meshcomm
 from meshcomm.config import Config
-from meshcomm.errors import TrainingError, UnsupportedOp
+from meshcomm.errors import ShapeError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.models import ModelSpec, StageContext
 from meshcomm.models.check import Use, check_model
@@ -121,6 +121,13 @@ def test_positions_of_another_stage_are_refused() -> None:
 
     assert "with parallel.context" in _refused(replace(own.spec(), forward=forward), Use(context=True))
     check_model(own.spec(), Use(context=True))
+
+
+def test_hidden_states_of_another_shape_are_refused() -> None:
+    # The next stage has made room for what the specification says: gloo would end the process.
+    with pytest.raises(ShapeError, match="stage 0 passes on something else") as caught:
+        check_model(replace(own.spec(), hidden_size=8), USES["pipeline"])
+    assert caught.value.given == "shape (2, 16, 16)"
 
 
 def test_a_swallowed_soft_cap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_what_goes_wrong_within_a_step_is_named() -> None:
         "1 of 2 parameters got no gradient\n"
         "  given:    layers.3.unused\n"
         "  expected: every parameter of the model to take part in the loss\n"
-        "  try:      remove them, use them in forward, or set requires_grad = False"
+        "  try:      remove them, use them in forward, or freeze them: requires_grad = False, or train.frozen"
     )
     sync.start()
     (used.sum() + unused.sum()).backward()

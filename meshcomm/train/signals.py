@@ -1,0 +1,68 @@
+"""A signal that asks a run to end: after a step, behind a checkpoint, on all ranks alike."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import TracebackType
+from typing import Any, Final, Self, final
+
+from meshcomm.mesh import Mesh
+from meshcomm.mesh.all_ranks import is_first
+from meshcomm.train.callbacks import Callback
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+_ASKED: Final = "meshcomm.train/asked"
+_AGREED: Final = "meshcomm.train/agreed"
+
+
+@final
+class Signals(Callback):
+    """SIGTERM and SIGUSR1, to any rank, end the run after a step that all ranks end it after. A second one acts as usual.
+
+    A context, in the main thread: elsewhere signals act as usual, on this rank.
+
+    Signals reach ranks at different moments. The rank that gets one leaves word in the job's store. The first rank finds it
+    there when it looks, and says so before its next step; no rank can be past that step without it, so that all know when
+    they look behind it.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._number, self._told = 0, False
+        self._usual: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if is_first(self._mesh):
+            # Of another run on this mesh.
+            for key in (_ASKED, _AGREED):
+                self._mesh.store.delete_key(key)
+        if threading.current_thread() is threading.main_thread():
+            self._usual = {each: signal.signal(each, self._received) for each in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._usual.items():
+            signal.signal(number, handler)
+        self._usual = {}
+
+    def look(self, step: int) -> None:
+        """Whether the run ends here. Called by: every rank, after the same steps, of which it has the results."""
+        store = self._mesh.store
+        if self._number and not self._told:
+            self._told = True
+            store.set(_ASKED, f"{signal.Signals(self._number).name} to {self._mesh.label}")
+        if store.check([_AGREED]):
+            decided, _, self.reason = store.get(_AGREED).decode().partition(" ")
+            self.stop = int(decided) < step
+        elif is_first(self._mesh) and store.check([_ASKED]):
+            store.set(_AGREED, f"{step} {store.get(_ASKED).decode()}")
+
+    def _received(self, number: int, frame: object) -> None:
+        if self._number:
+            signal.signal(number, self._usual[number])
+            os.kill(os.getpid(), number)
+        self._number = number
