@@ -28,7 +28,8 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 UNPUBLISHED: Final = ("gpt2",)
 """Model types that publish no plan of how they are split, and that meshcomm has one for."""
-_DROPPED: Final = ("drop", "dropout", "_pdrop")
+# How the names of shares end that are set to zero in training.
+DROPPED: Final = ("drop", "dropout", "pdrop", "dropout_prob")
 # Parts that are no decoder of text.
 _OTHER_SENSES: Final = ("vision", "audio", "image", "speech", "video")
 _A_SPEC: Final = 'model.build = "module:function", which returns a meshcomm.models.ModelSpec'
@@ -101,7 +102,7 @@ def dropouts_of(folder: str | None) -> dict[str, float]:
         said = understood(folder).to_dict()
         # A summary or a classifier is what no causal language model computes.
         dropped = [
-            name for name in said if name.endswith(_DROPPED) and not name.startswith(("summary", "class"))
+            name for name in said if name.endswith(DROPPED) and not name.startswith(("summary", "class"))
         ]
         return {name: said[name] for name in dropped if isinstance(said[name], float) and said[name]}
     return {}

@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from meshcomm.config import ModelConfig, TrainConfig
 from meshcomm.config.model import FACTS
+from meshcomm.config.pretrained import DROPPED
 from meshcomm.errors import UnsupportedOp
 from meshcomm.models.conversion import Conversion
 from meshcomm.models.hf import Whole, attended, make, not_made, unmodified
@@ -57,7 +58,7 @@ def hugging_face(model: ModelConfig, seq_len: int, train: TrainConfig) -> ModelS
     _check(config, seq_len)
     # Drawn from torch's generator they would differ from mesh to mesh: [model] dropout takes their place.
     for name, value in config.to_dict().items():
-        if name.endswith(("drop", "dropout", "pdrop")) and isinstance(value, float):
+        if name.endswith(DROPPED) and isinstance(value, float):
             setattr(config, name, 0.0)
     config.use_cache, config.return_dict = False, True
     whole = Whole(config, (train.compute_dtype or train.dtype) == "float64")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshcomm.comm.codec import decode
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
+from meshcomm.config.pretrained import DROPPED
 from meshcomm.errors import ConfigError, MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.models import model_of
@@ -248,7 +249,8 @@ def _model(known: Mapping[str, Any]) -> SpecModel:
     with tempfile.TemporaryDirectory() as folder:
         # Trained or not, what is dropped in training is no part of the weights.
         plain = {
-            name: 0.0 if name.endswith(("dropout", "_pdrop")) else value for name, value in known.items()
+            name: 0.0 if name.endswith(DROPPED) and isinstance(value, float) else value
+            for name, value in known.items()
         }
         (Path(folder) / CONFIG).write_text(json.dumps(plain))
         made = model_of(

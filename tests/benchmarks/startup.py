@@ -51,6 +51,12 @@ import json, sys, time
 dims, marks = json.loads(sys.argv[1]), {}
 def mark(name): marks[name] = (time.time(), time.process_time())
 """
+# Where a program has the default group already: the time runs from there.
+_DEFAULT_GROUP = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+mark("began")
+"""
 _COLD, _FORKED = 8, 64
 
 
@@ -66,15 +72,24 @@ class Startup(NamedTuple):
 
 
 def startup(world: int | None, rounds: int) -> None:
-    """Measure starts of three dims each way in turn and print medians; of 8 cold and 64 forked processes, or of `world`."""
+    """Measure starts of three dims each way in turn and print medians; of 8 cold and 64 forked processes, or of `world`.
+
+    Of the forked ones also where the default group is there already.
+    """
     facts = []
-    for fork, size in ((False, world or _COLD), (True, world or _FORKED)):
-        for name, each in measured(three_dims(size), rounds, fork=fork).items():
-            facts.append({"processes": size, "forked": fork, "program": name, **each._asdict()})
+    cases = (
+        (False, "", "cold"),
+        (True, "", "forked"),
+        (True, _DEFAULT_GROUP, "forked, with the default group"),
+    )
+    for fork, before, kind in cases:
+        size = world or (_FORKED if fork else _COLD)
+        for name, each in measured(three_dims(size), rounds, fork=fork, before=before).items():
+            facts.append({"processes": f"{size} {kind}", "program": name, **each._asdict()})
     print("| processes | program | created | used | CPU of a rank |\n|---|---|---|---|---|")
     for row in facts:
         times = " | ".join(f"{row[name]:.3f} s" for name in ("created_s", "used_s", "cpu_s"))
-        print(f"| {row['processes']} {'forked' if row['forked'] else 'cold'} | {row['program']} | {times} |")
+        print(f"| {row['processes']} | {row['program']} | {times} |")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"\nThe slowest rank, median of {rounds} starts in turn; {os.cpu_count()} cores, load {load}.")
 
@@ -135,15 +150,15 @@ def from_fork(program: str, dims: Mapping[str, int], timeout_s: float = 300.0) -
 
 
 def measured(
-    dims: Mapping[str, int], rounds: int, *, fork: bool, timeout_s: float = 300.0
+    dims: Mapping[str, int], rounds: int, *, fork: bool, before: str = "", timeout_s: float = 300.0
 ) -> dict[str, Startup]:
-    """Every program `rounds` times, in turn; the median of each figure by the program's name."""
+    """Every program `rounds` times, in turn, behind `before`; the median of each figure by the program's name."""
     start = from_fork if fork else from_python
     found: dict[str, list[Startup]] = {name: [] for name in PROGRAMS}
     for number in range(rounds):
         # Who comes first changes, as the first one finds the files that the other has read.
         for name in sorted(PROGRAMS, reverse=bool(number % 2)):
-            found[name].append(start(PROGRAMS[name], dims, timeout_s))
+            found[name].append(start(before + PROGRAMS[name], dims, timeout_s))
     return {name: Startup(*map(median, zip(*each, strict=True))) for name, each in found.items()}
 
 

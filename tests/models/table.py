@@ -36,7 +36,7 @@ _PLAIN = ("dp4", "fsdp4")
 # What the defaults of a family leave open, or have and no mesh trains.
 _SAID: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
-    "mamba2": {"expand": 1, "num_heads": 64, "head_dim": 64},
+    "mamba2": {"expand": 1, "n_groups": 1, "num_heads": 64, "head_dim": 64},
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
 }
 # What gets no gradient from the loss of a language model: train.frozen.
