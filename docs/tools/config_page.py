@@ -249,6 +249,8 @@ eval_every = 100
 tokens = ["web.bin", "code.npy"]
 token_type = "uint16"
 weights = [0.7, 0.3]
+document_mask = true
+eos_id = 2
 seq_len = 128
 validation = 0.01
 """,

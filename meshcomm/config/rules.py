@@ -497,10 +497,20 @@ def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("train.compile", what, "one of them", ways, given)
 
 
+def _compiled_documents(resolved: Resolved) -> Iterator[Problem]:
+    if resolved.train.compile and resolved.data.document_mask:
+        what = (
+            "cannot compile attention within documents: which tokens meet is another question in each batch"
+        )
+        ways = ["train.compile = false", "data.document_mask = false"]
+        given = resolved.written("train.compile data.document_mask")
+        yield Problem("train.compile", what, "one of them", ways, given)
+
+
 RULES: Final[tuple[Rule, ...]] = (
     _sections, _device_to_bind, _network_of_nccl, _tokenizer, _evaluation,
     _parts, _expert_dim, _expert_view,
     _global_batch, _microbatches, _tokens,
     _split_along_tensor, _stages, _ulysses, _windows, _experts,
-    _compiled_halves,
+    _compiled_halves, _compiled_documents,
 )  # fmt: skip

@@ -59,6 +59,7 @@ class DataConfig(Section):
     )
     no_effect = (
         NoEffect("token_type weights", "tokens"),
+        NoEffect("eos_id", "document_mask", way="document_mask = true"),
         NoEffect("tokenizer max_bytes", "source", ("files",), why=" without text"),
         NoEffect("validation_files", "source", ("files", "tokens"), why=" without files"),
         NoEffect("args", "build", way='build = "my_package.data:loader"'),
@@ -82,6 +83,10 @@ class DataConfig(Section):
     model.pretrained; without one bytes, which weights that are read from a folder refuse."""
     eos: Text | None = Field(default=None, examples=["<|endoftext|>"])
     """With a tokenizer: the token that ends a document, which is a file. None: its folder's eos_token."""
+    eos_id: int | None = Field(default=None, ge=0, examples=[0])
+    """With document_mask: the token that ends a document. None: eos."""
+    document_mask: bool = False
+    """Tokens attend within their document, positions begin anew in each, and the first token of one is no target."""
     seq_len: int = Field(ge=1, examples=[128])
     """Tokens of a sample."""
     max_bytes: int | None = Field(default=None, ge=2, examples=[8_000_000])

@@ -188,19 +188,21 @@ def counted_step(
         engine.checked_steps = 0
         samples = (known.train.micro_batch_size * engine.microbatches, known.data.seq_len)
         tokens = torch.zeros(samples, dtype=torch.int64, device=mesh.device)
+        # One in each sample: what is sent does not depend on them.
+        documents = torch.zeros_like(tokens) if engine.model.packed else None
         mesh.metrics.trace_into(passes)
         try:
             if isinstance(entered, Hollow):
                 _begin(engine)
             else:
-                engine.step(tokens, tokens, known.train.lr, 1)
+                engine.step(tokens, tokens, known.train.lr, 1, documents)
             for module in engine.modules.modules():
                 names.module(module)
             names.optimizer(engine.optimizer)
             earlier, before = mesh.stats(), ledger.now()
             ledger.restart()
             passes.restart()
-            engine.step(tokens, tokens, known.train.lr, 2)
+            engine.step(tokens, tokens, known.train.lr, 2, documents)
             made = mesh.stats().since(earlier)
         finally:
             mesh.metrics.trace_into(None)

@@ -29,7 +29,7 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
         from meshcomm.models.families import hugging_face
 
         spec = _with_lora(hugging_face(config, data.seq_len, train), config, train)
-        return SpecModel(spec, train, data.seq_len, family=True)
+        return SpecModel(spec, train, data.seq_len, family=True, packed=data.document_mask)
     if config.build is not None:
         made = _built(config)
         if isinstance(made, ModelSpec):
@@ -41,7 +41,9 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
                 expected="an nn.Module, or a meshcomm.models.ModelSpec",
                 hint="remove model.lora",
             )
-        return made if isinstance(made, Model) else SpecModel(made, train, data.seq_len)
+        if isinstance(made, Model):
+            return made
+        return SpecModel(made, train, data.seq_len, packed=data.document_mask)
     return BuiltIn(config, data, train)
 
 

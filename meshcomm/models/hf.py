@@ -28,6 +28,8 @@ from meshcomm.models.family_code import WHOLE_SAMPLES
 from meshcomm.models.spec import Attend
 from meshcomm.models.torch_private import draw
 from meshcomm.parallel.build import on_meta
+from meshcomm.parallel.context.block import same_document
+from meshcomm.parallel.context.documents import current_documents
 
 ATTENTION: Final = "meshcomm"
 # Arguments of an attention layer that say nothing about what it computes.
@@ -123,8 +125,11 @@ def _by_family(
         seen = before >= 0
         if window is not None:
             seen &= before < window
-        mask = torch.zeros(length, length, dtype=q.dtype, device=q.device)
-        mask = mask.masked_fill(~seen, torch.finfo(q.dtype).min)[None, None]
+        if (documents := current_documents()) is not None:
+            seen = seen & same_document(documents, documents)
+        mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+        mask = mask.masked_fill(~seen, torch.finfo(q.dtype).min)
+        mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
     mine = {name: _of_heads(value, count, heads) for name, value in named.items()}
     found: Tensor = own(_SomeHeads(module, count, heads, q.shape[1] // k.shape[1]), q, k, v, mask, **mine)[0]
     return found.transpose(1, 2)

@@ -42,7 +42,8 @@ class StageContext(NamedTuple):
 
     stage:     which part of the model.
     layers:    its blocks, in order.
-    positions: int64 (tokens of x in the whole layers,): where this rank's tokens stand in their sample.
+    positions: int64 (tokens of x in the whole layers,): where this rank's tokens stand in their sample; (samples, tokens),
+               in their documents, with data.document_mask.
     dtype:     of hidden states: train.compute_dtype, or else train.dtype.
     through:   runs a block, x first, as the configuration says: `here.through(block, x, mask=None)`.
     """

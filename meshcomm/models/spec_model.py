@@ -30,6 +30,7 @@ from meshcomm.models.spec import (
 from meshcomm.models.weights import Folder, Source, write
 from meshcomm.parallel.batch_norm import batch_norms, synchronise
 from meshcomm.parallel.build import Model, Splits, along, cast, on_meta
+from meshcomm.parallel.context.documents import places, within
 from meshcomm.parallel.dropout import DROPOUTS, Dropout, Drops, check_dropouts
 from meshcomm.parallel.expert import spread_experts
 from meshcomm.parallel.pipeline import Stage
@@ -46,11 +47,20 @@ class SpecModel(Model):
 
     seq_len: tokens of a whole sample.
     family:  the spec is of a family of models, whose plan names parts that some of them lack.
+    packed:  samples are packed documents.
     Raises ConfigError for names in the spec that mean nothing, UnsupportedOp from `check` for what it does not say.
     """
 
-    def __init__(self, spec: ModelSpec, train: TrainConfig, seq_len: int, *, family: bool = False) -> None:
-        self.spec, self._train, self._seq_len, self.family = spec, train, seq_len, family
+    def __init__(
+        self,
+        spec: ModelSpec,
+        train: TrainConfig,
+        seq_len: int,
+        *,
+        family: bool = False,
+        packed: bool = False,
+    ) -> None:
+        self.spec, self._train, self._seq_len, self.family, self.packed = spec, train, seq_len, family, packed
         check_kinds(spec)
         with on_meta():
             whole = spec.module()
@@ -93,7 +103,7 @@ class SpecModel(Model):
             dtype = getattr(torch, train.compute_dtype or train.dtype)
             absent = absent_parts(module, spec.layers, spec.first, stage, dtype, splits.mesh.device)
         layers = cut(module, spec, stage)
-        if spec.attention is not None and splits.context.size > 1:
+        if spec.attention is not None and (self.packed or splits.context.size > 1):
             spec.attention(module, splits.context.attend)
         module.__class__ = type(type(module).__name__, (_Stage, type(module)), {"__module__": __name__})
         module.meshcomm_stage = _Facts(self, splits, stage, layers)
@@ -217,8 +227,12 @@ class SpecModel(Model):
             "parallel.expert": splits.expert is not None,
             "train.activation_checkpointing": bool(train.activation_checkpointing),
             "train.compile": train.compile,
+            "data.document_mask": self.packed,
         }
         cannot = {KINDS[part]: why for part, why in spec.cannot.items()}
+        if "context" in spec.cannot:
+            # What cannot be given the tokens of other ranks cannot be kept from those of other documents.
+            cannot["data.document_mask"] = spec.cannot["context"]
         if self._batch_norms:
             norm = self._batch_norms[0]
             why = f"{norm} takes means over all tokens of a batch, of which a rank has a part"
@@ -246,6 +260,9 @@ class SpecModel(Model):
             ("parallel.options.sequence_parallel", "sequence", "what works on slices of the sequence", spec.sequence is not None),
             ("parallel.context", "attention", "where attention is computed", spec.attention),
             ("parallel.context", "positions", "which argument takes positions", spec.positions or not own),
+            ("data.document_mask", "attention", "where attention is computed", spec.attention),
+            ("data.document_mask", "layers", "blocks that are told of documents", blocks),
+            ("data.document_mask", "positions", "which argument takes positions", spec.positions or not own),
             ("parallel.pipeline", "layers", "which blocks are divided among stages", blocks),
             ("parallel.pipeline", "forward", "how stages run on inputs that are no tokens", self.vocab_size or not own),
             ("parallel.tensor", "undivided", f"an embedding and a head that stay whole, as {size}",
@@ -323,7 +340,13 @@ class _Facts:
 
         return called
 
-    def own_forward(self, forward: Callable[..., Any], through: Callable[..., Any], x: Tensor) -> Any:
+    def positions_in(self, documents: Tensor | None) -> Tensor:
+        """Where this rank's tokens stand in their samples, (tokens,), or in their documents, (samples, tokens)."""
+        return self.positions if documents is None else places(documents)[:, self.positions]
+
+    def own_forward(
+        self, forward: Callable[..., Any], through: Callable[..., Any], x: Tensor, positions: Tensor
+    ) -> Any:
         """What this stage makes of x by the module's own forward."""
         first = self.stage.is_first
         run = OwnForward(
@@ -332,9 +355,18 @@ class _Facts:
         # Nobody reads the tokens of a later stage but for their number.
         tokens = x if first else self.positions.new_zeros(()).expand(x.shape[0], len(self.positions))
         name = self.spec.positions
-        return run(forward, tokens, {name: self.positions.unsqueeze(0)} if name else {})
+        named = {name: positions if positions.ndim > 1 else positions.unsqueeze(0)} if name else {}
+        return run(forward, tokens, named)
 
-    def through(self, drops: tuple[int, Tensor] | None, block: nn.Module, /, *args: Any, **named: Any) -> Any:
+    def through(
+        self,
+        drops: tuple[int, Tensor] | None,
+        documents: Tensor | None,
+        block: nn.Module,
+        /,
+        *args: Any,
+        **named: Any,
+    ) -> Any:
         """A block, its activations kept or computed again; what it draws follows from its number.
 
         drops: the step's number and the samples', where something is dropped.
@@ -355,6 +387,7 @@ class _Facts:
             call = _with_drops(block, (found, found._replace(positions=self.positions)))
         if draws is not None:
             call = draws.seeded(number, call)
+        call = within(documents, call)
         return run(self.activation_checkpointing, number, self.in_float64(call), *args, **named)
 
 
@@ -434,19 +467,21 @@ class _Stage:
                 return found  # type: ignore[no-any-return]
         return None
 
-    def forward(self, x: Tensor, samples: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, samples: Tensor | None = None, documents: Tensor | None = None) -> Any:
         """What there is of the module. samples: int64 (batch,), their numbers in the global batch; see Model.drops.
+
+        documents: int64 (batch, whole sequence); see Model.packed.
 
         Raises TrainingError where the first forward fails along a split: with the part, the user's line, and cures.
         """
         facts: _Facts = self.meshcomm_stage
         if facts.rules is None:
-            return self._computed(x, samples)
+            return self._computed(x, samples, documents)
         rules, calls = facts.rules, Calls()
         module: Any = self
         try:
             with calls.watching(module, x):
-                y = self._computed(x, samples)
+                y = self._computed(x, samples, documents)
         except Exception as error:
             # What is raised about sizes; torch's own types are about memory, or other ranks.
             if type(error).__module__.partition(".")[0] not in ("builtins", "einops"):
@@ -456,22 +491,23 @@ class _Stage:
         facts.rules = None
         return y
 
-    def _computed(self, x: Tensor, samples: Tensor | None) -> Any:
+    def _computed(self, x: Tensor, samples: Tensor | None, documents: Tensor | None) -> Any:
         facts: _Facts = self.meshcomm_stage
         kind = x.device.type
         mixed = torch.autocast(kind, facts.compute) if facts.compute else contextlib.nullcontext()
         with mixed, facts.exact():
             drops = None if samples is None else (self.step, samples)
-            through = partial(facts.through, drops)
+            through = partial(facts.through, drops, documents)
+            positions = facts.positions_in(documents)
             if facts.spec.forward is None:
                 if not facts.layers:
                     y = super().forward(x)  # type: ignore[misc]
                 else:
-                    y = facts.own_forward(super().forward, through, x)  # type: ignore[misc]
+                    y = facts.own_forward(super().forward, through, x, positions)  # type: ignore[misc]
                 if not facts.stage.is_last:
                     return facts.passed_on(y, len(x))
                 return y if facts.spec.loss is not None else logits_of(y)
-            here = StageContext(facts.stage, facts.layers, facts.positions, facts.between, through)
+            here = StageContext(facts.stage, facts.layers, positions, facts.between, through)
             y = facts.spec.forward(self, x, here)
         return y.to(facts.between) if facts.stage.is_last else facts.passed_on(y, len(x))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.models.spec import normal
 from meshcomm.parallel.build import Model, Splits, on_meta
+from meshcomm.parallel.context.documents import places, within
 from meshcomm.parallel.dropout import Dropout, Drops
 from meshcomm.parallel.expert import Experts
 from meshcomm.parallel.pipeline import Stage
@@ -44,6 +46,7 @@ class BuiltIn(Model):
         self.tied = "embed.weight" if config.tied_embeddings else ""
         self.drops = config.dropout > 0
         self._config, self._seq_len, self._train = config, data.seq_len, train
+        self.packed = data.document_mask
 
     def costs(self, seq_len: int) -> PartCosts:
         """See Model."""
@@ -53,7 +56,7 @@ class BuiltIn(Model):
         """See Model."""
         train = self._train
         with on_meta():
-            module = Transformer(splits, self._config, stage, self._seq_len, train)
+            module = Transformer(splits, self._config, stage, self._seq_len, train, packed=self.packed)
         if train.compile:
             for block in module.layers.values():
                 block.compile()
@@ -127,7 +130,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
         """(batch, sequence, width), whole or split along the sequence -> the same shape; rotary (2, sequence, head / 2)
-        of these tokens.
+        of these tokens, or (2, batch, 1, sequence, head / 2).
         """
         x = self.split.enter(x)
         q, k, v = (
@@ -205,9 +208,11 @@ class Transformer(nn.Module):
         train: its seed, from which dropout follows with `step` and the samples' numbers; its compute_dtype, of matrix
             products and of activations from the embedding to the logits, also where ranks send them; and its
             activation_checkpointing. None: seed 0, the type of the parameters, and no block is computed again.
+        packed: samples may be packed documents, whose numbers forward is given.
     """
 
     rotary: Tensor
+    table: Tensor | None
     positions: Tensor
 
     def __init__(
@@ -217,6 +222,8 @@ class Transformer(nn.Module):
         stage: Stage,
         seq_len: int,
         train: TrainConfig | None = None,
+        *,
+        packed: bool = False,
     ) -> None:
         super().__init__()
         self.splits = splits
@@ -241,8 +248,12 @@ class Transformer(nn.Module):
         if self.tied and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
         here = splits.context.positions(seq_len)
-        table = rotary_table(seq_len, config.head_size, config.rope_theta)[:, here.cpu()]
-        self.register_buffer("rotary", table.to(split.device, split.dtype), persistent=False)
+        table = rotary_table(seq_len, config.head_size, config.rope_theta)
+        rotary = table[:, here.cpu()].to(split.device, split.dtype)
+        self.register_buffer("rotary", rotary, persistent=False)
+        self.register_buffer(
+            "table", table.to(split.device, split.dtype) if packed else None, persistent=False
+        )
         self.register_buffer("positions", here, persistent=False)
 
     @property
@@ -251,13 +262,14 @@ class Transformer(nn.Module):
         holder = self.embed or self.head if self.tied else None
         return None if holder is None else holder.weight
 
-    def forward(self, x: Tensor, samples: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, samples: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """(batch, sequence) int64, or hidden (batch, sequence, width) behind the first stage ->
         hidden, or on the last stage this rank's logits (batch, sequence, 256 / ranks).
 
         The sequence is this rank's along context; of hidden states, with sequence_parallel, this
         rank's slice of that. samples: int64 (batch,), their numbers in the global batch; needed where
-        something is dropped. `step`, an attribute, is the other thing that this follows from.
+        something is dropped. `step`, an attribute, is the other thing that this follows from. documents: int64
+        (batch, whole sequence), the number of each token's document.
         """
         kind = x.device.type
         mixed = torch.autocast(kind, self.compute) if self.compute else contextlib.nullcontext()
@@ -268,15 +280,21 @@ class Transformer(nn.Module):
             if self.dropout and self.training and samples is not None:
                 here = self.positions[self.split.positions(x.shape[1])]
                 drops = Drops.at(self.seed, self.step, samples, here)
+            rotary = self.rotary
+            if documents is not None and self.table is not None:
+                # (2, batch, 1 for all heads, sequence, head / 2)
+                rotary = self.table[:, places(documents)[:, self.positions]].unsqueeze(2)
             for layer, block in self.layers.items():
-                x = self._through(int(layer), block, x, drops)
+                x = self._through(int(layer), within(documents, block), x, rotary, drops)
             if self.norm is not None and self.head is not None:
                 x = self.head(self.split.enter(self.norm(x)))
         return x
 
-    def _through(self, layer: int, block: nn.Module, x: Tensor, drops: Drops | None) -> Tensor:
+    def _through(
+        self, layer: int, block: Callable[..., Tensor], x: Tensor, rotary: Tensor, drops: Drops | None
+    ) -> Tensor:
         # Nothing random is drawn from a generator: what is dropped follows from where it stands.
-        y: Tensor = run(self.activation_checkpointing, layer, block, x, self.rotary, self.positions, drops)
+        y: Tensor = run(self.activation_checkpointing, layer, block, x, rotary, self.positions, drops)
         return y
 
 

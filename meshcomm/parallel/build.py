@@ -77,6 +77,7 @@ class Model(ABC):
     vocab_size: token ids are below it, and the last stage gives as many logits.
     tied:       the name of the weight that embedding and head share, which is a stage's `tied_weight`; "": none.
     draws:      whether its modules may draw from torch's default generators.
+    packed:     whether samples are packed documents, whose numbers its stages are given: attention stays within them.
     saves_all:  whether a checkpoint has all parameters; else those that learn: the rest is filled in at each start.
     drops:      whether its stages drop by the samples' numbers, which they are given then, and the attribute `step`.
     """
@@ -87,6 +88,7 @@ class Model(ABC):
     tied: str = ""
     draws: bool = True
     drops: bool = False
+    packed: bool = False
     saves_all: bool = True
 
     @abstractmethod

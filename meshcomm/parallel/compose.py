@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshcomm.config import Config
-from meshcomm.errors import ShapeError
+from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.parallel.build import LocalModel, Model, sections
+from meshcomm.parallel.context.documents import check_documents
 from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.optimizer import MakeOptimizer, Update, check_patterns, check_some_learn
@@ -24,6 +25,16 @@ from meshcomm.parallel.tensor.parameters import Kept, fused_parts
 
 # (outputs, targets) of a microbatch -> the mean of its losses.
 LossOf: TypeAlias = Callable[[Any, Tensor], Tensor]
+
+
+class Batch(NamedTuple):
+    """This rank's samples of a step. documents: int64 (samples, tokens), the number of each token's document, ascending along
+    the sequence: attention stays within them, and positions begin anew in each. None: a sample is one.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    documents: Tensor | None = None
 
 
 @final
@@ -112,7 +123,12 @@ class Engine:
         return every if self.model.saves_all else [pair for pair in every if pair[1].requires_grad]
 
     def step(
-        self, inputs: Tensor, targets: Tensor, lr: float | None = None, number: int | None = None
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        lr: float | None = None,
+        number: int | None = None,
+        documents: Tensor | None = None,
     ) -> None:
         """One optimiser step on this rank's share of the global batch; `results` gives what comes of it.
 
@@ -122,6 +138,7 @@ class Engine:
         Shape:     (microbatches * microbatch, ...). Of tokens: (.., sequence) int64 both; targets of -100 do not count.
         lr:        the value of train.lr for this step; None: the optimiser's groups have it.
         number:    of the step, which random numbers are drawn for; None: the one after `done`.
+        documents: see Batch.
         Called by: every rank; inputs and targets are equal along tensor, pipeline and context, which the first
                    `checked_steps` steps compare.
         Raises:    ShapeError for another number of samples; TrainingError where a parameter got no gradient, or these
@@ -129,10 +146,11 @@ class Engine:
                    with train.on_nonfinite = "stop" no later one is.
         """
         number = self.done + 1 if number is None else number
-        self._check(inputs, targets)
+        batch = Batch(inputs, targets, documents)
+        self._check(batch)
         self._tokens = self._sum_over_data(self.model.count(targets, self.microbatches))
         self._local.start_step(number)
-        context, more = self.splits.context, dict[str, Tensor]()
+        context, more = self.splits.context, self._packed(batch)
         if self.model.drops:
             first = self.data_coord * len(inputs)
             more["samples"] = torch.arange(first, first + len(inputs), device=inputs.device)
@@ -149,11 +167,25 @@ class Engine:
         ids = (inputs, targets.where(targets != -100, 0)) if looks else ()
         self._update.step(number, self._results.add(number, lr, loss, norm, self._tokens, *ids))
 
-    def _check(self, inputs: Tensor, targets: Tensor) -> None:
-        train = self.sections.train
+    def _packed(self, batch: Batch) -> dict[str, Tensor]:
+        """What stages are told of documents. Raises ShapeError, UnsupportedOp where the model was not made for them."""
+        if batch.documents is None:
+            return {}
+        if not self.model.packed:
+            raise UnsupportedOp(
+                "documents are numbered for a model whose attention crosses them",
+                given=f"documents {tuple(batch.documents.shape)}, data.document_mask = false",
+                expected="inputs and targets alone; or data.document_mask = true",
+                hint="data.document_mask = true",
+            )
+        check_documents(batch.documents, batch.inputs)
+        return {"documents": batch.documents}
+
+    def _check(self, batch: Batch) -> None:
+        train, inputs, targets = self.sections.train, batch.inputs, batch.targets
         if self.checked_steps and not self.mesh.is_fake:
             self.checked_steps -= 1
-            check_inputs(self.mesh, self.sections.parallel, inputs, targets)
+            check_inputs(self.mesh, self.sections.parallel, *(each for each in batch if each is not None))
         share = self.microbatches * train.micro_batch_size
         if {len(inputs), len(targets)} != {share}:
             hint = f"train.global_batch_size = {len(inputs) * self.data_size}"
@@ -176,7 +208,7 @@ class Engine:
         """
         return self._results.collect()
 
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    def evaluate(self, batches: Iterable[Batch | tuple[Tensor, Tensor]]) -> float:
         """The mean loss over the tokens of some global batches, by forward passes alone, with the modules in eval mode.
 
         batches:   this rank's shares, shaped as for `step`; as many on every rank.
@@ -191,11 +223,13 @@ class Engine:
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         self.modules.eval()
         try:
-            for number, (inputs, targets) in enumerate(batches):
+            for number, batch in enumerate(Batch(*each) for each in batches):
+                more = self._packed(batch)
                 with self._drawing(f"evaluation {number}"):
-                    loss = self._run.forward(context.split(inputs, 1), context.split(targets, 1))
+                    split = (context.split(each, 1) for each in batch[:2])
+                    loss = self._run.forward(*split, **more)
                 sums[0] += 0 if loss is None else loss.double()
-                sums[1] += self.model.count(targets, self.microbatches)
+                sums[1] += self.model.count(batch.targets, self.microbatches)
         finally:
             self._tokens = before
             for part, was in were.items():

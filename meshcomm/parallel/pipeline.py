@@ -60,9 +60,9 @@ class Accumulate:
         return self._run(inputs, targets, more)
 
     @torch.no_grad()
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor:
         """The same without a backward pass, nothing being kept for one."""
-        return self._run(inputs, targets, {}, backward=False)
+        return self._run(inputs, targets, more, backward=False)
 
     def _run(
         self, inputs: Tensor, targets: Tensor, more: Mapping[str, Tensor], backward: bool = True
@@ -169,7 +169,7 @@ class Pipelined:
         return torch.stack([loss.detach() for loss in losses]).sum() if self._last else None
 
     @torch.no_grad()
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+    def forward(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor | None:
         """Forward passes alone. Every rank along the dim calls this; one message for each microbatch and boundary.
 
         Each microbatch goes through all of a rank's stages before the next one: with one stage on each rank all of them
@@ -180,14 +180,16 @@ class Pipelined:
         shape, dtype = self._between
         losses: list[Tensor] = []
         pairs = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
+        parts = {name: tensor.tensor_split(count) for name, tensor in more.items()}
         for microbatch, (tokens, target) in enumerate(pairs):
+            here = {name: part[microbatch] for name, part in parts.items()}
             for stage in self._stages:
                 x = tokens
                 if not stage.is_first:
                     x = torch.empty(shape, dtype=dtype, device=mesh.device)
                     mesh.recv(dim, x, src=(coord - 1) % ranks)
                 stage.seed(microbatch)
-                y = stage.submod(x)
+                y = stage.submod(x, **here)
                 if stage.is_last:
                     losses.append(self._loss(y, target))
                 else:

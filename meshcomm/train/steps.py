@@ -212,7 +212,7 @@ class Steps:
             window.before(step)
             batch = self._reading.batches(step)
             with self._cost.counting():
-                engine.step(*batch, lr, step)
+                engine.step(batch.inputs, batch.targets, lr, step, batch.documents)
             if scheduler is not None:
                 scheduler.step()
             mesh.step(step)

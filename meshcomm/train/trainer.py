@@ -27,7 +27,7 @@ from meshcomm.models.check import check_once
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.build import Model, Sections, sections
-from meshcomm.parallel.compose import Engine, LossOf
+from meshcomm.parallel.compose import Batch, Engine, LossOf
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
 from meshcomm.train import checkpoint
@@ -191,11 +191,12 @@ class Trainer:
             return batches_of(self.engine, data, (step, samples))
         return GivenBatches(data, self.engine, step)
 
-    def step(self, inputs: Tensor, targets: Tensor) -> None:
+    def step(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> None:
         """One step of a loop of your own; `results` tells what it gave.
 
         Shape:     (global_batch_size / ranks along data and shard, ...): this rank's share of the global batch. On any
                    device; what is of a floating type is taken in train.dtype.
+        documents: with data.document_mask: int64 (samples, tokens), the number of each token's document, ascending.
         Called by: every rank; inputs and targets are equal along tensor, pipeline and context.
         Raises:    ShapeError for another number of samples; TrainingError where a parameter got no gradient, or for
                    what is not two tensors; UnsupportedOp under torch.no_grad and torch.inference_mode.
@@ -211,10 +212,10 @@ class Trainer:
         scheduler = engine.scheduler
         number = engine.done + 1
         lr = None if scheduler is not None else learning_rate(engine.sections.train, number)
-        inputs, targets = placed(engine, (inputs, targets), f"step {number}")
+        batch = placed(engine, (inputs, targets, documents), f"step {number}")
         if self._recorder is not None:
-            self._recorder.begins(engine, inputs)
-        engine.step(inputs, targets, lr, number)
+            self._recorder.begins(engine, batch.inputs)
+        engine.step(batch.inputs, batch.targets, lr, number, batch.documents)
         if scheduler is not None:
             scheduler.step()
         if self._recorder is not None:
@@ -229,7 +230,7 @@ class Trainer:
         """
         return self.engine.results()
 
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         """The mean loss over some global batches, by forward passes alone, with the modules in eval mode.
 
         batches:   this rank's shares, shaped as for `step`; as many on every rank.
@@ -238,7 +239,7 @@ class Trainer:
         """
         return self.engine.evaluate(self._placed(batches))
 
-    def _placed(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _placed(self, batches: Iterable[tuple[Tensor, ...]]) -> Iterator[Batch]:
         for batch in batches:
             yield placed(self.engine, batch, "an evaluation")
 

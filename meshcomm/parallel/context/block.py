@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,8 @@ from torch import Tensor
 from meshcomm.comm.checks import check_tensor
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.context.documents import runs_of
+from meshcomm.parallel.context.order import Order, check_order
 from meshcomm.parallel.context.torch_private import (
     attention_kernel,
     kernel_alignment,
@@ -20,8 +22,6 @@ from meshcomm.parallel.context.torch_private import (
     kernel_attention_backward,
 )
 from meshcomm.parallel.tensor.split import as_autocast
-
-Order: TypeAlias = Literal["zigzag", "contiguous"]
 
 # Elements of the scores that the formula holds at once.
 _SCORES = 1 << 24
@@ -49,6 +49,7 @@ class Attention:
     order: Order
     scale: float | None = None
     window: int | None = None
+    documents: Tensor | None = None
 
     @property
     def n(self) -> int:
@@ -62,7 +63,10 @@ class Attention:
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention where all of the sequence is on this rank."""
-        return whole_attention(q, k, v, self.causal, self.scale, self.window)
+        apart = not self.mesh.is_fake
+        return whole_attention(
+            q, k, v, self.causal, self.scale, self.window, self.documents, each_alone=apart
+        )
 
     def checked(self, q: Tensor, k: Tensor, v: Tensor, same_length: bool) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, under autocast in its dtype. Raises ShapeError or UnsupportedOp for inputs that do not fit."""
@@ -101,17 +105,6 @@ class Attention:
         return q, k, v
 
 
-def check_order(order: object) -> None:
-    """Raises UnsupportedOp for an order that there is not."""
-    if order not in get_args(Order):
-        raise UnsupportedOp(
-            f"a sequence cannot be split in the order {order!r}",
-            given=f"order={order!r}",
-            expected='order="zigzag" or order="contiguous"',
-            hint='order="zigzag", which balances causal attention',
-        )
-
-
 def check_window(call: str, causal: bool, window: int | None) -> None:
     """Raises UnsupportedOp for a window that is none."""
     if window is not None and (not causal or window < 1):
@@ -124,59 +117,109 @@ def check_window(call: str, causal: bool, window: int | None) -> None:
 
 
 def whole_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    documents: Tensor | None = None,
+    *,
+    each_alone: bool = True,
 ) -> Tensor:
     """torch's scaled_dot_product_attention of a sequence that is not split.
 
     Shape:  q (batch, heads, s, head), k and v (batch, kv heads, t, head) -> like q.
     window: keys that a query meets at most, its own the last. Some queries at a time, with the keys that they meet:
             the work grows as s * window.
+    documents: int64 (batch, s): a query meets keys of its own document. On a CPU they are computed one by one, so that the
+            work grows as the sum of their squares, unless not each_alone; elsewhere with a mask.
     """
     count = q.shape[2]
-    if window is None or window >= count:
+    alone = each_alone and q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if documents is not None and alone:
+        return torch.cat(
+            [
+                _one_by_one(
+                    q[row : row + 1], k[row : row + 1], v[row : row + 1], parts, (causal, scale, window)
+                )
+                for row, parts in enumerate(runs_of(documents))
+            ]
+        )
+    if documents is None and (window is None or window >= count):
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
+    window = count if window is None else window
     outs, step = [], max(window, _ROWS)
     for first in range(0, count, step):
         end, begin = min(first + step, count), max(0, first - window + 1)
+        here = slice(begin, end if causal else k.shape[2])
         # No fused kernel of CUDA takes both a mask and fewer heads of keys.
-        keys, values = (_repeated(x[:, :, begin:end], q) for x in (k, v))
-        places = torch.arange(begin, end, device=q.device)
-        before = places[first - begin :, None] - places
-        seen = (before >= 0) & (before < window)
+        keys, values = (_repeated(x[:, :, here], q) for x in (k, v))
+        seen = _seen(slice(first, end), here, window if causal else None, documents, q.device)
         outs.append(
             F.scaled_dot_product_attention(q[:, :, first:end], keys, values, attn_mask=seen, scale=scale)
         )
     return torch.cat(outs, 2)
 
 
-def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, parts: list[slice], settings: tuple[bool, float | None, int | None]
+) -> Tensor:
+    found = (whole_attention(q[:, :, at], k[:, :, at], v[:, :, at], *settings) for at in parts)
+    return torch.cat(list(found), 2)
+
+
+def _seen(
+    queries: slice, keys: slice, window: int | None, documents: Tensor | None, device: torch.device
+) -> Tensor:
+    """Which keys these queries meet: bool, (queries, keys), or (batch, 1, queries, keys) with documents."""
+    seen = torch.ones((), dtype=torch.bool, device=device)
+    if window is not None:
+        places = torch.arange(max(queries.stop, keys.stop), device=device)
+        before = places[queries, None] - places[keys]
+        seen = (before >= 0) & (before < window)
+    if documents is not None:
+        seen = seen & same_document(documents[:, queries], documents[:, keys])[:, None]
+    return seen
+
+
+def same_document(queries: Tensor, keys: Tensor) -> Tensor:
+    """(batch, s), (batch, t) numbers of documents -> bool (batch, s, t)."""
+    return queries[:, :, None] == keys[:, None, :]
+
+
+def attend_block(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Softmax over the keys of this block alone, and the logarithm of its denominator.
+
+    seen: bool (batch, s, t): the keys that a query meets; where it meets none, the results are 0 and -inf.
 
     Shape:  q (batch, heads, s, head), k and v (batch, kv heads, t, head), t = s where causal ->
             (batch, heads, s, head), (batch, heads, s), in q's dtype and `wide` of it, or both wide.
     Memory: torch's kernel where it has one; elsewhere the scores of some queries at a time.
     """
     inputs = _fitted(q), _fitted(k), _fitted(v)
-    kernel = attention_kernel(*inputs, causal)
+    kernel = attention_kernel(*inputs, causal) if seen is None else None
     if kernel is None:
-        return plain_attention(q, k, v, causal, scale)
+        return plain_attention(q, k, v, causal, scale, seen)
     out, lse = kernel_attention(kernel, inputs, causal, scale)
     return out[..., : q.shape[-1]], lse
 
 
 def block_gradients(
-    queries: Queries, k: Tensor, v: Tensor, causal: bool, scale: float
+    queries: Queries, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This block's terms of the gradients of q, k, v.
 
     The weights of this block within the softmax over all keys are exp(scores - lse) (Dao et al. 2022).
     """
     inputs = _fitted(queries.q), _fitted(k), _fitted(v)
-    kernel = attention_kernel(*inputs, causal)
+    kernel = attention_kernel(*inputs, causal) if seen is None else None
     if kernel is None:
-        return plain_gradients(queries, k, v, causal, scale)
+        return plain_gradients(queries, k, v, causal, scale, seen)
     known = _fitted(queries.out), queries.lse, _fitted(queries.dout)
     dq, dk, dv = kernel_attention_backward(kernel, inputs, known, causal, scale)
     head = queries.q.shape[-1]
@@ -216,20 +259,25 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`attend_block` by the formula, some queries at a time."""
     keys, values = _each(k), _each(v)
     outs, lses = [], []
     for rows, met in _runs(q, k, causal):
-        scores = _scores(_grouped(q[:, :, rows], k), keys[..., met, :], rows, causal, scale)
+        some = None if seen is None else seen[:, rows, met]
+        scores = _scores(_grouped(q[:, :, rows], k), keys[..., met, :], rows, causal, scale, some)
         lse = scores.logsumexp(-1)
         lses.append(lse.flatten(1, 2))
+        if seen is not None:
+            lse = lse.masked_fill(lse == -torch.inf, 0.0)
         outs.append((scores.sub_(lse.unsqueeze(-1)).exp_() @ values[..., met, :]).flatten(1, 2))
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def plain_gradients(
-    queries: Queries, k: Tensor, v: Tensor, causal: bool, scale: float
+    queries: Queries, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`block_gradients` by the formula, some queries at a time."""
     keys, values = _each(k), _each(v)
@@ -237,7 +285,8 @@ def plain_gradients(
     dqueries = []
     for rows, met in _runs(queries.q, k, causal):
         q, out, dout = (_grouped(x[:, :, rows], k) for x in (queries.q, queries.out, queries.dout))
-        scores = _scores(q, keys[..., met, :], rows, causal, scale)
+        some = None if seen is None else seen[:, rows, met]
+        scores = _scores(q, keys[..., met, :], rows, causal, scale, some)
         weights = scores.sub_(queries.lse[:, :, rows].unflatten(1, (k.shape[1], -1)).unsqueeze(-1)).exp_()
         dvalues[..., met, :] += (weights.transpose(-1, -2) @ dout).sum(2, keepdim=True)
         dscores = dout @ values[..., met, :].transpose(-1, -2)
@@ -256,11 +305,15 @@ def _runs(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
         yield slice(first, end), slice(0, end if causal else k.shape[2])
 
 
-def _scores(queries: Tensor, keys: Tensor, rows: slice, causal: bool, scale: float) -> Tensor:
+def _scores(
+    queries: Tensor, keys: Tensor, rows: slice, causal: bool, scale: float, seen: Tensor | None
+) -> Tensor:
     scores: Tensor = (queries @ keys.transpose(-1, -2)).mul_(scale)
     if causal:
         every = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         scores.masked_fill_(every.triu(rows.start + 1), -torch.inf)
+    if seen is not None:
+        scores.masked_fill_(~seen[:, None, None], -torch.inf)
     return scores
 
 

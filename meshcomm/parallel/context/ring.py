@@ -22,13 +22,14 @@ from meshcomm.errors import UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.context.block import (
     Attention,
-    Order,
     Queries,
     attend_block,
     block_gradients,
     merge,
+    same_document,
     wide,
 )
+from meshcomm.parallel.context.order import Order, sequence_positions
 from meshcomm.parallel.recompute import once
 from meshcomm.transport.torch_private import outside_graphs
 
@@ -48,6 +49,7 @@ def ring_attention(
     order: Order = "zigzag",
     scale: float | None = None,
     window: int | None = None,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v over the whole sequence, of which each rank along `dim` holds a part.
 
@@ -58,6 +60,8 @@ def ring_attention(
     scale:      None: 1 / sqrt(head).
     window:     with causal, keys that a query meets at most, its own the last; None: all before it. Around a ring of
                 several ranks no shorter one than the sequence: `ulysses_attention` takes it.
+    documents:  int64 (batch, sequence), equal on all ranks: a query meets keys of its own document. Blocks of which it
+                meets some are computed by the formula, whole ones by torch's kernel; where it meets none, none is.
     Called by:  every rank along `dim` with equal shapes, in the same program order; backward too.
     Gradient:   exact, for this rank's q, k, v. Once differentiable. q, k, v, the result and one number
                 for each query are kept for it; scores are computed anew.
@@ -66,7 +70,7 @@ def ring_attention(
     Numbers:    sums over blocks in float32, for float64 in float64. Under autocast in its dtype.
     Raises:     ShapeError, UnknownDim, UnsupportedOp; CommunicationError.
     """
-    ring = _Ring("ring_attention", mesh, dim, causal, order, scale, window)
+    ring = _Ring("ring_attention", mesh, dim, causal, order, scale, window, documents)
     q, k, v = ring.checked(q, k, v, same_length=causal)
     if ring.n == 1:
         return ring.whole(q, k, v)
@@ -92,6 +96,22 @@ class _Ring(Attention):
         n, coord = self.n, self.mesh.coord(self.dim)
         coming = [(torch.empty_like(x), (coord - 1) % n)]
         return self.mesh.exchange(self.dim, [(x, (coord + 1) % n)], coming, async_op=True)
+
+    def seen(self, turn: int, block: Block) -> tuple[bool, Tensor | None]:
+        """Whether some of the block's queries meet some of its keys, and which; None: all that causal lets them meet."""
+        if self.documents is None:
+            return True, None
+        mine, theirs, _ = block
+        coord = self.mesh.coord(self.dim)
+        documents, length = self.documents, self.documents.shape[1]
+        queries, keys = (
+            documents[:, sequence_positions(length, self.n, at, self.order, documents.device)][:, some]
+            for at, some in ((coord, mine), ((coord - turn) % self.n, theirs))
+        )
+        same = same_document(queries, keys)
+        if documents.device.type != "cpu" or self.mesh.is_fake:
+            return True, same
+        return bool(same.any()), None if same.all() else same
 
     def block(self, turn: int, queries: int, keys: int) -> Block | None:
         """What this rank computes at `turn`, of so many queries and keys on each rank.
@@ -135,10 +155,10 @@ def _forward(ring: _Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
     sum_out, sum_lse = torch.empty(0), torch.empty(0)
     for turn in range(ring.n):
         coming = ring.pass_on(kv) if turn < ring.n - 1 else None
-        if block := ring.block(turn, q.shape[2], k.shape[2]):
+        if (block := ring.block(turn, q.shape[2], k.shape[2])) and (seen := ring.seen(turn, block))[0]:
             mine, theirs, causal = block
             keys, values = kv[:, :, :, theirs]
-            out, lse = attend_block(q[:, :, mine], keys, values, causal, ring.scale)
+            out, lse = attend_block(q[:, :, mine], keys, values, causal, ring.scale, seen[1])
             if turn == 0:
                 sum_out, sum_lse = out.to(wide(q.dtype)), lse.contiguous()
             else:
@@ -159,11 +179,11 @@ def _backward(ring: _Ring, queries: Queries, k: Tensor, v: Tensor) -> tuple[Tens
         coming = ring.pass_on(kv) if turn < ring.n - 1 else None
         gradients: list[Tensor] = []
         theirs = slice(0)
-        if block := ring.block(turn, q.shape[2], k.shape[2]):
+        if (block := ring.block(turn, q.shape[2], k.shape[2])) and (seen := ring.seen(turn, block))[0]:
             mine, theirs, causal = block
             keys, values = kv[:, :, :, theirs]
             some = Queries(*(x[:, :, mine] for x in queries))
-            dq, *gradients = block_gradients(some, keys, values, causal, ring.scale)
+            dq, *gradients = block_gradients(some, keys, values, causal, ring.scale, seen[1])
             sum_dq[:, :, mine] += dq
         if coming_dkv is not None:
             (sum_dkv,) = coming_dkv.wait()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from math import lcm
-from typing import Literal, Protocol, TypeAlias, final, get_args
+from typing import Any, Literal, Protocol, TypeAlias, final, get_args
 
 import torch
 from torch import Tensor
 
 from meshcomm.comm.checks import normal_axis
 from meshcomm.comm.functional import GatherGrad
-from meshcomm.errors import LayoutError, ShapeError, UnsupportedOp
+from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.context.block import Attention, Order, check_order, check_window, whole_attention
+from meshcomm.parallel.context.block import Attention, check_window, whole_attention
+from meshcomm.parallel.context.documents import current_documents
+from meshcomm.parallel.context.order import Order, sequence_positions
 from meshcomm.parallel.context.ring import ring_attention
 from meshcomm.transport.torch_private import outside_graphs
 
@@ -24,48 +26,6 @@ class ByHeads(Protocol):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, heads: slice) -> Tensor:
         """q (batch, heads here, sequence, head), k and v (batch, kv heads here, sequence, head) -> like q. heads: which of all."""
-
-
-def sequence_positions(
-    seq_len: int, n: int, coord: int, order: Order, device: torch.device | None = None
-) -> Tensor:
-    """The positions in the whole sequence of the tokens that coord `coord` of `n` holds, in its order.
-
-    "contiguous": slice `coord` of n. "zigzag": of 2n chunks, chunk c and chunk 2n - 1 - c for coord c. So each rank has
-    as many pairs of a query and an earlier key as any other (the balance of Brandon et al. 2023, in the layout used for
-    Llama 3, Dubey et al. 2024).
-
-    >>> sequence_positions(12, 3, 1, "contiguous").tolist(), sequence_positions(12, 3, 1, "zigzag").tolist()
-    ([4, 5, 6, 7], [2, 3, 8, 9])
-
-    Returns: int64 (sequence / n,), ascending, made on `device`, so that the host does not wait for a copy.
-    Raises:  ShapeError where n, or for a zig-zag 2n, does not divide the sequence (n = 1 divides any); LayoutError for a
-             coord that n ranks do not have.
-    """
-    check_order(order)
-    if not 0 <= coord < n:
-        raise LayoutError(
-            f"coord {coord} holds no part of the sequence",
-            given=f"coord={coord}, n={n}",
-            expected=f"a coord from 0 to {n - 1}",
-            hint="mesh.coord(dim)",
-        )
-    chunks = 2 * n if order == "zigzag" and n > 1 else n
-    if seq_len % chunks:
-        raise ShapeError(
-            f"a sequence of {seq_len} cannot be split in {order} order over {n} ranks",
-            given=f"{seq_len} tokens, {chunks} chunks",
-            expected=f"a multiple of {chunks}; {seq_len} % {chunks} = {seq_len % chunks}",
-            hint=f"{-(-seq_len // chunks) * chunks} tokens"
-            + (
-                ', or order="contiguous", as ContextSplit(mesh, dim, "ulysses") has it'
-                if order == "zigzag" and seq_len % n == 0
-                else ""
-            ),
-        )
-    length = seq_len // chunks
-    mine = [coord] if chunks == n else [coord, chunks - 1 - coord]
-    return torch.cat([torch.arange(c * length, (c + 1) * length, device=device) for c in mine])
 
 
 def split_sequence(x: Tensor, axis: int, mesh: Mesh, dim: str, order: Order) -> Tensor:
@@ -126,6 +86,7 @@ def ulysses_attention(
     scale: float | None = None,
     window: int | None = None,
     by: ByHeads | None = None,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v over the whole sequence, of which each rank along `dim` holds a part.
 
@@ -138,7 +99,7 @@ def ulysses_attention(
     Gradient:   exact, for this rank's q, k, v.
     Sent:       two all_to_all, of q, k and v together and of the result; two in backward.
     """
-    call = Attention("ulysses_attention", mesh, dim, causal, "contiguous", scale, window)
+    call = Attention("ulysses_attention", mesh, dim, causal, "contiguous", scale, window, documents)
     q, k, v = call.checked(q, k, v, same_length=True)
     n, heads = call.n, q.shape[1]
     if heads % n:
@@ -215,16 +176,23 @@ class ContextSplit:
                 -> like q. Where nothing is split it is torch's scaled_dot_product_attention.
         window: with causal, keys that a query meets at most, its own the last; None: all before it.
         by:     as for `ulysses_attention`; a ring, which no rank computes whole, raises UnsupportedOp.
+        Within `documents.attending` a query meets keys of its own document.
         """
+        documents = current_documents()
         if by is not None and self.size == 1:
             return by(q, k, v, slice(0, q.shape[1]))
         if self.size == 1:
             check_window("attend", causal, window)
-            return whole_attention(q, k, v, causal, scale, window)
+            alone = not self.mesh.is_fake
+            return whole_attention(q, k, v, causal, scale, window, documents, each_alone=alone)
+        settings: dict[str, Any] = {
+            "causal": causal,
+            "scale": scale,
+            "window": window,
+            "documents": documents,
+        }
         if self.attention == "ulysses":
-            return ulysses_attention(
-                self.mesh, self.dim, q, k, v, causal=causal, scale=scale, window=window, by=by
-            )
+            return ulysses_attention(self.mesh, self.dim, q, k, v, by=by, **settings)
         if by is not None:
             raise UnsupportedOp(
                 f'ring attention along "{self.dim}" on {self.mesh.label} computes no attention of a model\'s own',
@@ -232,4 +200,4 @@ class ContextSplit:
                 expected="causal attention with a scale and a sliding window",
                 hint='parallel.options.attention = "ulysses", where each rank has whole sequences for some heads',
             )
-        return ring_attention(self.mesh, self.dim, q, k, v, causal=causal, scale=scale, window=window)
+        return ring_attention(self.mesh, self.dim, q, k, v, **settings)

@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshcomm.errors import TrainingError
-from meshcomm.parallel.compose import Engine
+from meshcomm.parallel.compose import Batch, Engine
 from meshcomm.train.data.corpus import Corpus, Samples
 
-Batch: TypeAlias = tuple[Tensor, Tensor]
-# The batch of a step by its number, from 1 on; or one step after the other.
-Data: TypeAlias = Callable[[int], Batch] | Iterable[Batch]
+# The inputs and targets of a step by its number, from 1 on; or one step after the other. A third tensor numbers documents.
+Data: TypeAlias = Callable[[int], tuple[Tensor, ...]] | Iterable[tuple[Tensor, ...]]
 
 T = TypeVar("T")
 Indices = NDArray[np.int64]
@@ -187,45 +186,55 @@ class Batches:
             yield self._put(self._samples(parts, numbers - starts[parts]))
 
     def _samples(self, parts: Indices, numbers: Indices) -> Samples:
-        rows, inputs, targets = [], [], []
+        rows, found = [], []
         for index in np.unique(parts):
             here = np.flatnonzero(parts == index)
-            x, y = self._parts[index].read(numbers[here])
             rows.append(here)
-            inputs.append(x)
-            targets.append(y)
+            found.append(self._parts[index].read(numbers[here]))
         back = np.argsort(np.concatenate(rows))
-        return np.concatenate(inputs)[back], np.concatenate(targets)[back]
+        columns: Any = zip(*found, strict=True)
+        joined: Any = (None if each[0] is None else np.concatenate(each)[back] for each in columns)
+        return Samples(*joined)
 
     def _put(self, samples: Samples) -> Batch:
-        both = [torch.from_numpy(np.ascontiguousarray(each)) for each in samples]
-        both = [each.to(self._dtype) if each.is_floating_point() else each for each in both]
+        return Batch(*(None if each is None else self._put_one(each) for each in samples))  # type: ignore[arg-type]
+
+    def _put_one(self, values: NDArray[Any]) -> Tensor:
+        found = torch.from_numpy(np.ascontiguousarray(values))
+        found = found.to(self._dtype) if found.is_floating_point() else found
         if self._device is not None and self._device.type == "cuda":
             # From pinned memory it is copied beside the program; from any other the copy waits for the device.
-            both = [each.pin_memory().to(self._device, non_blocking=True) for each in both]
-        return both[0], both[1]
+            found = found.pin_memory().to(self._device, non_blocking=True)
+        return found
 
 
 def placed(engine: Engine, batch: Any, whose: str) -> Batch:
-    """Inputs and targets on the device of the mesh, those of a floating type in train.dtype.
+    """Inputs, targets and, if given, documents on the device of the mesh, those of a floating type in train.dtype.
 
-    whose: "step 3". Raises TrainingError for what is not two tensors.
+    whose: "step 3". Raises TrainingError for what is not two or three tensors.
     """
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(map(torch.is_tensor, batch)):
+    if isinstance(batch, (tuple, list)) and len(batch) == 3 and batch[2] is None:
+        batch = batch[:2]
+    if (
+        not isinstance(batch, (tuple, list))
+        or len(batch) not in (2, 3)
+        or not all(map(torch.is_tensor, batch))
+    ):
         held = batch if isinstance(batch, (tuple, list)) else ()
         kinds = ", ".join(type(each).__name__ for each in held[:4])
         raise TrainingError(
             f"the data of {whose} are not inputs and targets",
             given=f"a {type(batch).__name__}" + (f" of {len(held)}: {kinds}" if held else ""),
-            expected="two tensors, each with this rank's samples of the step along axis 0",
+            expected="two tensors, each with this rank's samples of the step along axis 0; a third numbers documents",
             hint="a generator that yields (inputs, targets)",
         )
     device, dtype = engine.mesh.device, engine.split.dtype
-    inputs, targets = (
-        each.to(device, dtype if each.is_floating_point() else each.dtype, non_blocking=True)
-        for each in batch
+    return Batch(
+        *(
+            each.to(device, dtype if each.is_floating_point() else each.dtype, non_blocking=True)
+            for each in batch
+        )
     )
-    return inputs, targets
 
 
 @final

@@ -55,16 +55,18 @@ def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
             hint="return its dataset" if loader else "a script, and Trainer.run with an iterable of batches",
         )
     digest = hashlib.sha256(f"{name} {len(found)}".encode()).digest()
-    part = Indexed(found, _Form(name, config.seq_len, vocab_size))
+    part = Indexed(found, _Form(name, config.seq_len, vocab_size, config.document_mask))
     part.read(np.zeros(1, dtype=np.int64))
     return Corpus((part,), digest, len(found), "samples").cut(config.validation)
 
 
 class _Form:
-    """What a sample must be, and samples as arrays. name: of the function, for errors."""
+    """What a sample must be, and samples as arrays. name: of the function, for errors. packed: samples may be packed documents,
+    which begin where position_ids are 0.
+    """
 
-    def __init__(self, name: str, seq_len: int, vocab_size: int | None) -> None:
-        self._name, self._seq_len, self._vocab_size = name, seq_len, vocab_size
+    def __init__(self, name: str, seq_len: int, vocab_size: int | None, packed: bool = False) -> None:
+        self._name, self._seq_len, self._vocab_size, self._packed = name, seq_len, vocab_size, packed
 
     def joined(self, samples: Sequence[tuple[int, Any]]) -> Samples:
         """Numbered samples as arrays; those of tokens padded to the sequence, where no target counts."""
@@ -73,7 +75,18 @@ class _Form:
             inputs, targets = (np.stack(each) for each in zip(*pairs, strict=True))
         except ValueError as error:
             raise self._wrong(samples[0][0], f"samples of different shapes: {error}") from error
-        return inputs, targets
+        if not self._packed:
+            return Samples(inputs, targets)
+        documents = np.zeros(inputs.shape, dtype=np.int64)
+        for row, (number, sample) in enumerate(samples):
+            said = sample.get("position_ids") if isinstance(sample, Mapping) else None
+            if said is not None:
+                begins = (self._array(number, said) == 0)[: inputs.shape[1]]
+                documents[row, : len(begins)] = np.maximum(begins.cumsum() - 1, 0)
+                documents[row, len(begins) :] = documents[row, len(begins) - 1]
+                # The first token of a document does not follow from the one before.
+                targets[row, : len(begins) - 1][begins[1:]] = IGNORED
+        return Samples(inputs, targets, documents)
 
     def _pair(self, number: int, sample: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         targets: Any = None

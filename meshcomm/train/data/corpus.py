@@ -6,21 +6,29 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshcomm.errors import TrainingError
 
-# Inputs and targets of some samples, the samples along axis 0.
-Samples: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
-
 # Of a large file, so many stretches of so many tokens are looked at.
 _LOOKS = 64
 _STRETCH = 32_768
 # A target that does not count.
 IGNORED = -100
+
+
+class Samples(NamedTuple):
+    """Inputs and targets of some samples, the samples along axis 0.
+
+    documents: the number of each token's document, ascending, where attention stays within them.
+    """
+
+    inputs: NDArray[Any]
+    targets: NDArray[Any]
+    documents: NDArray[np.int64] | None = None
 
 
 class DataPart(Protocol):
@@ -44,7 +52,8 @@ class Stream:
     """Tokens one after the other, in memory or mapped from a file. A sample may go on over the end of a document.
 
     tokens: (n,) of an unsigned or signed type. name: for errors. vocab_size: ids are below it; None: not known, or looked
-    at before. first: where the tokens begin in what `name` names.
+    at before. first: where the tokens begin in what `name` names. eos: the token behind each document, of which samples tell
+    the numbers; None: they do not.
     """
 
     def __init__(
@@ -54,8 +63,10 @@ class Stream:
         name: str = "",
         vocab_size: int | None = None,
         first: int = 0,
+        eos: int | None = None,
     ) -> None:
         self.tokens, self.name, self.vocab_size, self._first = tokens, name, vocab_size, first
+        self._eos = eos
         self._window = np.arange(seq_len + 1)
         self._seq_len = seq_len
 
@@ -73,14 +84,26 @@ class Stream:
                 if not 0 <= token < self.vocab_size:
                     where = f"position {self._first + int(offsets[sample]) + place} of {self.name}"
                     raise outside(token, self.vocab_size, where)
-        return found[:, :-1], found[:, 1:]
+        inputs, targets = found[:, :-1], found[:, 1:]
+        if self._eos is None:
+            return Samples(inputs, targets)
+        # What follows the end of a document does not follow from it.
+        ends = inputs == self._eos
+        return Samples(inputs, np.where(ends, IGNORED, targets), documents_in(ends))
 
     def cut(self, share: float) -> tuple[Stream, Stream]:
         """See DataPart. The token after the last sample before the cut is the first after it."""
         kept = len(self) - held_back(len(self), share)
         place = kept * self._seq_len
         before, after = (
-            Stream(self.tokens[begin:end], self._seq_len, self.name, self.vocab_size, self._first + begin)
+            Stream(
+                self.tokens[begin:end],
+                self._seq_len,
+                self.name,
+                self.vocab_size,
+                self._first + begin,
+                self._eos,
+            )
             for begin, end in ((0, place + 1), (place, len(self.tokens)))
         )
         return before, after
@@ -134,6 +157,17 @@ class Corpus:
         return replace(
             self, parts=tuple(kept), weights=weights, validation=replace(self, parts=tuple(held), weights=())
         )
+
+
+def documents_in(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The number of each token's document. ends: which tokens are the last of theirs, (samples, sequence).
+
+    >>> documents_in(np.array([[False, True, False, False], [False, False, False, False]])).tolist()
+    [[0, 0, 1, 1], [0, 0, 0, 0]]
+    """
+    numbers = np.zeros(ends.shape, dtype=np.int64)
+    numbers[:, 1:] = ends[:, :-1].cumsum(1)
+    return numbers
 
 
 def outside(token: int, vocab_size: int, where: str, hint: str = "") -> TrainingError:

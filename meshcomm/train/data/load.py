@@ -80,7 +80,7 @@ def _texts(config: DataConfig, tokens: Tokens, patterns: tuple[str, ...], key: s
     if tokens.tokenizer is None:
         return _bytes(config, tokens.vocab_size, documents, files)
     found = tokens.of(documents)
-    part = Stream(found, config.seq_len, key)
+    part = Stream(found, config.seq_len, key, eos=_eos_id(config, tokens.eos))
     checked([part], f"{len(found)} tokens of {key}", config.seq_len)
     return Corpus((part,), part.digest(), len(found), "tokens", tuple(files))
 
@@ -103,8 +103,24 @@ def _bytes(
             expected=f"{config.seq_len + 1} bytes or more: a sample, and the byte after it",
             hint="more files, or a shorter sequence",
         )
-    part = Stream(np.frombuffer(text, dtype=np.uint8), config.seq_len, "data.files")
+    eos = _eos_id(config, None)
+    part = Stream(np.frombuffer(text, dtype=np.uint8), config.seq_len, "data.files", eos=eos)
     return Corpus((part,), hashlib.sha256(text).digest(), len(text), files=tuple(files[: len(documents)]))
+
+
+def _eos_id(config: DataConfig, known: int | None) -> int | None:
+    """The token behind each document, where attention stays within them. Raises TrainingError where there is none."""
+    if not config.document_mask:
+        return None
+    found = known if config.eos_id is None else config.eos_id
+    if found is None:
+        raise TrainingError(
+            "nothing says where a document ends",
+            given="data.document_mask = true, no eos and no eos_id",
+            expected="the token that ends a document",
+            hint="data.eos, with a tokenizer; or data.eos_id",
+        )
+    return found
 
 
 def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
@@ -159,7 +175,7 @@ def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Strea
         raise TrainingError(
             "a token file cannot be read", given=f"{path}: {error}", expected=wanted
         ) from error
-    stream = Stream(tokens, config.seq_len, str(path), vocab_size)
+    stream = Stream(tokens, config.seq_len, str(path), vocab_size, eos=_eos_id(config, None))
     if len(stream):
         # The ends, so that a wrong type or vocabulary is found before the first step.
         stream.read(np.unique(np.linspace(0, len(stream) - 1, 256).astype(np.int64)))

@@ -1,0 +1,91 @@
+"""Documents that are packed into one sample: which tokens attend to each other, and where each stands in its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshcomm.errors import ShapeError
+
+_DOCUMENTS: Final[ContextVar[Tensor | None]] = ContextVar("documents", default=None)
+
+
+def current_documents() -> Tensor | None:
+    """Of the samples that run: int64 (batch, whole sequence), the number of each token's document; None: not packed."""
+    return _DOCUMENTS.get()
+
+
+@contextmanager
+def attending(documents: Tensor | None) -> Iterator[None]:
+    """Attention in here stays within documents. None: nothing changes."""
+    if documents is None:
+        yield
+        return
+    token = _DOCUMENTS.set(documents)
+    try:
+        yield
+    finally:
+        _DOCUMENTS.reset(token)
+
+
+def within(documents: Tensor | None, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, whose attention stays within documents; also where it is called again in backward."""
+    return call if documents is None else partial(_attending, documents, call)
+
+
+def _attending(documents: Tensor, call: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+    with attending(documents):
+        return call(*args, **named)
+
+
+def numbered(ends: Tensor) -> Tensor:
+    """The number of each token's document, from 0, of tokens of which some are the last of theirs.
+
+    ends: bool (..., sequence) -> int64.
+
+    >>> numbered(torch.tensor([False, False, True, False, True, False])).tolist()
+    [0, 0, 0, 1, 1, 2]
+    """
+    return F.pad(ends.long().cumsum(-1)[..., :-1], (1, 0))
+
+
+def places(documents: Tensor) -> Tensor:
+    """Where each token stands in its document, from 0. int64 (..., sequence) -> the same.
+
+    >>> places(torch.tensor([0, 0, 0, 1, 1, 2])).tolist()
+    [0, 1, 2, 0, 1, 0]
+    """
+    along = torch.arange(documents.shape[-1], device=documents.device)
+    begins = F.pad(documents[..., 1:] != documents[..., :-1], (1, 0), value=True)
+    return along - torch.where(begins, along, 0).cummax(-1).values
+
+
+def check_documents(documents: Tensor, tokens: Tensor) -> None:
+    """Raises ShapeError for another shape or dtype than that of the tokens (samples, sequence)."""
+    if documents.shape != tokens.shape or documents.dtype != torch.int64:
+        raise ShapeError(
+            "documents are not numbered token by token",
+            given=f"documents {tuple(documents.shape)}, {documents.dtype}; tokens {tuple(tokens.shape)}",
+            expected="int64, of the shape of the tokens: the number of each token's document, ascending",
+            hint="meshcomm.train.numbered(tokens == eos)",
+        )
+
+
+def runs_of(documents: Tensor) -> list[list[slice]]:
+    """Of each sample, where its documents lie. The host reads the numbers.
+
+    >>> runs_of(torch.tensor([[0, 0, 1], [0, 0, 0]]))
+    [[slice(0, 2, None), slice(2, 3, None)], [slice(0, 3, None)]]
+    """
+    found = []
+    for row in documents.tolist():
+        ends = [at for at in range(1, len(row)) if row[at] != row[at - 1]]
+        found.append([slice(a, b) for a, b in zip([0, *ends], [*ends, len(row)], strict=True)])
+    return found

@@ -1,0 +1,148 @@
+"""Documents that are packed into samples: loss, gradients and weights are those of the documents one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import meshcomm
+from meshcomm.config import Config, DataConfig, load_config
+from meshcomm.errors import MeshcommError, TrainingError
+from meshcomm.parallel.compose import Batch
+from meshcomm.testing import Pool
+from meshcomm.train import Trainer
+from meshcomm.train.data.build import _Form
+from meshcomm.train.data.corpus import IGNORED, Stream
+from meshcomm.train.data.load import load
+from meshcomm.train.parity import Record, _recorded, compare, reference
+from tests.models.families import config_of, folder_of
+from tests.sizes import model_of
+
+SEQ = 32
+# The documents of each sample, in tokens.
+LENGTHS = [[10, 22], [32], [1, 5, 26], [16, 16]]
+BUILT_IN, OWN = "built in", "tests.models.own:spec"
+MESHES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "dp2 tp2 sequence": (BUILT_IN, "dp=2 tp=2", {"sequence_parallel": True}),
+    "cp2 ring": (BUILT_IN, "dp=2 cp=2", {}),
+    "cp4 ring recompute": (BUILT_IN, "cp=4", {"train": {"activation_checkpointing": True}}),
+    "cp2 ulysses": (BUILT_IN, "tp=2 cp=2", {"attention": "ulysses"}),
+    "pp2 tp2": (BUILT_IN, "pp=2 tp=2", {}),
+    "llama, pp2 tp2": ("llama", "pp=2 tp=2", {}),
+    "llama, fsdp4": ("llama", "fsdp=4", {}),
+    "llama, dp2 cp2 ring": ("llama", "dp=2 cp=2", {"train": {"activation_checkpointing": True}}),
+    "a window, cp2 ulysses": ("mistral window", "dp=2 cp=2", {"attention": "ulysses"}),
+    "own, pp2 cp2": (OWN, "pp=2 cp=2", {}),
+}
+_IN_THE_GATE = ("cp2 ring", "cp2 ulysses", "llama, pp2 tp2", "own, pp2 cp2")
+
+
+def documents() -> list[tuple[Tensor, Tensor]]:
+    """Tokens and targets of each document, in order."""
+    generator = torch.Generator().manual_seed(3)
+    drawn = (torch.randint(256, (length + 1,), generator=generator) for each in LENGTHS for length in each)
+    return [(tokens[:-1], tokens[1:]) for tokens in drawn]
+
+
+def packed() -> Batch:
+    """All of them in four samples."""
+    numbers = [torch.repeat_interleave(torch.arange(len(each)), torch.tensor(each)) for each in LENGTHS]
+    inputs, targets = (torch.cat(each).view(4, SEQ) for each in zip(*documents(), strict=True))
+    return Batch(inputs, targets, torch.stack(numbers))
+
+
+def one_by_one() -> Batch:
+    """Each in a sample of its own, nothing behind it."""
+    found = documents()
+    inputs = torch.zeros(len(found), SEQ, dtype=torch.int64)
+    targets = torch.full_like(inputs, IGNORED)
+    for row, (x, y) in enumerate(found):
+        inputs[row, : len(x)], targets[row, : len(y)] = x, y
+    return Batch(inputs, targets)
+
+
+def stepped(config: Config, batch: Batch) -> tuple[Record, float]:
+    """What one step gave, and the loss after it."""
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config)
+        engine = trainer.engine
+        share = len(batch.inputs) // engine.data_size
+        mine = slice(engine.data_coord * share, (engine.data_coord + 1) * share)
+        here = Batch(*(None if each is None else each[mine] for each in batch))  # type: ignore[arg-type]
+        trainer.step(*here)
+        found = _recorded(engine, engine.results())
+        return found, engine.evaluate([here])
+
+
+def settings_of(path: Path, kind: str, dims: str, samples: int, masks: bool, **more: Any) -> Config:
+    if kind == BUILT_IN:
+        model: dict[str, Any] = model_of(4, 32, 8, 4, 48)
+    elif kind == OWN:
+        model = {"build": OWN}
+    else:
+        model = {"pretrained": str(folder_of(kind, path)), "random_weights": True}
+    train = {"global_batch_size": samples, "lr": 0.01, **more.pop("train", {})}
+    config = config_of(model, dims, train=train, tokenizer=None if kind == OWN else "bytes", **more)
+    return load_config(config, [f"data.document_mask={str(masks).lower()}"] + ["data.eos_id=0"] * masks)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in _IN_THE_GATE else pytest.mark.parity) for each in MESHES]
+)
+def test_packed_documents_train_as_one_by_one(pool: Pool, tmp_path: Path, name: str) -> None:
+    kind, dims, more = MESHES[name]
+    alone = reference(settings_of(tmp_path, kind, "dp=1", len(documents()), False))
+    ((one, after),) = pool.run(stepped, alone, one_by_one(), ranks=1)
+    config = settings_of(tmp_path, kind, dims, len(LENGTHS), True, **more)
+    for made, evaluated in pool.run(stepped, config, packed(), ranks=4, timeout_s=120):
+        assert max(each.relative for each in compare(made, one)) < 1e-9
+        assert evaluated == pytest.approx(after, rel=1e-9)
+    # The masks are what makes the difference.
+    crossing = settings_of(tmp_path, kind, "dp=1", len(LENGTHS), False)
+    ((crossed, _),) = pool.run(stepped, crossing, packed()._replace(documents=None), ranks=1)
+    assert abs(crossed.losses[0] / one.losses[0] - 1) > 1e-6
+
+
+def test_a_stream_tells_where_its_documents_end() -> None:
+    stream = Stream(np.array([5, 6, 0, 7, 8, 9, 0, 0, 4, 3, 2], dtype=np.uint16), 5, eos=0)
+    inputs, targets, numbers = stream.read(np.array([0, 1]))
+    assert inputs.tolist() == [[5, 6, 0, 7, 8], [9, 0, 0, 4, 3]]
+    assert targets.tolist() == [[6, 0, IGNORED, 8, 9], [0, IGNORED, IGNORED, 3, 2]]
+    assert numbers is not None and numbers.tolist() == [[0, 0, 0, 1, 1], [0, 0, 1, 2, 2]]
+    before, after = stream.cut(0.5)
+    assert [each.read(np.array([0])).documents is None for each in (before, after)] == [False, False]
+
+
+def refused(config: Config, batch: Batch) -> str:
+    with meshcomm.init(config) as mesh, pytest.raises(MeshcommError) as caught:
+        Trainer(mesh, config).step(*batch)
+    return caught.value.what
+
+
+def test_documents_that_are_not_masked_and_masks_that_cannot_be_are_refused(
+    pool: Pool, tmp_path: Path
+) -> None:
+    plain = settings_of(tmp_path, BUILT_IN, "dp=1", 4, False)
+    (what,) = pool.run(refused, plain, packed(), ranks=1)
+    assert what == "documents are numbered for a model whose attention crosses them"
+    masked, batch = settings_of(tmp_path, BUILT_IN, "dp=1", 4, True), packed()
+    assert batch.documents is not None
+    shorter = batch._replace(documents=batch.documents[:, 1:])
+    assert pool.run(refused, masked, shorter, ranks=1) == ["documents are not numbered token by token"]
+    unknown = DataConfig(seq_len=8, tokenizer="bytes", document_mask=True)
+    with pytest.raises(TrainingError, match="nothing says where a document ends"):
+        load(unknown)
+
+
+def test_a_function_gives_packed_documents_as_transformers_does() -> None:
+    sample = {"input_ids": [5, 6, 7, 8, 9, 4], "position_ids": [0, 1, 2, 0, 1, 0]}
+    form = _Form("samples", 6, 256, packed=True)
+    inputs, targets, numbers = form.joined([(0, sample), (1, [1, 2, 3])])
+    assert inputs.tolist() == [[5, 6, 7, 8, 9, 0], [1, 2, 0, 0, 0, 0]]
+    assert targets.tolist() == [[6, 7, IGNORED, 9, IGNORED, IGNORED], [2, 3, *[IGNORED] * 4]]
+    assert numbers is not None and numbers.tolist() == [[0, 0, 0, 1, 1, 2], [0] * 6]
