@@ -260,6 +260,13 @@ build = "my_package.data:loader"
 args = { folder = "images" }
 seq_len = 128
 """,
+        """\
+[data]
+chat = ["conversations.jsonl"]
+answers_only = true
+document_mask = true
+seq_len = 512
+""",
     ),
     "train": (
         """\

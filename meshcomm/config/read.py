@@ -147,7 +147,7 @@ def _anchor(data: dict[str, Any], folder: Path) -> None:
     for section, key, word in ((model, "pretrained", ""), (texts, "tokenizer", BYTES)):
         if isinstance(named := section.get(key), str) and named not in ("", word):
             section[key] = str(folder / named)
-    for key in ("files", "tokens", "validation_files"):
+    for key in ("files", "tokens", "chat", "validation_files"):
         if isinstance(files := texts.get(key), list):
             texts[key] = [_anchored(name, folder) for name in files]
 

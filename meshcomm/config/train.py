@@ -53,15 +53,18 @@ class DataConfig(Section):
 
     place = "data"
     rules = (
-        partial(one_of, fields="files tokens build", what="sources of data"),
+        partial(one_of, fields="files tokens chat build", what="sources of data"),
         partial(one_of, fields="validation validation_files", what="kinds of validation"),
         _token_weights,
     )
     no_effect = (
         NoEffect("token_type weights", "tokens"),
         NoEffect("eos_id", "document_mask", way="document_mask = true"),
-        NoEffect("tokenizer max_bytes", "source", ("files",), why=" without text"),
-        NoEffect("validation_files", "source", ("files", "tokens"), why=" without files"),
+        NoEffect("tokenizer", "source", ("files", "chat"), why=" without text"),
+        NoEffect("max_bytes", "source", ("files",), why=" without text"),
+        NoEffect("validation_files", "source", ("files", "tokens", "chat"), why=" without files"),
+        NoEffect("eos_id", "source", ("files", "tokens"), why=": samples say where documents begin"),
+        NoEffect("answers_only", "chat", way='chat = ["conversations.jsonl"]'),
         NoEffect("args", "build", way='build = "my_package.data:loader"'),
     )
     files: FrozenList[Text] = ()
@@ -74,6 +77,10 @@ class DataConfig(Section):
     weights: FrozenList[float] = Field(default=(), examples=[[0.7, 0.3]])
     """With tokens: the share of samples from each entry, in relation to the others. Default []: each sample of all files
     once in an epoch."""
+    chat: FrozenList[Text] = Field(default=(), examples=[["conversations.jsonl"]])
+    """Files of conversations: JSON lines with messages, each with role and content, through the tokenizer's chat template."""
+    answers_only: bool = False
+    """With chat: only what the assistant says is a target."""
     build: Function | None = Field(default=None, examples=["my_package.data:loader"])
     """module:function, which returns an indexable dataset of all ranks' samples. None: none."""
     args: Arguments = Field(default_factory=Table, examples=[{"folder": "images"}])
@@ -94,18 +101,18 @@ class DataConfig(Section):
     validation: Fraction = 0.0
     """Share of the samples, at the end of each source, that is not trained on but evaluated."""
     validation_files: FrozenList[Text] = ()
-    """Files of their own to evaluate: as files, or with tokens as tokens. Default []: none."""
+    """Files of their own to evaluate: as files, or with tokens or chat as those. Default []: none."""
 
     @property
     def source(self) -> str:
         """Which setting names what is read."""
-        return next((name for name in ("build", "tokens") if getattr(self, name)), "files")
+        return next((name for name in ("build", "tokens", "chat") if getattr(self, name)), "files")
 
     def tokenizer_of(self, pretrained: str | None) -> Path | None:
         """What turns its text into tokens; None: a byte is a token. pretrained: model.pretrained."""
         if self.tokenizer is not None:
             return None if self.tokenizer == BYTES else Path(self.tokenizer)
-        if pretrained is None or self.source != "files":
+        if pretrained is None or self.source not in ("files", "chat"):
             return None
         # os.path, as nothing is a file whose name is too long or has a null character.
         return Path(pretrained) if os.path.isfile(f"{pretrained}/tokenizer.json") else None

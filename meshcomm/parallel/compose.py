@@ -208,7 +208,7 @@ class Engine:
         """
         return self._results.collect()
 
-    def evaluate(self, batches: Iterable[Batch | tuple[Tensor, Tensor]]) -> float:
+    def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         """The mean loss over the tokens of some global batches, by forward passes alone, with the modules in eval mode.
 
         batches:   this rank's shares, shaped as for `step`; as many on every rank.

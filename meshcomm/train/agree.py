@@ -23,7 +23,7 @@ from meshcomm.parallel.build import Sections, sections
 from meshcomm.train.data import Corpus, load
 
 # What may differ between hosts.
-_PATHS = {"files", "tokens", "tokenizer", "validation_files", "pretrained", "out"}
+_PATHS = {"files", "tokens", "chat", "tokenizer", "validation_files", "pretrained", "out"}
 # Settings that an error lists.
 _SHOWN = 8
 
@@ -66,7 +66,8 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
     known = facts.sections
     read = partial(corpus_of, known, vocab_size, Path(known.train.out))
     pretrained = None if known.model is None else known.model.pretrained
-    if known.data is not None and known.data.tokenizer_of(pretrained) is not None:
+    data = known.data
+    if data is not None and data.source == "files" and data.tokenizer_of(pretrained) is not None:
         # What the lowest rank of each host has tokenised, the others find in its folder.
         on_all_ranks(mesh, "tokenise the data", lambda: read() if facts.lowest else None)
     corpus = on_all_ranks(mesh, "start the training", read)

@@ -212,7 +212,8 @@ class Steps:
             window.before(step)
             batch = self._reading.batches(step)
             with self._cost.counting():
-                engine.step(batch.inputs, batch.targets, lr, step, batch.documents)
+                inputs, targets, *documents = batch
+                engine.step(inputs, targets, lr, step, *documents)
             if scheduler is not None:
                 scheduler.step()
             mesh.step(step)

@@ -212,7 +212,8 @@ class Trainer:
         scheduler = engine.scheduler
         number = engine.done + 1
         lr = None if scheduler is not None else learning_rate(engine.sections.train, number)
-        batch = placed(engine, (inputs, targets, documents), f"step {number}")
+        given = (inputs, targets) if documents is None else (inputs, targets, documents)
+        batch = Batch(*placed(engine, given, f"step {number}"))
         if self._recorder is not None:
             self._recorder.begins(engine, batch.inputs)
         engine.step(batch.inputs, batch.targets, lr, number, batch.documents)
@@ -239,7 +240,7 @@ class Trainer:
         """
         return self.engine.evaluate(self._placed(batches))
 
-    def _placed(self, batches: Iterable[tuple[Tensor, ...]]) -> Iterator[Batch]:
+    def _placed(self, batches: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
         for batch in batches:
             yield placed(self.engine, batch, "an evaluation")
 

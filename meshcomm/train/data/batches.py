@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshcomm.errors import TrainingError
-from meshcomm.parallel.compose import Batch, Engine
+from meshcomm.parallel.compose import Engine
 from meshcomm.train.data.corpus import Corpus, Samples
 
 # The inputs and targets of a step by its number, from 1 on; or one step after the other. A third tensor numbers documents.
@@ -170,11 +170,11 @@ class Batches:
         first = self.read(step - 1)
         return self.order.at(np.arange(first, first + self._global_batch)[self._mine])
 
-    def __call__(self, step: int) -> Batch:
-        """Inputs and targets, each (global_batch_size / size, ...): of tokens int64 (..., sequence)."""
+    def __call__(self, step: int) -> tuple[Tensor, ...]:
+        """Inputs and targets, each (global_batch_size / size, ...): of tokens int64 (..., sequence); and documents, if there are."""
         return self._put(self._samples(*self.places(step)))
 
-    def in_order(self, most: int | None) -> Iterator[Batch]:
+    def in_order(self, most: int | None) -> Iterator[tuple[Tensor, ...]]:
         """Whole global batches, `most` of them at most, the samples as they lie; this rank's share of each."""
         ends = np.cumsum([len(part) for part in self._parts])
         whole = int(ends[-1]) // self._global_batch
@@ -192,12 +192,10 @@ class Batches:
             rows.append(here)
             found.append(self._parts[index].read(numbers[here]))
         back = np.argsort(np.concatenate(rows))
-        columns: Any = zip(*found, strict=True)
-        joined: Any = (None if each[0] is None else np.concatenate(each)[back] for each in columns)
-        return Samples(*joined)
+        return tuple(np.concatenate(each)[back] for each in zip(*found, strict=True))
 
-    def _put(self, samples: Samples) -> Batch:
-        return Batch(*(None if each is None else self._put_one(each) for each in samples))  # type: ignore[arg-type]
+    def _put(self, samples: Samples) -> tuple[Tensor, ...]:
+        return tuple(map(self._put_one, samples))
 
     def _put_one(self, values: NDArray[Any]) -> Tensor:
         found = torch.from_numpy(np.ascontiguousarray(values))
@@ -208,7 +206,7 @@ class Batches:
         return found
 
 
-def placed(engine: Engine, batch: Any, whose: str) -> Batch:
+def placed(engine: Engine, batch: Any, whose: str) -> tuple[Tensor, ...]:
     """Inputs, targets and, if given, documents on the device of the mesh, those of a floating type in train.dtype.
 
     whose: "step 3". Raises TrainingError for what is not two or three tensors.
@@ -229,11 +227,9 @@ def placed(engine: Engine, batch: Any, whose: str) -> Batch:
             hint="a generator that yields (inputs, targets)",
         )
     device, dtype = engine.mesh.device, engine.split.dtype
-    return Batch(
-        *(
-            each.to(device, dtype if each.is_floating_point() else each.dtype, non_blocking=True)
-            for each in batch
-        )
+    return tuple(
+        each.to(device, dtype if each.is_floating_point() else each.dtype, non_blocking=True)
+        for each in batch
     )
 
 
@@ -252,7 +248,7 @@ class GivenBatches:
                 next(follow)
             self._of = lambda step: next(follow)
 
-    def __call__(self, step: int) -> Batch:
+    def __call__(self, step: int) -> tuple[Tensor, ...]:
         """Raises TrainingError where there is nothing, or for what is not two tensors."""
         assert callable(self._of)
         return placed(self._engine, self._of(step), f"step {step}")

@@ -55,12 +55,12 @@ def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
             hint="return its dataset" if loader else "a script, and Trainer.run with an iterable of batches",
         )
     digest = hashlib.sha256(f"{name} {len(found)}".encode()).digest()
-    part = Indexed(found, _Form(name, config.seq_len, vocab_size, config.document_mask))
+    part = Indexed(found, SampleForm(name, config.seq_len, vocab_size, config.document_mask))
     part.read(np.zeros(1, dtype=np.int64))
     return Corpus((part,), digest, len(found), "samples").cut(config.validation)
 
 
-class _Form:
+class SampleForm:
     """What a sample must be, and samples as arrays. name: of the function, for errors. packed: samples may be packed documents,
     which begin where position_ids are 0.
     """
@@ -76,7 +76,7 @@ class _Form:
         except ValueError as error:
             raise self._wrong(samples[0][0], f"samples of different shapes: {error}") from error
         if not self._packed:
-            return Samples(inputs, targets)
+            return inputs, targets
         documents = np.zeros(inputs.shape, dtype=np.int64)
         for row, (number, sample) in enumerate(samples):
             said = sample.get("position_ids") if isinstance(sample, Mapping) else None
@@ -86,7 +86,7 @@ class _Form:
                 documents[row, len(begins) :] = documents[row, len(begins) - 1]
                 # The first token of a document does not follow from the one before.
                 targets[row, : len(begins) - 1][begins[1:]] = IGNORED
-        return Samples(inputs, targets, documents)
+        return inputs, targets, documents
 
     def _pair(self, number: int, sample: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         targets: Any = None
@@ -146,7 +146,7 @@ class _Form:
 class Indexed:
     """A part: a user's dataset by index. kept: which of its samples, in a fixed order drawn for it; None: all."""
 
-    def __init__(self, data: Any, form: _Form, kept: tuple[int, int] | None = None) -> None:
+    def __init__(self, data: Any, form: SampleForm, kept: tuple[int, int] | None = None) -> None:
         self._data, self._form, self._kept = data, form, kept
 
     def __len__(self) -> int:

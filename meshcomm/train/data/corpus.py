@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +20,9 @@ _STRETCH = 32_768
 IGNORED = -100
 
 
-class Samples(NamedTuple):
-    """Inputs and targets of some samples, the samples along axis 0.
-
-    documents: the number of each token's document, ascending, where attention stays within them.
-    """
-
-    inputs: NDArray[Any]
-    targets: NDArray[Any]
-    documents: NDArray[np.int64] | None = None
+# Inputs and targets of some samples, the samples along axis 0; where attention stays within documents also the number of each
+# token's document, ascending.
+Samples: TypeAlias = tuple[NDArray[Any], ...]
 
 
 class DataPart(Protocol):
@@ -86,10 +80,10 @@ class Stream:
                     raise outside(token, self.vocab_size, where)
         inputs, targets = found[:, :-1], found[:, 1:]
         if self._eos is None:
-            return Samples(inputs, targets)
+            return inputs, targets
         # What follows the end of a document does not follow from it.
         ends = inputs == self._eos
-        return Samples(inputs, np.where(ends, IGNORED, targets), documents_in(ends))
+        return inputs, np.where(ends, IGNORED, targets), documents_in(ends)
 
     def cut(self, share: float) -> tuple[Stream, Stream]:
         """See DataPart. The token after the last sample before the cut is the first after it."""

@@ -47,7 +47,12 @@ def load(
 
         return built(config, seed, vocab_size)
     read: Callable[[tuple[str, ...], str], Corpus]
-    if config.tokens:
+    if config.chat:
+        from meshcomm.train.data.chat import chats
+
+        read = lambda patterns, key: chats(config, model, vocab_size, matches(patterns, key), key)  # noqa: E731
+        given, key = config.chat, "data.chat"
+    elif config.tokens:
         read, given, key = partial(_token_files, config, vocab_size), config.tokens, "data.tokens"
     else:
         tokens = Tokens(config, cache, model, vocab_size)

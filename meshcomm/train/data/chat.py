@@ -1,0 +1,156 @@
+"""Conversations in JSON lines, through a tokenizer's chat template, packed into samples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from meshcomm.config import DataConfig, ModelConfig
+from meshcomm.errors import TrainingError
+from meshcomm.train.data.build import Indexed, SampleForm
+from meshcomm.train.data.corpus import IGNORED, Corpus
+
+_EXPECTED: Final = (
+    '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+)
+
+
+class Conversation(NamedTuple):
+    """Tokens, and those of them that are targets: others are IGNORED."""
+
+    tokens: list[int]
+    labels: list[int]
+
+
+def chats(
+    config: DataConfig, model: ModelConfig | None, vocab_size: int | None, files: Sequence[Path], key: str
+) -> Corpus:
+    """The conversations of some files, one in a sample, or with data.document_mask as many as fit.
+
+    Longer ones than data.seq_len + 1 tokens are cut there.
+    Raises TrainingError, with file and line, for what is no conversation, and where there is no template.
+    """
+    tokenizer = _tokenizer(config, model)
+    most = config.seq_len + 1
+    found = [
+        Conversation(*(each[:most] for each in _tokens(tokenizer, messages, config.answers_only, where)))
+        for path in files
+        for where, messages in _conversations(path)
+    ]
+    found = [each for each in found if any(label != IGNORED for label in each.labels[1:])]
+    if not found:
+        raise TrainingError(
+            "there is no conversation to train on",
+            given=f"{len(files)} files of {key}, seq_len = {config.seq_len}",
+            expected="one with an answer within seq_len tokens"
+            if config.answers_only
+            else "one of two tokens",
+            hint="more files, or a longer seq_len",
+        )
+    samples = [_joined([found[each] for each in group]) for group in _packed(found, config)]
+    digest = hashlib.sha256(json.dumps(found).encode()).digest()
+    part = Indexed(samples, SampleForm(key, config.seq_len, vocab_size, config.document_mask))
+    return Corpus((part,), digest, sum(len(each.tokens) for each in found), "tokens", tuple(files))
+
+
+def _packed(found: Sequence[Conversation], config: DataConfig) -> list[list[int]]:
+    """Which conversations make a sample: the longest first, each where it leaves least room (best fit, decreasing)."""
+    if not config.document_mask:
+        return [[place] for place in range(len(found))]
+    groups: list[list[int]] = []
+    # Room that is left, and the group that has it.
+    rooms: list[tuple[int, int]] = []
+    for place in sorted(range(len(found)), key=lambda each: (-len(found[each].tokens), each)):
+        size = len(found[place].tokens)
+        at = bisect_left(rooms, (size, 0))
+        room, group = rooms.pop(at) if at < len(rooms) else (config.seq_len + 1, len(groups))
+        if group == len(groups):
+            groups.append([])
+        groups[group].append(place)
+        insort(rooms, (room - size, group))
+    return groups
+
+
+def _joined(some: Sequence[Conversation]) -> dict[str, list[int]]:
+    """A sample as transformers has it."""
+    return {
+        "input_ids": [token for each in some for token in each.tokens],
+        "labels": [label for each in some for label in each.labels],
+        "position_ids": [at for each in some for at in range(len(each.tokens))],
+    }
+
+
+def _tokenizer(config: DataConfig, model: ModelConfig | None) -> Any:
+    path = config.tokenizer_of(None if model is None else model.pretrained)
+    given = "no data.tokenizer, and no model.pretrained that has one" if path is None else f"{path}"
+    expected = "the folder of a tokenizer of transformers, with a chat template"
+    hint = "data.tokenizer = the folder of a model that was trained on conversations"
+    if path is None:
+        raise TrainingError("no tokenizer for conversations", given=given, expected=expected, hint=hint)
+    try:
+        from transformers import AutoTokenizer
+
+        found: Any = AutoTokenizer.from_pretrained(path if path.is_dir() else path.parent)
+        if not found.chat_template:
+            raise ValueError("it has no chat template")
+    except Exception as error:
+        given = f"{path}: {error}"
+        raise TrainingError(
+            "no tokenizer for conversations", given=given, expected=expected, hint=hint
+        ) from error
+    return found
+
+
+def _conversations(path: Path) -> Iterator[tuple[str, Any]]:
+    """The messages of each line, and where it stands."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise TrainingError(
+            "conversations cannot be read", given=f"{path}: {error}", expected="JSON lines"
+        ) from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            yield where, json.loads(line)["messages"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise TrainingError(
+                "a line is no conversation",
+                given=f"{where}: {type(error).__name__}: {error}",
+                expected=_EXPECTED,
+            ) from error
+
+
+def _tokens(tokenizer: Any, messages: Any, answers_only: bool, where: str) -> tuple[list[int], list[int]]:
+    try:
+        tokens = _templated(tokenizer, messages)
+        if not answers_only:
+            return tokens, tokens
+        labels = [IGNORED] * len(tokens)
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = _templated(tokenizer, messages[:place], add_generation_prompt=True)
+            until = _templated(tokenizer, messages[: place + 1])
+            if until[: len(before)] != before or tokens[: len(until)] != until:
+                raise ValueError("the template writes what comes before an answer otherwise with it")
+            labels[len(before) : len(until)] = until[len(before) :]
+    except Exception as error:
+        raise TrainingError(
+            "the chat template takes no such conversation",
+            given=f"{where}: {type(error).__name__}: {error}",
+            expected=_EXPECTED + ", and a template of which a longer conversation begins with a shorter one",
+            hint="data.answers_only = false; or data.build, with labels of your own",
+        ) from error
+    return tokens, labels
+
+
+def _templated(tokenizer: Any, messages: Any, **more: Any) -> list[int]:
+    found = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **more)["input_ids"]
+    return [int(each) for each in found]

@@ -1,0 +1,117 @@
+"""Conversations become samples: what counts as a target, what is packed with what, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshcomm.config import DataConfig
+from meshcomm.errors import ConfigError, TrainingError
+from meshcomm.train.data.corpus import IGNORED, Samples
+from meshcomm.train.data.load import load
+
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def folder_of(path: Path, template: str | None = TEMPLATE) -> Path:
+    """A tokenizer of which every character is a token: its code."""
+    vocabulary = {chr(code): code for code in range(1, 128)} | {"?": 0}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
+    made.chat_template = template
+    made.save_pretrained(path)
+    return path
+
+
+def lines_of(path: Path, *conversations: list[tuple[str, str]]) -> Path:
+    rows = [
+        {"messages": [{"role": role, "content": content} for role, content in each]} for each in conversations
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    return path
+
+
+def read(tmp_path: Path, *conversations: list[tuple[str, str]], **more: Any) -> list[Samples]:
+    lines = lines_of(tmp_path / "chat.jsonl", *conversations)
+    settings: dict[str, Any] = {"seq_len": 24, "chat": (str(lines),), **more}
+    (part,) = load(DataConfig(tokenizer=str(folder_of(tmp_path / "tok")), **settings), vocab_size=128).parts
+    return [part.read(np.array([number])) for number in range(len(part))]
+
+
+def text_of(row: Any) -> str:
+    return "".join("_" if token == IGNORED else chr(token) for token in row if token)
+
+
+HELLO = [("user", "hi"), ("assistant", "yo"), ("user", "b"), ("assistant", "ok")]
+SHORT = [("user", "x"), ("assistant", "y")]
+
+
+def test_a_conversation_is_a_sample_and_all_of_it_counts(tmp_path: Path) -> None:
+    first, second = read(tmp_path, HELLO, SHORT)
+    assert text_of(first[0][0]) == "u:hi;a:yo;u:b;a:ok" and text_of(second[0][0]) == "u:x;a:y"
+    assert text_of(first[1][0]).rstrip("_") == ":hi;a:yo;u:b;a:ok;"
+    assert len(first) == 2
+
+
+def test_only_answers_count_where_asked_and_conversations_are_packed(tmp_path: Path) -> None:
+    (both, more) = read(tmp_path, SHORT, HELLO, SHORT, answers_only=True, document_mask=True)
+    # The longest first; one more of eight tokens does not fit into 25.
+    assert text_of(both[0][0]) == "u:hi;a:yo;u:b;a:ok" and text_of(more[0][0]) == "u:x;a:y;u:x;a:y"
+    assert text_of(both[1][0]).rstrip("_") == "______yo;______ok;"
+    assert text_of(more[1][0]).rstrip("_") == "_____y;______y;"
+    assert more[2][0].tolist() == [0] * 8 + [1] * 16
+
+
+def test_what_is_too_long_is_cut_and_what_has_no_answer_left_is_left_out(tmp_path: Path) -> None:
+    long = [("user", "q" * 30), ("assistant", "never")]
+    (only,) = read(tmp_path, long, SHORT, answers_only=True)
+    assert text_of(only[0][0]) == "u:x;a:y"
+    cut, _ = read(tmp_path, long, SHORT)
+    assert text_of(cut[0][0]) == "u:" + "q" * 22
+    with pytest.raises(TrainingError, match="there is no conversation to train on"):
+        read(tmp_path, long, answers_only=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", r"chat\.jsonl:2: JSONDecodeError"),
+        ('{"text": "x"}', r"chat\.jsonl:2: KeyError: 'messages'"),
+        ('{"messages": [{"role": "assistant"}]}', r"chat\.jsonl:2: "),
+    ],
+)
+def test_lines_that_are_no_conversations_are_named(tmp_path: Path, line: str, said: str) -> None:
+    path = lines_of(tmp_path / "chat.jsonl", SHORT)
+    path.write_text(path.read_text().strip() + "\n" + line)
+    config = DataConfig(
+        seq_len=24, chat=(str(path),), answers_only=True, tokenizer=str(folder_of(tmp_path / "tok"))
+    )
+    with pytest.raises(TrainingError, match=said):
+        load(config)
+
+
+def test_a_template_that_is_missing_or_hides_answers_and_other_sources_are_refused(tmp_path: Path) -> None:
+    path = lines_of(tmp_path / "chat.jsonl", HELLO)
+    plain = DataConfig(seq_len=24, chat=(str(path),), tokenizer=str(folder_of(tmp_path / "none", None)))
+    with pytest.raises(TrainingError, match="no tokenizer for conversations"):
+        load(plain)
+    counting = "{{ messages | length }}" + TEMPLATE
+    tokenizer = str(folder_of(tmp_path / "other", counting))
+    hiding = DataConfig(seq_len=24, chat=(str(path),), tokenizer=tokenizer, answers_only=True)
+    with pytest.raises(TrainingError, match="the chat template takes no such conversation"):
+        load(hiding)
+    with pytest.raises(ConfigError, match="answers_only"):
+        DataConfig(seq_len=24, answers_only=True)
+    with pytest.raises(ConfigError, match="2 sources of data"):
+        DataConfig(seq_len=24, chat=("a",), tokens=("b",))
