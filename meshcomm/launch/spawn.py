@@ -59,7 +59,8 @@ def launch(
     """Run `python ARGUMENTS` as `world_size` ranks; return the job's exit code.
 
     label: the name of a rank, with its coords, where the program has opened no mesh; only called after a failure.
-    grace_s: what ranks get between being asked to end and being killed; TORCH_ELASTIC_SHUTDOWN_TIMEOUT says another.
+    grace_s: what ranks get between a signal to this process and being killed; ten seconds where one of them has failed.
+        TORCH_ELASTIC_SHUTDOWN_TIMEOUT says another number for both.
     Called by: the main thread, as signals are handled until the job ends.
 
     The code is 0 if all ranks ended well, SAVED if some ended behind a checkpoint, that of the rank whose failure caused
@@ -147,8 +148,9 @@ def _run_ranks(
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         JOB_VARIABLE: str(folder),
     }
-    grace_s = float(os.environ.get(_GRACE_VARIABLE) or grace_s)
-    ending = int(signal.SIGTERM)
+    said = os.environ.get(_GRACE_VARIABLE)
+    # Of ranks beside one that has failed; they have nothing to finish.
+    ending, within_s = int(signal.SIGTERM), float(said or GRACE_S)
     ranks: list[Popen[bytes]] = []
     signalled: _Signalled | None = None
     usual = signal.signal(signal.SIGUSR1, lambda number, _: _send(ranks, number))
@@ -158,12 +160,12 @@ def _run_ranks(
             ranks.append(Popen([sys.executable, *arguments], env=common | own, start_new_session=True))
         return _await_exits(ranks, lambda: len(collect(folder, attempt)))
     except _Signalled as received:
-        signalled, ending = received, received.number
+        signalled, ending, within_s = received, received.number, float(said or grace_s)
         if ending == signal.SIGINT:
-            grace_s = min(grace_s, _INTERRUPT_GRACE_S)
+            within_s = min(within_s, _INTERRUPT_GRACE_S)
         raise
     finally:
-        _end(ranks, {ending: grace_s, signal.SIGKILL: GRACE_S})
+        _end(ranks, {ending: within_s, signal.SIGKILL: GRACE_S})
         if signalled is not None:
             signalled.saved = {process.poll() for process in ranks} == {SAVED}
         end_all(folder)

@@ -74,7 +74,9 @@ def _small(small: Callable[[], ModelSpec], lora: LoraConfig) -> ModelSpec:
 def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list[str]:
     """The names of the linear layers that get adapters. named: as LoraConfig.targets; none: all in the blocks."""
     linear = [name for name, part in module.named_modules() if is_split_linear(part)]
-    ends = {name for name, part in module.named_modules() if _is_end(name, part, spec)}
+    tied = {name.rpartition(".")[0] for name in spec.tied or ()}
+    outside = {*spec.first, *spec.last, *tied}
+    ends = {name for name in linear if any(name == each or _within(each, name) for each in outside)}
     inside = [
         name
         for name, part in module.named_modules()
@@ -104,12 +106,6 @@ def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list
             hint="leave it out",
         )
     return found
-
-
-def _is_end(name: str, part: nn.Module, spec: ModelSpec) -> bool:
-    return (
-        name in spec.last or name in spec.first or (not spec.layers and f"{name}.weight" in (spec.tied or ()))
-    )
 
 
 def adapter_options(lora: LoraConfig, targets: Sequence[str], *, transposed: bool = False) -> Any:

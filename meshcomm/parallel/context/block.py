@@ -63,7 +63,7 @@ class Attention:
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention where all of the sequence is on this rank."""
-        apart = not self.mesh.is_fake
+        apart = self.documents is not None and not self.mesh.is_fake
         return whole_attention(
             q, k, v, self.causal, self.scale, self.window, self.documents, each_alone=apart
         )

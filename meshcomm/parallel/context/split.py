@@ -183,7 +183,7 @@ class ContextSplit:
             return by(q, k, v, slice(0, q.shape[1]))
         if self.size == 1:
             check_window("attend", causal, window)
-            alone = not self.mesh.is_fake
+            alone = documents is not None and not self.mesh.is_fake
             return whole_attention(q, k, v, causal, scale, window, documents, each_alone=alone)
         settings: dict[str, Any] = {
             "causal": causal,
