@@ -88,14 +88,14 @@ def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list
         found = [name for name in found if name not in ends]
     else:
         found = [name for name in free if any(f".{name}".endswith(f".{each}") for each in named)]
+        known = sorted({name.rpartition(".")[2] for name in free if name not in ends})
         missing = [each for each in named if not any(f".{name}".endswith(f".{each}") for name in found)]
         if missing:
             raise ConfigError(
                 f"model.lora.targets names no linear layer of a {type(module).__name__}",
                 given=listed(missing),
-                expected="names of linear layers, or their last components: "
-                + listed(sorted({name.rpartition(".")[2] for name in free})),
-                hint=did_you_mean(missing[0], {name.rpartition(".")[2] for name in free})
+                expected=f"names of linear layers, or their last components: {listed(known)}",
+                hint=did_you_mean(missing[0], known)
                 or "remove model.lora.targets, for all those of the blocks",
             )
     if wrong := [name for name in found if name in ends]:
