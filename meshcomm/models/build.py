@@ -28,27 +28,33 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
     if config.pretrained is not None:
         from meshcomm.models.families import hugging_face
 
-        spec = _with_lora(hugging_face(config, data.seq_len, train), config, train)
+        spec = with_lora(hugging_face(config, data.seq_len, train), config, train)
         return SpecModel(spec, train, data.seq_len, family=True, packed=data.document_mask)
     if config.build is not None:
         made = _built(config)
         if isinstance(made, ModelSpec):
-            made = _with_lora(made, config, train)
+            made = with_lora(made, config, train)
         elif config.lora is not None:
-            raise ConfigError(
-                "a model of its own kind gets no adapters",
-                given=f"[model.lora], and {config.build} returned {type(made).__name__}",
-                expected="an nn.Module, or a meshcomm.models.ModelSpec",
-                hint="remove model.lora",
-            )
+            raise no_adapters(type(made).__name__)
         if isinstance(made, Model):
             return made
         return SpecModel(made, train, data.seq_len, packed=data.document_mask)
     return BuiltIn(config, data, train)
 
 
-def _with_lora(spec: ModelSpec, config: ModelConfig, train: TrainConfig) -> ModelSpec:
-    if config.lora is None:
+def no_adapters(kind: str) -> ConfigError:
+    """The error of [model.lora] for a model that is made in another way than by a ModelSpec."""
+    return ConfigError(
+        "this model gets no adapters",
+        given=f"[model.lora], and a {kind}",
+        expected="a folder of transformers, or a meshcomm.models.ModelSpec",
+        hint="ModelSpec(module=...), or remove model.lora",
+    )
+
+
+def with_lora(spec: ModelSpec, config: ModelConfig | None, train: TrainConfig) -> ModelSpec:
+    """The spec with the adapters of [model.lora], if there are some."""
+    if config is None or config.lora is None:
         return spec
     from meshcomm.models.lora import adapted
 

@@ -135,13 +135,8 @@ class SpecModel(Model):
             tensor_parallel(module, split.mesh, split.dim, plan, sequence_parallel=split.sequence_parallel)
         for name, (part, _) in experts.items():
             module.set_submodule(name, part)
-        for name, part in list(module.named_modules()) if self.drops else []:
-            # Once, however many patterns name it: by the largest share.
-            if share := max(
-                (share for pattern, share in spec.dropped.items() if matches(pattern, name)), default=0
-            ):
-                part.meshcomm_dropout = Dropout(share, name)
-                part.register_forward_hook(partial(_drop, split))
+        if self.drops:
+            _have_dropped(module, spec.dropped, split)
         if own:
             put_in(module, spec.layers, order, absent)
             for name in spec.first if stage.is_first and train.compute_dtype else ():
@@ -252,10 +247,21 @@ class SpecModel(Model):
                     hint=f"remove {part}",
                 )
         check_dropouts(self._dropouts, split)
+        for part, names, what, there in self._needed(splits):
+            if used.get(part, True) and not there:
+                raise UnsupportedOp(
+                    f"this model cannot be trained with {part}",
+                    given=f"a ModelSpec without {names}",
+                    expected=what,
+                    hint=f"ModelSpec({names.split()[0]}=...), or remove {part}",
+                )
+
+    def _needed(self, splits: Splits) -> tuple[tuple[str, str, str, object], ...]:
+        """What may be used, what the spec has to have for it, in words, and whether it has."""
+        spec, split = self.spec, splits.tensor
         blocks, own = bool(spec.layers), spec.forward is None
         size = f"vocab_size = {self.vocab_size} is not divisible by {split.size}"
-        # What is used, what the spec has to have for it, in words, and whether it has.
-        needed = (
+        return (
             ("parallel.tensor", "split", "a plan that says how each layer is split", spec.split),
             ("parallel.options.sequence_parallel", "sequence", "what works on slices of the sequence", spec.sequence is not None),
             ("parallel.context", "attention", "where attention is computed", spec.attention),
@@ -272,14 +278,6 @@ class SpecModel(Model):
             ("train.compile", "layers", "which blocks are compiled", spec.layers),
             ("parallel.expert", "experts", "which weights are an expert's", spec.experts),
         )  # fmt: skip
-        for part, names, what, there in needed:
-            if used.get(part, True) and not there:
-                raise UnsupportedOp(
-                    f"this model cannot be trained with {part}",
-                    given=f"a ModelSpec without {names}",
-                    expected=what,
-                    hint=f"ModelSpec({names.split()[0]}=...), or remove {part}",
-                )
 
 
 class _Facts:
@@ -423,6 +421,14 @@ def logits_of(found: Any) -> Tensor:
 def _cast(dtype: torch.dtype, part: Any, args: object, output: Tensor) -> Tensor:
     """A forward hook: hidden states are of the computing type from the embedding on."""
     return output.to(dtype)
+
+
+def _have_dropped(module: nn.Module, shares: Mapping[str, float], split: TensorSplit) -> None:
+    """Have parts drop of their output what patterns of their names say; by the largest share, where several name one."""
+    for name, part in list(module.named_modules()):
+        if share := max((share for pattern, share in shares.items() if matches(pattern, name)), default=0):
+            part.meshcomm_dropout = Dropout(share, name)
+            part.register_forward_hook(partial(_drop, split))
 
 
 def _drop(split: TensorSplit, part: Any, args: object, output: Any) -> Any:

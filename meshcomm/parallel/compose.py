@@ -68,6 +68,14 @@ class Engine:
     ) -> None:
         self.sections = sections(mesh, config)
         parallel, _, _, train = self.sections
+        data = self.sections.data
+        if data is not None and data.document_mask and not model.packed:
+            raise UnsupportedOp(
+                "this model cannot be trained with data.document_mask",
+                given=f"a {type(model).__name__}, whose attention crosses documents",
+                expected="a model of [model], or a ModelSpec that says where attention is computed",
+                hint="ModelSpec(attention=...), or remove data.document_mask",
+            )
         self.mesh, self.model = mesh, model
         # The first steps compare the samples of ranks along tensor, pipeline and context.
         self.checked_steps = 2

@@ -23,6 +23,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.models import ModelSpec, model_of
+from meshcomm.models.build import no_adapters, with_lora
 from meshcomm.models.check import check_once
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.wrapped import WrappedModule
@@ -313,9 +314,12 @@ def _model(
     if given is None:
         return _configured(config, known)
     seq_len = 1 if known.data is None else known.data.seq_len
+    packed = known.data is not None and known.data.document_mask
     if isinstance(given, ModelSpec):
         spec = given if loss is None else replace(given, loss=loss)
-        return SpecModel(spec, known.train, seq_len)
+        return SpecModel(with_lora(spec, known.model, known.train), known.train, seq_len, packed=packed)
+    if known.model is not None and known.model.lora is not None:
+        raise no_adapters(type(given).__name__)
     return WrappedModule(given, known.parallel, known.train, loss)
 
 

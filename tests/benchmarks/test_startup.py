@@ -17,7 +17,9 @@ def test_both_programs_start_cold_and_forked(
     startup(4, 1)
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| 4 ")]
     assert [row[:2] for row in rows] == [
-        [f"| 4 {how}", name] for how in ("cold", "forked") for name in PROGRAMS
+        [f"| 4 {how}", name]
+        for how in ("cold", "forked", "forked, with the default group")
+        for name in PROGRAMS
     ]
     for row in rows:
         created, used, cpu = (float(cell.strip("| s")) for cell in row[2:])

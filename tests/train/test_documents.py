@@ -123,6 +123,12 @@ def refused(config: Config, batch: Batch) -> str:
     return caught.value.what
 
 
+def refused_module(config: Config) -> str:
+    with meshcomm.init(config) as mesh, pytest.raises(MeshcommError) as caught:
+        _ = Trainer(mesh, config, torch.nn.Embedding(256, 256)).engine
+    return caught.value.what
+
+
 def test_documents_that_are_not_masked_and_masks_that_cannot_be_are_refused(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -133,6 +139,8 @@ def test_documents_that_are_not_masked_and_masks_that_cannot_be_are_refused(
     assert batch.documents is not None
     shorter = batch._replace(documents=batch.documents[:, 1:])
     assert pool.run(refused, masked, shorter, ranks=1) == ["documents are not numbered token by token"]
+    (what,) = pool.run(refused_module, masked, ranks=1)
+    assert what == "this model cannot be trained with data.document_mask"
     unknown = DataConfig(seq_len=8, tokenizer="bytes", document_mask=True)
     with pytest.raises(TrainingError, match="nothing says where a document ends"):
         load(unknown)
