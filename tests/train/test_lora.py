@@ -42,7 +42,7 @@ MESHES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-_IN_THE_GATE = ("pp2 tp2", "own, pp2 tp2 sequence", "dropout, dp2 tp2 sequence")
+_IN_THE_GATE = ("own, pp2 tp2 sequence", "dropout, dp2 tp2 sequence")
 
 
 def lora_config(
