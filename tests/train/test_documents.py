@@ -21,6 +21,7 @@ from meshcomm.train.data.corpus import IGNORED, Stream
 from meshcomm.train.data.load import load
 from meshcomm.train.parity import Record, _recorded, compare, reference
 from tests.models.families import config_of, folder_of
+from tests.models.table import smallest
 from tests.sizes import model_of
 
 SEQ = 32
@@ -37,6 +38,7 @@ MESHES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama, fsdp4": ("llama", "fsdp=4", {}),
     "llama, dp2 cp2 ring": ("llama", "dp=2 cp=2", {"train": {"activation_checkpointing": True}}),
     "a window, cp2 ulysses": ("mistral window", "dp=2 cp=2", {"attention": "ulysses"}),
+    "soft caps, cp2 ulysses": ("gemma2", "dp=2 cp=2", {"attention": "ulysses"}),
     "own, pp2 cp2": (OWN, "pp=2 cp=2", {}),
 }
 _IN_THE_GATE = ("cp2 ring", "cp2 ulysses", "llama, pp2 tp2", "own, pp2 cp2")
@@ -45,7 +47,7 @@ _IN_THE_GATE = ("cp2 ring", "cp2 ulysses", "llama, pp2 tp2", "own, pp2 cp2")
 def documents() -> list[tuple[Tensor, Tensor]]:
     """Tokens and targets of each document, in order."""
     generator = torch.Generator().manual_seed(3)
-    drawn = (torch.randint(256, (length + 1,), generator=generator) for each in LENGTHS for length in each)
+    drawn = (torch.randint(128, (length + 1,), generator=generator) for each in LENGTHS for length in each)
     return [(tokens[:-1], tokens[1:]) for tokens in drawn]
 
 
@@ -85,7 +87,11 @@ def settings_of(path: Path, kind: str, dims: str, samples: int, masks: bool, **m
     elif kind == OWN:
         model = {"build": OWN}
     else:
-        model = {"pretrained": str(folder_of(kind, path)), "random_weights": True}
+        if kind == "gemma2":
+            smallest(kind).save_pretrained(path)
+        else:
+            folder_of(kind, path)
+        model = {"pretrained": str(path), "random_weights": True}
     train = {"global_batch_size": samples, "lr": 0.01, **more.pop("train", {})}
     config = config_of(model, dims, train=train, tokenizer=None if kind == OWN else "bytes", **more)
     return load_config(config, [f"data.document_mask={str(masks).lower()}"] + ["data.eos_id=0"] * masks)
