@@ -62,6 +62,7 @@ class DataConfig(Section):
         NoEffect("eos_id", "document_mask", way="document_mask = true"),
         NoEffect("tokenizer", "source", ("files", "chat"), why=" without text"),
         NoEffect("max_bytes", "source", ("files",), why=" without text"),
+        NoEffect("eos", "source", ("files",), why=": it is put behind the texts of data.files alone"),
         NoEffect("validation_files", "source", ("files", "tokens", "chat"), why=" without files"),
         NoEffect("eos_id", "source", ("files", "tokens"), why=": samples say where documents begin"),
         NoEffect("answers_only", "chat", way='chat = ["conversations.jsonl"]'),

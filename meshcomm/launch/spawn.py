@@ -161,6 +161,8 @@ def _run_ranks(
         return _await_exits(ranks, lambda: len(collect(folder, attempt)))
     except _Signalled as received:
         signalled, ending, within_s = received, received.number, float(said or grace_s)
+        # Schedulers repeat it while ranks save what they have.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if ending == signal.SIGINT:
             within_s = min(within_s, _INTERRUPT_GRACE_S)
         raise

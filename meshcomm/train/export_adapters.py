@@ -41,6 +41,7 @@ def write_adapter_config(folder: Path, base: str, lora: Mapping[str, Any], kinds
     """Write adapter_config.json. base: the folder of the model without adapters."""
     settings = LoraConfig(**lora)
     options = adapter_options(settings, settings.targets or targets_in(kinds))
+    options.lora_dropout = settings.dropout
     options.base_model_name_or_path, options.task_type, options.inference_mode = base, "CAUSAL_LM", True
     options.save_pretrained(folder)
 

@@ -1,8 +1,7 @@
-"""A signal that asks a run to end: after a step, behind a checkpoint, on all ranks alike."""
+"""Signals that end a run after a step and a checkpoint, on all ranks."""
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from types import TracebackType
@@ -19,13 +18,14 @@ _AGREED: Final = "meshcomm.train/agreed"
 
 @final
 class Signals(Callback):
-    """SIGTERM and SIGUSR1, to any rank, end the run after a step that all ranks end it after. A second one acts as usual.
+    """SIGTERM and SIGUSR1, to any rank, end the run after the same step on all ranks.
 
-    A context, in the main thread: elsewhere signals act as usual, on this rank.
+    A context, in the main thread: elsewhere signals act as usual, on this rank. Only the first signal counts: a launcher passes
+    one on that Slurm or systemd has sent to the ranks too. After a run that they ended, they are ignored: the program is to end.
 
-    Signals reach ranks at different moments. The rank that gets one leaves word in the job's store. The first rank finds it
-    there when it looks, and says so before its next step; no rank can be past that step without it, so that all know when
-    they look behind it.
+    Signals reach ranks at different moments. A rank that gets one sets a key in the job's store. The first rank finds the key
+    when it looks, and sets another one before its next step. No rank finishes that step without the first rank, so that all
+    ranks find the second key when they look after it.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -46,7 +46,7 @@ class Signals(Callback):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._usual.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self.stop else handler)
         self._usual = {}
 
     def look(self, step: int) -> None:
@@ -62,7 +62,4 @@ class Signals(Callback):
             store.set(_AGREED, f"{step} {store.get(_ASKED).decode()}")
 
     def _received(self, number: int, frame: object) -> None:
-        if self._number:
-            signal.signal(number, self._usual[number])
-            os.kill(os.getpid(), number)
-        self._number = number
+        self._number = self._number or number

@@ -188,7 +188,7 @@ class Steps:
                 self._summary(),
                 late=late,
                 stopped=self._stopped() if done < train.steps else "",
-                asked_to_stop=self._signals.stop,
+                asked_to_stop=self._signals.stop and done < train.steps,
             )
             if done > self._first:
                 whole = dataclasses.replace(whole, traffic=traffic, traffic_steps=done - self._first)

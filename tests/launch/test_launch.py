@@ -31,6 +31,18 @@ def run(script: str, world_size: int = 3, max_restarts: int = 0) -> int:
     return launch(["-c", head + script], world_size, max_restarts, lambda rank: f"rank {rank} (dp={rank})")
 
 
+def send_when_up(folder: Path, number: signal.Signals, after_s: float = 0.0) -> None:
+    """Send this process a signal once three ranks have said that they are up."""
+
+    def send() -> None:
+        while len(list(folder.glob("* is up"))) < 3:
+            time.sleep(0.02)
+        time.sleep(after_s)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
 def test_ranks_get_what_torchrun_would_set(pool: Pool, tmp_path: Path) -> None:
     script = """
 import torch.distributed as dist
@@ -92,12 +104,7 @@ Path({str(tmp_path)!r}, f"{{rank}} is up").touch()
 time.sleep(1000)
 """
 
-    def send() -> None:
-        while len(list(tmp_path.glob("* is up"))) < 3:
-            time.sleep(0.02)
-        os.kill(os.getpid(), number)
-
-    threading.Thread(target=send, daemon=True).start()
+    send_when_up(tmp_path, number)
     assert run(script) == code
     assert sorted(path.name for path in tmp_path.glob("*got*")) == [
         f"{rank} got {int(number)}" for rank in range(3)
@@ -112,6 +119,8 @@ def test_ranks_that_saved_what_they_had_end_the_job_with_a_code_that_says_so(
     script = f"""
 from pathlib import Path
 def saved(number, _):
+    for each in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
     time.sleep(0.3 * rank)
     sys.exit({SAVED})
 for each in (signal.SIGUSR1, signal.SIGTERM):
@@ -120,15 +129,11 @@ Path({str(tmp_path)!r}, f"{{rank}} is up").touch()
 time.sleep(1000)
 """
 
-    def send() -> None:
-        while len(list(tmp_path.glob("* is up"))) < 3:
-            time.sleep(0.02)
-        os.kill(os.getpid(), number)
-
-    threading.Thread(target=send, daemon=True).start()
+    send_when_up(tmp_path, number)
+    send_when_up(tmp_path, number, after_s=0.3)
     assert run(script) == SAVED == 75
     assert capfd.readouterr().err == ""
-    # One that fails beside them is told.
+    # A rank that fails beside them is the cause.
     assert run(f"sys.exit({SAVED} if rank else 3)") == 3
 
 

@@ -1,4 +1,4 @@
-"""Conversations become samples: what counts as a target, what is packed with what, and what is refused."""
+"""Samples of conversations: their targets, their packing, and errors for files that hold no conversations."""
 
 from __future__ import annotations
 

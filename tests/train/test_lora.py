@@ -1,4 +1,4 @@
-"""Low-rank adapters: on every mesh what they are on one process, and what peft makes of the folder that is exported."""
+"""Low-rank adapters train on every mesh as on one process, and peft opens the exported folder."""
 
 from __future__ import annotations
 

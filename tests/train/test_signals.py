@@ -36,6 +36,9 @@ class _Sends(Callback):
     def _later(self) -> None:
         time.sleep(self._seconds)
         os.kill(os.getpid(), self._number)
+        # A launcher passes on what Slurm has sent to its ranks too.
+        time.sleep(0.005)
+        os.kill(os.getpid(), self._number)
 
 
 def trained(config: Config, sender: tuple[int, int, int, float] | None) -> tuple[list[float], bool, str]:
@@ -45,6 +48,9 @@ def trained(config: Config, sender: tuple[int, int, int, float] | None) -> tuple
         if sender is not None and sender[0] == mesh.rank:
             callbacks = [_Sends(*sender[1:])]
         found = Trainer(mesh, config, callbacks=callbacks).run()
+        # This process goes on, with other tests.
+        ignored = [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGUSR1)]
+        assert ignored == [signal.SIG_IGN if found.asked_to_stop else signal.SIG_DFL] * 2
         return list(found.losses), found.asked_to_stop, found.stopped
 
 

@@ -45,17 +45,6 @@ def _attending(documents: Tensor, call: Callable[..., Any], /, *args: Any, **nam
         return call(*args, **named)
 
 
-def numbered(ends: Tensor) -> Tensor:
-    """The number of each token's document, from 0, of tokens of which some are the last of theirs.
-
-    ends: bool (..., sequence) -> int64.
-
-    >>> numbered(torch.tensor([False, False, True, False, True, False])).tolist()
-    [0, 0, 0, 1, 1, 2]
-    """
-    return F.pad(ends.long().cumsum(-1)[..., :-1], (1, 0))
-
-
 def places(documents: Tensor) -> Tensor:
     """Where each token stands in its document, from 0. int64 (..., sequence) -> the same.
 
@@ -74,7 +63,8 @@ def check_documents(documents: Tensor, tokens: Tensor) -> None:
             "documents are not numbered token by token",
             given=f"documents {tuple(documents.shape)}, {documents.dtype}; tokens {tuple(tokens.shape)}",
             expected="int64, of the shape of the tokens: the number of each token's document, ascending",
-            hint="meshcomm.train.numbered(tokens == eos)",
+            hint="0 for each token of a sample's first document, 1 for the next: "
+            "torch.nn.functional.pad((tokens == eos).long().cumsum(1)[:, :-1], (1, 0))",
         )
 
 

@@ -98,7 +98,7 @@ class _Ring(Attention):
         return self.mesh.exchange(self.dim, [(x, (coord + 1) % n)], coming, async_op=True)
 
     def seen(self, turn: int, block: Block) -> tuple[bool, Tensor | None]:
-        """Whether some of the block's queries meet some of its keys, and which; None: all that causal lets them meet."""
+        """Whether some of the block's queries meet some of its keys; and which keys each meets, None for all that causal allows."""
         if self.documents is None:
             return True, None
         mine, theirs, _ = block
