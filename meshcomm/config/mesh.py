@@ -8,8 +8,8 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, PrivateAttr
 
 from meshcomm.config.problems import Problem, refused, report
-from meshcomm.config.rules_mesh import MOST_RANKS, RULES
-from meshcomm.config.section import FrozenList, FrozenTable, Section, Table, Text
+from meshcomm.config.rules_mesh import MOST_RANKS, RULES, sizes_fit
+from meshcomm.config.section import FrozenList, FrozenTable, Section, Table, Text, run
 from meshcomm.errors import LayoutError
 from meshcomm.layout import GroupOptions, Layout, Plan
 from meshcomm.layout.names import merged_name
@@ -110,42 +110,50 @@ class MeshConfig(Section):
                 expected=f"1 to {MOST_RANKS}",
                 hint="the number of processes that the job has",
             )
+        # The other rules hold since the section was made.
         here = self.model_copy()
         here._world = world
-        problems = list(here.problems())
+        problems = list(run((sizes_fit,), here))
         if not problems and self.count(world) is None:
             problems = refused("dims", resolve, self.dims, None)
         return problems
 
-    def sizes(self, world: int | None) -> dict[str, int]:
-        """Size of every dim of the base, -1 filled in. Raises ConfigError where `world` does not fit."""
-        self._check(world)
+    def sizes(self, world: int | None, source: str | None = None) -> dict[str, int]:
+        """Size of every dim of the base, -1 filled in. Raises ConfigError where `world` does not fit.
+
+        source: what an error names, with keys under `mesh`; None: this section.
+        """
+        problems = self.world_problems(world)
+        if problems and source is not None:
+            raise report(source, [problem.under("mesh") for problem in problems])
+        if problems:
+            raise report(type(self).__name__, problems)
         return resolve(self.dims, self.count(world))
 
-    def layout(self, world: int | None) -> Layout:
-        """Who sits where. Raises ConfigError where `world` does not fit."""
+    def layout(self, world: int | None, source: str | None = None) -> Layout:
+        """Who sits where. Raises ConfigError where `world` does not fit; source: as for `sizes`."""
         return Layout(
-            self.sizes(world),
+            self.sizes(world, source),
             rank_order=self.ranks if self.rank_order is None else self.rank_order,
             views=self.views,
             merge=self.merge,
         )
 
-    def plan(self, world: int | None) -> Plan:
+    def plan(self, world: int | None, source: str | None = None) -> Plan:
         """Every group, with its options. Raises ConfigError where `world` does not fit.
 
-        world: number of processes of the job; None where it is not known and every size is given.
+        world: number of processes of the job; None where it is not known and every size is given. source: as for `sizes`.
         """
         return Plan(
-            self.layout(world),
+            self.layout(world, source),
             defaults=GroupOptions(backend=self.backend, timeout_s=self.timeout_s),
             options={name: self._group_options(options) for name, options in self.options.items()},
             device=self.device,
         )
 
-    def resolved(self, world: int | None) -> MeshConfig:
-        """The same mesh with every -1 filled in. Raises ConfigError where `world` does not fit."""
-        layout = self.layout(world)
+    def resolved(self, world: int | None, source: str | None = None) -> MeshConfig:
+        """The same mesh with every -1 filled in. Raises ConfigError where `world` does not fit; source: as for `sizes`."""
+        layout = self.layout(world, source)
         views = Table({name: Table(sizes) for name, sizes in layout.views.items()})
         return self.model_copy(update={"dims": Table(layout.dims), "views": views})
 
@@ -165,8 +173,3 @@ class MeshConfig(Section):
             comm_id=options.comm_id,
             extra=options.backend_options(),
         )
-
-    def _check(self, world: int | None) -> None:
-        problems = self.world_problems(world)
-        if problems:
-            raise report(type(self).__name__, problems)

@@ -69,7 +69,7 @@ class Config(Section):
 
     def layout(self, world: int | None) -> Layout:
         """Who sits where, on `world` processes. Raises ConfigError where they do not fit."""
-        return self._grouped(world).layout(world)
+        return self._grouped(world).layout(world, self._source)
 
     def plan(self, world: int | None) -> Plan:
         """Every group of the mesh, on `world` processes. Raises ConfigError where they do not fit.
@@ -77,21 +77,19 @@ class Config(Section):
         Those of weights that are sharded along two dims at once are a merged dim, also where [mesh] has none.
         world: None where it is not known and every size is given.
         """
-        return self._grouped(world).plan(world)
+        return self._grouped(world).plan(world, self._source)
 
     def _grouped(self, world: int | None) -> MeshConfig:
-        self._check(world)
         if self.parallel is None or self.train is None:
             return self.mesh
-        return self.mesh.merging(self.parallel.shard_dims(self.mesh.sizes(world)))
+        return self.mesh.merging(self.parallel.shard_dims(self.mesh.sizes(world, self._source)))
 
     def resolved(self, world: int | None) -> Config:
         """The same configuration with every -1 filled in, training checked against the sizes.
 
         Raises ConfigError where the world or the training does not fit.
         """
-        self._check(world)
-        filled = self.model_copy(update={"mesh": self.mesh.resolved(world)})
+        filled = self.model_copy(update={"mesh": self.mesh.resolved(world, self._source)})
         problems = list(filled.problems())
         if problems:
             raise report(self._source, problems)
@@ -117,8 +115,3 @@ class Config(Section):
                 hint="add the four sections",
             )
         return self.train.global_batch_size // self.parallel.copies(sizes) // self.train.micro_batch_size
-
-    def _check(self, world: int | None) -> None:
-        problems = [problem.under("mesh") for problem in self.mesh.world_problems(world)]
-        if problems:
-            raise report(self._source, problems)

@@ -26,7 +26,7 @@ MOST_RANKS: Final = 2**24
 # -- sizes ------------------------------------------------------------------------------------------
 
 
-def _sizes(mesh: MeshConfig) -> Iterator[Problem]:
+def sizes_fit(mesh: MeshConfig) -> Iterator[Problem]:
     """Dims, ranks and views by themselves; then what depends on several of them."""
     problems = list(run((_dims, _ranks), mesh))
     yield from problems
@@ -179,7 +179,9 @@ def _view_names(mesh: MeshConfig) -> Iterator[Problem]:
 
 # What "auto" is on a device.
 DEFAULTS: Final = {"cpu": "gloo", "cuda": "nccl"}
-_NAME: Final = "[a-z][a-z0-9_-]*"
+_NAME: Final = re.compile("[a-z][a-z0-9_-]*")
+_PAIRS: Final = re.compile("[a-z][a-z0-9_-]*:[a-z][a-z0-9_-]*(,[a-z][a-z0-9_-]*:[a-z][a-z0-9_-]*)*")
+_DEVICE: Final = re.compile("[a-z][a-z0-9_]*")
 
 
 def backends(text: str) -> dict[str, str] | None:
@@ -188,9 +190,9 @@ def backends(text: str) -> dict[str, str] | None:
     >>> backends("gloo"), backends("cpu:gloo,cuda:nccl")
     ({'': 'gloo'}, {'cpu': 'gloo', 'cuda': 'nccl'})
     """
-    if re.fullmatch(_NAME, text):
+    if _NAME.fullmatch(text):
         return {"": text}
-    if not re.fullmatch(f"{_NAME}:{_NAME}(,{_NAME}:{_NAME})*", text):
+    if not _PAIRS.fullmatch(text):
         return None
     pairs = [pair.partition(":")[::2] for pair in text.split(",")]
     by_device = dict(pairs)
@@ -213,7 +215,7 @@ def may_use_nccl(mesh: MeshConfig) -> bool:
 
 def _devices(mesh: MeshConfig) -> Iterator[Problem]:
     """The device's type; then the backends for it."""
-    plain = re.match("[a-z][a-z0-9_]*", mesh.device.lower())
+    plain = _DEVICE.match(mesh.device.lower())
     kind = plain.group() if plain else "auto"
     # Not torch's word: without this, only a rank would find that its host has no such device.
     if kind == "gpu" or kind != mesh.device:
@@ -272,4 +274,4 @@ def _ctas(mesh: MeshConfig) -> Iterator[Problem]:
             yield Problem(f"{path}.min_ctas", what, "min_ctas no larger than max_ctas", ways, given)
 
 
-RULES: Final = (_sizes, _merged, _options, _view_names, _devices, _ctas)
+RULES: Final = (sizes_fit, _merged, _options, _view_names, _devices, _ctas)

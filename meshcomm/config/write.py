@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from meshcomm.errors import ConfigError, MeshcommError
 
 _WIDEST = 72
+_BARE = re.compile("[A-Za-z0-9_-]+")
 
 
 def plain(data: Any) -> Any:
@@ -36,7 +37,7 @@ def key_path(parts: Iterable[str | int]) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
-            bare = re.fullmatch(r"[A-Za-z0-9_-]+", part)
+            bare = _BARE.fullmatch(part)
             text += "." * bool(text) + (part if bare else json.dumps(part, ensure_ascii=False))
     return text
 

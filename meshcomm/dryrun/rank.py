@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, NoReturn, final
 
@@ -302,7 +301,7 @@ def alone(settings: Settings) -> Settings:
     changed = {"device": "cpu", "backend": "fake", "options": options, "validate_calls": 0, "reports": ""}
     mesh = mesh.model_copy(update={**changed, "warm_up": False})
     if isinstance(settings, MeshOnly):
-        return replace(settings, mesh=mesh)
+        return settings._replace(mesh=mesh)
     return settings.model_copy(update={"mesh": mesh})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +32,8 @@ class GroupOptions:
 
     def facts(self) -> dict[str, Any]:
         """As plain data."""
-        return {**asdict(self), "extra": dict(self.extra)}
+        facts = {name: getattr(self, name) for name in self.__slots__}
+        return {**facts, "extra": dict(self.extra)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,13 @@ class Plan:
 
     def for_rank(self, rank: int) -> RankPlan:
         """What `rank` sees. Time and memory grow with the sizes of its groups, not with the world."""
+        # A process asks for its own many times.
+        last: RankPlan | None = self.__dict__.get("_last")
+        if last is None or last.rank != rank:
+            last = self.__dict__["_last"] = self._for_rank(rank)
+        return last
+
+    def _for_rank(self, rank: int) -> RankPlan:
         layout = self.layout
         wider = (family for family in self.families if family.size > 1)
         groups = tuple(self._group(family, layout.group_of(rank, family.name)) for family in wider)

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 # In the default group's store: the prefix of the mesh that made the group.
 _PREFIX: Final = "meshcomm/prefix"
+# What a folder's name does not hold.
+_NO_NAME: Final = re.compile(r"[^\w.-]")
 
 
 def init(
@@ -406,7 +408,7 @@ def _reports(folder: str, moment: str) -> str:
     """The run's own folder in `folder`: its time and, where the launcher names it, its job."""
     named = (os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
     job = next((name for name in named if name not in ("", "none")), "")
-    return os.path.join(folder, re.sub(r"[^\w.-]", "-", f"{moment}-{job}".rstrip("-"))) if folder else ""
+    return os.path.join(folder, _NO_NAME.sub("-", f"{moment}-{job}".rstrip("-"))) if folder else ""
 
 
 def _topology(settings: Settings, ranks_per_host: int | None, simulated: bool) -> TopologyConfig:

@@ -8,16 +8,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from math import prod
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.config.mesh import DimOptions, MeshConfig
-from meshcomm.config.problems import report
 from meshcomm.config.process import NetworkConfig, ProcessConfig, TopologyConfig
 from meshcomm.errors import LaunchError, LayoutError, MeshcommError
 from meshcomm.layout import Plan
@@ -33,21 +31,17 @@ OVERRIDES_VARIABLE: Final = "MESHCOMM_SET"
 Source: TypeAlias = "str | PathLike[str] | Config | MeshConfig | DeviceMesh | Mapping[str, Any]"
 
 
-@dataclass(frozen=True)
-class MeshOnly:
+class MeshOnly(NamedTuple):
     """The sections of a Config that a mesh is made from, without the models of the training sections."""
 
     mesh: MeshConfig
-    process: ProcessConfig = field(default_factory=ProcessConfig)
-    network: NetworkConfig = field(default_factory=NetworkConfig)
-    topology: TopologyConfig = field(default_factory=TopologyConfig)
+    process: ProcessConfig = ProcessConfig()
+    network: NetworkConfig = NetworkConfig()
+    topology: TopologyConfig = TopologyConfig()
 
     def plan(self, world: int | None) -> Plan:
         """See Config.plan."""
-        problems = [problem.under("mesh") for problem in self.mesh.world_problems(world)]
-        if problems:
-            raise report("Config", problems)
-        return self.mesh.plan(world)
+        return self.mesh.plan(world, "Config")
 
 
 Settings: TypeAlias = "Config | MeshOnly"
@@ -61,8 +55,10 @@ _TAKEN: ContextVar[str | None] = ContextVar("meshcomm_config_taken", default=Non
 def given_keys(**keys: Any) -> dict[str, Any]:
     """Those keys of `[mesh]` that were given; lists of ranks as tuples."""
     given = {name: value for name, value in keys.items() if value is not None}
-    ranks = [name for name in ("rank_order", "ranks") if isinstance(given.get(name), Iterable)]
-    return {**given, **{name: tuple(given[name]) for name in ranks}}
+    for name in {"rank_order", "ranks"} & given.keys():
+        if isinstance(given[name], Iterable):
+            given[name] = tuple(given[name])
+    return given
 
 
 def settings_of(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Settings:
