@@ -259,6 +259,7 @@ validation = 0.01
 build = "my_package.data:loader"
 args = { folder = "images" }
 seq_len = 128
+workers = 2
 """,
         """\
 [data]
@@ -303,6 +304,7 @@ resume = true
 resume_changed = ["global_batch_size"]
 eval_every = 100
 eval_batches = 20
+evaluate = "my_package.judge:accuracy"
 patience = 3
 min_delta = 0.01
 target_loss = 1.2

@@ -220,8 +220,8 @@ def _tokenizer(resolved: Resolved) -> Iterator[Problem]:
 
 def _evaluation(resolved: Resolved) -> Iterator[Problem]:
     data, every = resolved.data, resolved.train.eval_every
-    if every and not data.validates:
-        expected = "data.validation or data.validation_files"
+    if every and not data.validates and resolved.train.evaluate is None:
+        expected = "data.validation, data.validation_files or train.evaluate"
         ways = ["data.validation = 0.05", "train.eval_every = 0"]
         what = "nothing to evaluate: the data has no validation part"
         yield Problem("train.eval_every", what, expected, ways, f"eval_every = {every}")

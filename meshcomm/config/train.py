@@ -99,6 +99,9 @@ class DataConfig(Section):
     """Tokens of a sample."""
     max_bytes: int | None = Field(default=None, ge=2, examples=[8_000_000])
     """With text: bytes that are read at most, of all files in order. None: all of them."""
+    workers: int = Field(default=0, ge=0, examples=[2])
+    """Processes of each rank that read the samples of coming steps while it computes, two steps each ahead. Default 0: the
+    rank reads between steps."""
     validation: Fraction = 0.0
     """Share of the samples, at the end of each source, that is not trained on but evaluated."""
     validation_files: FrozenList[Text] = ()
@@ -188,7 +191,7 @@ class TrainConfig(Section):
         NoEffect("compute_dtype float32_matmul_precision", "dtype", ("float32",), 'dtype = "float32"'),
         NoEffect("keep checkpoint_async", "checkpoint_every", way="checkpoint_every = 100"),
         NoEffect("resume_changed", "resume", way="resume = true"),
-        NoEffect("eval_batches patience target_loss", "eval_every", way="eval_every = 100"),
+        NoEffect("eval_batches evaluate patience target_loss", "eval_every", way="eval_every = 100"),
         NoEffect("min_delta", "patience", way="patience = 3"),
     )
     steps: int = Field(ge=1, examples=[60])
@@ -267,6 +270,9 @@ class TrainConfig(Section):
     another global_batch_size they continue. Default []: nothing."""
     eval_every: int = Field(default=0, ge=0)
     """With validation data: steps from one evaluation to the next; one more follows the last step. 0: none."""
+    evaluate: Function | None = Field(default=None, examples=["my_package.judge:accuracy"])
+    """With eval_every: module:function, called on every rank with the Trainer. It returns the validation loss, or numbers by
+    name. None: none."""
     eval_batches: int | None = Field(default=None, ge=1)
     """With eval_every: global batches of an evaluation, the same ones each time. None: all that are whole."""
     patience: int | None = Field(default=None, ge=1)

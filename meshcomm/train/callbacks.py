@@ -78,6 +78,11 @@ class Step:
     peak_memory_rank: int | None = None
     """Whose it is."""
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """By name, as metrics.jsonl has them."""
+        return dict(vars(self))
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -91,6 +96,14 @@ class Evaluation:
     """In these batches, all ranks together."""
     seconds: float
     """That the evaluation took."""
+    more: Mapping[str, float] = field(default_factory=dict)
+    """What the function of train.evaluate found beside the loss, by name."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """By name, as metrics.jsonl has them: of `more` each as `validation_NAME`."""
+        facts = {name: value for name, value in vars(self).items() if name != "more"}
+        return facts | {f"validation_{name}": value for name, value in self.more.items()}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from meshcomm.train.checkpoint_folder import (
 )
 from meshcomm.train.checkpoint_reader import Saved
 from meshcomm.train.checkpoint_writer import Save, divide
+from meshcomm.train.data import STATE
 from meshcomm.train.lock import Lock, resume_differences
 from meshcomm.train.run_files import put_aside
 
@@ -104,9 +105,32 @@ def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None 
     return on_all_ranks(mesh, f"resume from {folder}", put_back)
 
 
-def state_of(mesh: Mesh, engine: Engine, losses: list[float] | None = None) -> dict[str, Tensor | Kept]:
-    """Everything that `resume` needs. Raises TrainingError on every rank where one has what cannot be saved."""
-    state = on_all_ranks(mesh, "save the state", engine.saved_state)
+def saved_data(mesh: Mesh, engine: Engine, folder: Path) -> Tensor | None:
+    """The state of this rank's loader in a checkpoint; None: it was not saved, or of other shares. Called by: every rank."""
+    name = STATE.format(engine.data_coord, engine.data_size)
+
+    def look() -> Tensor | None:
+        saved = Saved(folder)
+        return saved.load(name) if name in saved.kinds else None
+
+    return on_all_ranks(mesh, f"resume from {folder}", look)
+
+
+def state_of(
+    mesh: Mesh,
+    engine: Engine,
+    losses: list[float] | None = None,
+    data: Callable[[], Mapping[str, Tensor]] | None = None,
+) -> dict[str, Tensor | Kept]:
+    """Everything that `resume` and `saved_data` need. data: gives the state of a loader.
+
+    Raises TrainingError on every rank where one has what cannot be saved.
+    """
+
+    def gather() -> dict[str, Tensor | Kept]:
+        return {**engine.saved_state(), **({} if data is None else data())}
+
+    state = on_all_ranks(mesh, "save the state", gather)
     return state if losses is None else {**state, LOSSES: torch.tensor(losses, dtype=torch.float64)}
 
 

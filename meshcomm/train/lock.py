@@ -34,7 +34,7 @@ _SAMPLES = {
 # Where the run is kept and whether it resumes says nothing about what is trained.
 _LEFT_OUT = {"train": {"out", "resume"}}
 # How a run is written down changes nothing in what it computes.
-_OF_NO_EFFECT = {
+_OF_NO_EFFECT = {"data.workers"} | {
     f"train.{name}"
     for name in (
         *("checkpoint_every", "checkpoint_async", "keep", "log_every", "out", "resume", "resume_changed"),

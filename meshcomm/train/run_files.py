@@ -8,7 +8,6 @@ import math
 import os
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, final
@@ -79,7 +78,7 @@ class MetricsFile:
         """Append one line: the fields that are known. A number that is not finite is null."""
         facts = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in asdict(step).items()
+            for key, value in step.facts.items()
             if value not in ("", None)
         }
         with naming(self.path):

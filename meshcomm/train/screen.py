@@ -86,10 +86,10 @@ class TrainingReporter(Callback):
 
     def on_eval(self, evaluation: Evaluation) -> None:
         """Print a line."""
-        self._say(
-            f"step {evaluation.step}  validation loss {evaluation.validation_loss:.4f} over "
-            f"{evaluation.validation_tokens:,} tokens, {duration(evaluation.seconds)}"
-        )
+        over = f" over {evaluation.validation_tokens:,} tokens" if evaluation.validation_tokens else ""
+        more = "".join(f", {name} {value:.4g}" for name, value in evaluation.more.items())
+        loss = f"validation loss {evaluation.validation_loss:.4f}{over}{more}"
+        self._say(f"step {evaluation.step}  {loss}, {duration(evaluation.seconds)}")
 
     def on_end(self, summary: Summary, error: BaseException | None) -> None:
         """Close the bar, and print the summary or how far the run came."""

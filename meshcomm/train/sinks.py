@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
@@ -70,17 +69,17 @@ class Sink(Callback):
             reinit="create_new",  # a run that the program has opened stays as it is
         )
 
-    def _write(self, group: str, facts: Step | Evaluation) -> None:
+    def _write(self, group: str, line: Step | Evaluation) -> None:
         numbers = {
             f"{group}/{key.removeprefix('validation_')}": value
-            for key, value in asdict(facts).items()
+            for key, value in line.facts.items()
             if isinstance(value, int | float) and key != "step"
         }
         if self._writer is not None and self._package == "wandb":
-            self._writer.log(numbers, step=facts.step)
+            self._writer.log(numbers, step=line.step)
         elif self._writer is not None:
             for name, number in numbers.items():
-                self._writer.add_scalar(name, number, facts.step)
+                self._writer.add_scalar(name, number, line.step)
 
     def _close(self, failed: bool) -> None:
         if self._writer is not None and self._package == "wandb":

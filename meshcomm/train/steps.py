@@ -22,7 +22,8 @@ from meshcomm.parallel.results import Done
 from meshcomm.train.callbacks import Best, Callback, EarlyStop, Evaluation, Resumed, Start, Step, Summary
 from meshcomm.train.checkpoint import Checkpoints, state_of
 from meshcomm.train.cost import Cost
-from meshcomm.train.data import Batches, Corpus, GivenBatches
+from meshcomm.train.data import Batches, Corpus, GivenBatches, ReadAhead
+from meshcomm.train.evaluation import Evaluator
 from meshcomm.train.lock import Lock
 from meshcomm.train.run_files import METRICS, MetricsFile, TraceWindow, check_folder, recorded, settings_of
 from meshcomm.train.signals import Signals
@@ -84,25 +85,11 @@ def threads_and_precision(mesh: Mesh, train: TrainConfig, ranks_here: int) -> It
 
 
 class Reading(NamedTuple):
-    """What steps are made of. corpus: of [data], None of data that come from code; held: its validation part."""
+    """What steps are made of, and evaluations. corpus: of [data], None of data that come from code."""
 
-    batches: Batches | GivenBatches
+    batches: Batches | ReadAhead | GivenBatches
     corpus: Corpus | None
-    held: Batches | None
-
-    def evaluated(self, train: TrainConfig) -> int:
-        """Global batches of an evaluation. Raises TrainingError where there are none and one is asked for."""
-        validation = None if self.corpus is None else self.corpus.validation
-        samples = 0 if validation is None else validation.samples
-        whole = samples // train.global_batch_size
-        if train.eval_every and not whole:
-            raise TrainingError(
-                "there is too little to evaluate",
-                given=f"{samples} samples for validation, train.global_batch_size = {train.global_batch_size}",
-                expected="one global batch or more",
-                hint="a larger data.validation, more validation files, or a smaller train.global_batch_size",
-            )
-        return min(whole, train.eval_batches or whole)
+    evaluator: Evaluator
 
 
 class Progress(NamedTuple):
@@ -130,7 +117,7 @@ class Steps:
         mesh, corpus = engine.mesh, reading.corpus
         lock, losses, resumed = progress
         self._engine, self._mesh, self._train, self._config = engine, mesh, train, config
-        self._reading, self._eval_batches = reading, reading.evaluated(train)
+        self._reading = reading
         self._checkpoints, self._lock = checkpoints, lock
         self._out = Path(train.out)
         self._first = len(losses)
@@ -168,6 +155,8 @@ class Steps:
                 ended = stack.enter_context(recorded(self._out, self._config, mesh.plan, self._start))
             stack.enter_context(self._checkpoints)
             stack.enter_context(self._signals)
+            if isinstance(self._reading.batches, ReadAhead):
+                stack.enter_context(self._reading.batches)
             window = stack.enter_context(TraceWindow(mesh, train, self._first))
             for callback in self._callbacks:
                 callback.on_start(self._start)
@@ -279,12 +268,7 @@ class Steps:
         return logged
 
     def _evaluate(self, step: int) -> None:
-        held = self._reading.held
-        assert held is not None
-        began = time.perf_counter()
-        loss = self._engine.evaluate(held.in_order(self._train.eval_batches))
-        tokens = self._eval_batches * self._start.tokens_per_step
-        self._evaluation = Evaluation(step, loss, tokens, seconds=time.perf_counter() - began)
+        self._evaluation = self._reading.evaluator.after(step, self._start.tokens_per_step)
         self._cost.compare_counts()
         if self._metrics is not None:
             self._metrics.write(self._evaluation)
@@ -302,7 +286,9 @@ class Steps:
             samples=self._reading.batches.read(step),
             best=self._early.best,
         )
-        folder = self._checkpoints.save(lock, state_of(self._mesh, self._engine, self._losses))
+        batches = self._reading.batches
+        data = batches.saved if isinstance(batches, GivenBatches) else None
+        folder = self._checkpoints.save(lock, state_of(self._mesh, self._engine, self._losses, data))
         for callback in self._callbacks:
             callback.on_save(step, folder)
 

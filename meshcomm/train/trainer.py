@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,17 @@ from meshcomm.train import checkpoint
 from meshcomm.train.agree import agree, agreed_corpus, corpus_of
 from meshcomm.train.callbacks import Callback, Summary
 from meshcomm.train.checkpoint import Attempt, Checkpoints
-from meshcomm.train.data import Batches, Corpus, Data, GivenBatches, batches_of, placed
+from meshcomm.train.data import (
+    Batches,
+    Corpus,
+    Data,
+    GivenBatch,
+    GivenBatches,
+    ReadAhead,
+    batches_of,
+    placed,
+)
+from meshcomm.train.evaluation import Evaluator, evaluate_of
 from meshcomm.train.lock import Lock, lock_of
 from meshcomm.train.steps import Progress, Reading, Steps, check_outputs, learning_rate, threads_and_precision
 
@@ -148,8 +158,10 @@ class Trainer:
         """Train up to train.steps, from the start or from the last complete checkpoint in train.out.
 
         data:      this rank's share of each global batch: (step) -> (inputs, targets), or an iterable of them, such as
-                   a DataLoader, which begins again at its end, after `set_epoch` of its sampler; a run that resumes
-                   takes those of the steps before first. Equal along tensor, pipeline and context. None: [data].
+                   a DataLoader, which begins again at its end, after `set_epoch` of its sampler. Dictionaries as for
+                   `step`. A run that resumes gives an iterable with `load_state_dict` (torchdata's StatefulDataLoader)
+                   the state that was saved; of any other it takes the batches of the steps before first. Equal along
+                   tensor, pipeline and context. None: [data].
         attempt:   as the launcher says. A job that it restarts goes on from its own last checkpoint.
         Called by: every rank of the mesh.
         Returns:   the same losses on every rank. The first rank has written the files of `run_files` into train.out.
@@ -180,21 +192,39 @@ class Trainer:
         if resumed is not None and lock.step:
             checkpoint.resume(self.mesh, engine, resumed.folder, losses)
         lock = start.continuing(lock)
-        validation = None if corpus is None else corpus.validation
-        held = None if validation is None else batches_of(engine, validation)
-        reading = Reading(self._batches(data, lock.step, lock.samples or 0), corpus, held)
+        evaluate = evaluate_of(engine.sections.train)
+        evaluator = Evaluator(engine, corpus, None if evaluate is None else partial(evaluate, self))
+        state = None
+        if corpus is None and resumed is not None and lock.step:
+            state = checkpoint.saved_data(self.mesh, engine, resumed.folder)
+        reading = Reading(self._batches(data, lock.step, lock.samples or 0, state), corpus, evaluator)
         progress = Progress(lock, losses, resumed)
         return Steps(engine, self._config, reading, self.callbacks, checkpoints, progress).run()
 
-    def _batches(self, data: Data | Corpus, step: int = 0, samples: int = 0) -> Batches | GivenBatches:
-        """What each step after `step` is made of; samples: that were read until then."""
-        if isinstance(data, Corpus):
-            return batches_of(self.engine, data, (step, samples))
-        return GivenBatches(data, self.engine, step)
+    def _batches(
+        self, data: Data | Corpus, step: int = 0, samples: int = 0, state: Tensor | None = None
+    ) -> Batches | ReadAhead | GivenBatches:
+        """What each step after `step` is made of; samples: that were read until then. state: of a loader."""
+        if not isinstance(data, Corpus):
+            return GivenBatches(data, self.engine, step, state)
+        batches = batches_of(self.engine, data, (step, samples))
+        facts = self._facts.sections
+        if facts.data is None or not facts.data.workers or self._recorder is not None:
+            return batches
+        timeout_s = self.mesh.plan.defaults.timeout_s
+        return ReadAhead(batches, facts.train.steps, facts.data.workers, timeout_s)
 
-    def step(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> None:
+    def step(
+        self,
+        inputs: Tensor | Mapping[str, Tensor],
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> None:
         """One step of a loop of your own; `results` tells what it gave.
 
+        inputs:    or, alone, a dictionary: with inputs and targets; or, as the collators of transformers give it, with
+                   input_ids, and labels of the same tokens, an attention_mask that leaves out some at the end, and
+                   position_ids that are 0 where a document begins.
         Shape:     (global_batch_size / ranks along data and shard, ...): this rank's share of the global batch. On any
                    device; what is of a floating type is taken in train.dtype.
         documents: with data.document_mask: int64 (samples, tokens), the number of each token's document, ascending.
@@ -213,7 +243,9 @@ class Trainer:
         scheduler = engine.scheduler
         number = engine.done + 1
         lr = None if scheduler is not None else learning_rate(engine.sections.train, number)
-        given = (inputs, targets) if documents is None else (inputs, targets, documents)
+        given: object = inputs
+        if not isinstance(inputs, Mapping) or targets is not None:
+            given = (inputs, targets) if documents is None else (inputs, targets, documents)
         batch = Batch(*placed(engine, given, f"step {number}"))
         if self._recorder is not None:
             self._recorder.begins(engine, batch.inputs)
@@ -232,7 +264,7 @@ class Trainer:
         """
         return self.engine.results()
 
-    def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
+    def evaluate(self, batches: Iterable[GivenBatch]) -> float:
         """The mean loss over some global batches, by forward passes alone, with the modules in eval mode.
 
         batches:   this rank's shares, shaped as for `step`; as many on every rank.
@@ -241,7 +273,7 @@ class Trainer:
         """
         return self.engine.evaluate(self._placed(batches))
 
-    def _placed(self, batches: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    def _placed(self, batches: Iterable[GivenBatch]) -> Iterator[tuple[Tensor, ...]]:
         for batch in batches:
             yield placed(self.engine, batch, "an evaluation")
 

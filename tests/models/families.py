@@ -96,12 +96,13 @@ def config_of(
     views: Any = None,
     train: dict[str, Any] | None = None,
     tokenizer: str | None = "bytes",
+    timeout_s: float = 60.0,
     **parallel: Any,
 ) -> Config:
     """A training of 10 steps in float64. dims: such as "dp=2 tp=2", each named after its part."""
     parts = {"pp": "pipeline", "dp": "data", "fsdp": "shard", "cp": "context", "tp": "tensor"}
     sizes = {name: int(size) for name, size in (pair.split("=") for pair in dims.split())}
-    mesh = {"dims": sizes, "device": "cpu", "timeout_s": 60.0, "reports": ""}
+    mesh = {"dims": sizes, "device": "cpu", "timeout_s": timeout_s, "reports": ""}
     return load_config(
         {
             "mesh": {**mesh, **({} if views is None else {"views": views})},

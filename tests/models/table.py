@@ -46,6 +46,8 @@ _FROZEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("bart", "bigbird_pegasus", "marian", "mbart", "mvp", "trocr"), ("*.encoder_attn*",)),
     "big_bird": ("bert.pooler.*",),
 }
+# Linear attention without its kernels takes a minute for a step: a stage waits for the one before.
+_TIMEOUT_S = 600.0
 # It has no experts to spread.
 _NONE = "-"
 # Larger than the rest when small, or made of other models: not tried.
@@ -138,17 +140,17 @@ def row(pool: Pool, name: str) -> dict[str, str]:
         for kind in kinds:
             dims, more = KINDS[kind]
             try:
-                configs[kind] = config_of(model, dims, train=train, **more)
+                configs[kind] = config_of(model, dims, train=train, timeout_s=_TIMEOUT_S, **more)
             except MeshcommError as error:
                 found[kind] = _NONE if "the model has no experts" in str(error) else _line(error)
         if not configs:
             return found
         alone = reference(config_of(model, "dp=1", train=train))
-        ((one,),) = pool.run(records, [alone], ranks=1, timeout_s=400)
+        ((one,),) = pool.run(records, [alone], ranks=1, timeout_s=900)
         if isinstance(one, str):
             return dict.fromkeys(kinds, f"on one process: {_line(one)}")
         # Linear attention without its kernels is slow.
-        ranks = pool.run(records, list(configs.values()), ranks=RANKS, timeout_s=1500)
+        ranks = pool.run(records, list(configs.values()), ranks=RANKS, timeout_s=3600)
         for place, kind in enumerate(configs):
             found[kind] = _judged([each[place] for each in ranks], one)
         return {kind: found[kind] for kind in kinds}

@@ -1,7 +1,22 @@
 """The samples that a rank trains on at a step: the same global batch on every mesh."""
 
-from meshcomm.train.data.batches import Batches, Data, GivenBatches, batches_of, placed
+from meshcomm.train.data.batches import Batches, batches_of
 from meshcomm.train.data.corpus import Corpus, DataPart, Stream
+from meshcomm.train.data.given import STATE, Data, GivenBatch, GivenBatches, placed
 from meshcomm.train.data.load import load
+from meshcomm.train.data.workers import ReadAhead
 
-__all__ = ["Batches", "Corpus", "Data", "DataPart", "GivenBatches", "Stream", "batches_of", "load", "placed"]
+__all__ = [
+    "STATE",
+    "Batches",
+    "Corpus",
+    "Data",
+    "DataPart",
+    "GivenBatch",
+    "GivenBatches",
+    "ReadAhead",
+    "Stream",
+    "batches_of",
+    "load",
+    "placed",
+]

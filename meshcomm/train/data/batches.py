@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
-from typing import Any, TypeAlias, TypeVar, final
+from collections.abc import Iterator, Sequence
+from typing import final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshcomm.errors import TrainingError
 from meshcomm.parallel.compose import Engine
 from meshcomm.train.data.corpus import Corpus, Samples
 
-# The inputs and targets of a step by its number, from 1 on; or one step after the other. A third tensor numbers documents.
-Data: TypeAlias = Callable[[int], tuple[Tensor, ...]] | Iterable[tuple[Tensor, ...]]
-
-T = TypeVar("T")
 Indices = NDArray[np.int64]
 
 _ROUNDS = 6
@@ -52,29 +46,6 @@ def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def repeated(data: Iterable[T]) -> Iterator[T]:
-    """The items of `data` over and over; `set_epoch` is called on it, and on the samplers of a DataLoader.
-
-    Raises TrainingError where it begins again and has no items, as a generator.
-    """
-    of_torch = (getattr(data, name, None) for name in ("sampler", "batch_sampler"))
-    with_epochs: list[Any] = [each for each in (data, *of_torch) if hasattr(each, "set_epoch")]
-    for epoch in count():
-        for each in with_epochs:
-            each.set_epoch(epoch)
-        empty = True
-        for item in data:
-            empty = False
-            yield item
-        if empty:
-            raise TrainingError(
-                "the data have ended before the training",
-                given="an iterable that gives nothing more",
-                expected="enough for train.steps, or an iterable that can begin again, such as a DataLoader or a list",
-                hint="a class with __iter__ in place of a generator",
-            )
 
 
 @final
@@ -158,6 +129,7 @@ class Batches:
         self._global_batch = global_batch_size
         self._mine = slice(coord * share, (coord + 1) * share)
         self._device, self._dtype = device, dtype
+        self.device_type = "cpu" if device is None else device.type
         self._after = after
         self.order = Order([len(part) for part in corpus.parts], corpus.weights, seed)
 
@@ -172,7 +144,11 @@ class Batches:
 
     def __call__(self, step: int) -> tuple[Tensor, ...]:
         """Inputs and targets, each (global_batch_size / size, ...): of tokens int64 (..., sequence); and documents, if there are."""
-        return self._put(self._samples(*self.places(step)))
+        return self.on_device(self.held(step))
+
+    def held(self, step: int) -> tuple[Tensor, ...]:
+        """The same in host memory."""
+        return _tensors(self._samples(*self.places(step)), self._dtype)
 
     def in_order(self, most: int | None) -> Iterator[tuple[Tensor, ...]]:
         """Whole global batches, `most` of them at most, the samples as they lie; this rank's share of each."""
@@ -183,7 +159,7 @@ class Batches:
             numbers = np.arange(first, first + self._global_batch)[self._mine]
             parts = np.searchsorted(ends, numbers, side="right")
             starts = np.array([0, *ends[:-1]])
-            yield self._put(self._samples(parts, numbers - starts[parts]))
+            yield self.on_device(_tensors(self._samples(parts, numbers - starts[parts]), self._dtype))
 
     def _samples(self, parts: Indices, numbers: Indices) -> Samples:
         rows, found = [], []
@@ -194,68 +170,18 @@ class Batches:
         back = np.argsort(np.concatenate(rows))
         return tuple(np.concatenate(each)[back] for each in zip(*found, strict=True))
 
-    def _put(self, samples: Samples) -> tuple[Tensor, ...]:
-        return tuple(map(self._put_one, samples))
-
-    def _put_one(self, values: NDArray[Any]) -> Tensor:
-        found = torch.from_numpy(np.ascontiguousarray(values))
-        found = found.to(self._dtype) if found.is_floating_point() else found
-        if self._device is not None and self._device.type == "cuda":
-            # From pinned memory it is copied beside the program; from any other the copy waits for the device.
-            found = found.pin_memory().to(self._device, non_blocking=True)
-        return found
+    def on_device(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The tensors of `held` on the device."""
+        if self.device_type != "cuda":
+            return held
+        # From pinned memory they are copied beside the program; from any other the copy waits for the device.
+        pinned = (each if each.is_pinned() else each.pin_memory() for each in held)
+        return tuple(each.to(self._device, non_blocking=True) for each in pinned)
 
 
-def placed(engine: Engine, batch: Any, whose: str) -> tuple[Tensor, ...]:
-    """Inputs, targets and, if given, documents on the device of the mesh, those of a floating type in train.dtype.
-
-    whose: "step 3". Raises TrainingError for what is not two or three tensors.
-    """
-    if isinstance(batch, (tuple, list)) and len(batch) == 3 and batch[2] is None:
-        batch = batch[:2]
-    if (
-        not isinstance(batch, (tuple, list))
-        or len(batch) not in (2, 3)
-        or not all(map(torch.is_tensor, batch))
-    ):
-        held = batch if isinstance(batch, (tuple, list)) else ()
-        kinds = ", ".join(type(each).__name__ for each in held[:4])
-        raise TrainingError(
-            f"the data of {whose} are not inputs and targets",
-            given=f"a {type(batch).__name__}" + (f" of {len(held)}: {kinds}" if held else ""),
-            expected="two tensors, each with this rank's samples of the step along axis 0; a third numbers documents",
-            hint="a generator that yields (inputs, targets)",
-        )
-    device, dtype = engine.mesh.device, engine.split.dtype
-    return tuple(
-        each.to(device, dtype if each.is_floating_point() else each.dtype, non_blocking=True)
-        for each in batch
-    )
-
-
-@final
-class GivenBatches:
-    """Batches of the user's, with the methods of `Batches`.
-
-    after: the steps that were done before this attempt; of an iterable, theirs are taken first.
-    """
-
-    def __init__(self, data: Data, engine: Engine, after: int) -> None:
-        self._engine, self._of = engine, data
-        if isinstance(data, Iterable):
-            follow = repeated(data)
-            for _ in range(after):
-                next(follow)
-            self._of = lambda step: next(follow)
-
-    def __call__(self, step: int) -> tuple[Tensor, ...]:
-        """Raises TrainingError where there is nothing, or for what is not two tensors."""
-        assert callable(self._of)
-        return placed(self._engine, self._of(step), f"step {step}")
-
-    def read(self, step: int) -> None:
-        """Where in its data a step ends: only the steps are counted."""
-        return
+def _tensors(samples: Samples, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    found = (torch.from_numpy(np.ascontiguousarray(each)) for each in samples)
+    return tuple(each.to(dtype) if each.is_floating_point() else each for each in found)
 
 
 def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) -> Batches:

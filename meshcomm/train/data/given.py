@@ -1,0 +1,205 @@
+"""Batches of the user's: an iterable such as a DataLoader, or a function of the step; of tensors or dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from meshcomm.comm.codec import decode, encode
+from meshcomm.errors import ObjectError, ShapeError, TrainingError, UnsupportedOp
+from meshcomm.parallel.compose import Engine
+from meshcomm.train.data.corpus import IGNORED
+
+# Inputs and targets, and, if given, the number of each token's document; or a dictionary: see `tensors_of`.
+GivenBatch: TypeAlias = tuple[Tensor, ...] | Mapping[str, Tensor]
+# The inputs and targets of a step by its number, from 1 on; or one step after the other.
+Data: TypeAlias = Callable[[int], GivenBatch] | Iterable[GivenBatch]
+
+# How the state of a loader is called in a checkpoint: by its coord along data and shard, and their size.
+STATE: Final = "run.data.{}.of.{}"
+_PLAIN: Final = ("inputs", "targets", "documents")
+_OF_TRANSFORMERS: Final = ("input_ids", "labels", "attention_mask", "position_ids")
+
+
+def placed(engine: Engine, batch: Any, whose: str) -> tuple[Tensor, ...]:
+    """Inputs, targets and, if given, documents on the device of the mesh, those of a floating type in train.dtype.
+
+    whose: "step 3". Raises TrainingError for what is neither two or three tensors nor a dictionary of them.
+    """
+    if isinstance(batch, Mapping):
+        batch = tensors_of(batch, whose)
+    if isinstance(batch, (tuple, list)) and len(batch) == 3 and batch[2] is None:
+        batch = batch[:2]
+    if (
+        not isinstance(batch, (tuple, list))
+        or len(batch) not in (2, 3)
+        or not all(map(torch.is_tensor, batch))
+    ):
+        held = batch if isinstance(batch, (tuple, list)) else ()
+        kinds = ", ".join(type(each).__name__ for each in held[:4])
+        raise TrainingError(
+            f"the data of {whose} are not inputs and targets",
+            given=f"a {type(batch).__name__}" + (f" of {len(held)}: {kinds}" if held else ""),
+            expected="two tensors, each with this rank's samples of the step along axis 0; a third numbers documents; "
+            f"or a dictionary with {', '.join(_PLAIN[:2])}, or with {', '.join(_OF_TRANSFORMERS[:2])}",
+            hint="a generator that yields (inputs, targets)",
+        )
+    device, dtype = engine.mesh.device, engine.split.dtype
+    # The engine refuses documents where a model's attention crosses them.
+    return tuple(
+        each.to(device, dtype if each.is_floating_point() else each.dtype, non_blocking=True)
+        for each in batch
+    )
+
+
+def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
+    """Inputs, targets and, if there are, documents of a dictionary: under these names, or as transformers has them.
+
+    There labels are those of the tokens themselves, and input_ids where they are missing; what attention_mask
+    leaves out has to be at the end, and is no target; position_ids of 0 begin documents.
+
+    Raises TrainingError for other names; UnsupportedOp for padding at the beginning.
+    """
+    known = _OF_TRANSFORMERS if "input_ids" in batch else _PLAIN
+    missing = [] if "input_ids" in batch else [name for name in _PLAIN[:2] if name not in batch]
+    unknown = [str(name) for name in batch if name not in known]
+    if missing or unknown or not all(map(torch.is_tensor, batch.values())):
+        kinds = ", ".join(f"{name}: {type(value).__name__}" for name, value in batch.items())
+        raise TrainingError(
+            f"the data of {whose} are not inputs and targets",
+            given=f"a dictionary of {kinds or 'nothing'}",
+            expected=f"tensors under {', '.join(known)}"
+            if unknown
+            else f"tensors: {', '.join(_PLAIN[:2])}, or {', '.join(_OF_TRANSFORMERS[:2])}",
+            hint=f"leave out {', '.join(unknown)}" if unknown else "what the loader gives under these names",
+        )
+    if known is _PLAIN:
+        return tuple(batch[name] for name in _PLAIN if name in batch)
+    shapes = {name: tuple(each.shape) for name, each in batch.items()}
+    tokens: Tensor = batch["input_ids"]
+    if tokens.ndim != 2 or len(set(shapes.values())) > 1:
+        raise ShapeError(
+            f"the data of {whose} do not fit together",
+            given=", ".join(f"{name} {shape}" for name, shape in shapes.items()),
+            expected="(samples, tokens), the same for all of them",
+        )
+    labels, mask = batch.get("labels", tokens), batch.get("attention_mask")
+    if mask is not None:
+        if bool((mask[:, 1:] > mask[:, :-1]).any()):
+            raise UnsupportedOp(
+                f"the samples of {whose} are padded at the beginning",
+                given=f"an attention_mask {tuple(mask.shape)} with tokens behind what is left out",
+                expected="padding at the end, where nothing attends to it",
+                hint='tokenizer.padding_side = "right"',
+            )
+        labels = labels.masked_fill(mask == 0, IGNORED)
+    targets = torch.full_like(labels, IGNORED)
+    targets[:, :-1] = labels[:, 1:]
+    begins = _begins(batch, mask, whose)
+    if begins is None:
+        return tokens, targets
+    # The first token of a document does not follow from the one before.
+    return tokens, targets.masked_fill(begins.roll(-1, 1), IGNORED), begins.cumsum(1) - 1
+
+
+def _begins(batch: Mapping[str, Tensor], mask: Tensor | None, whose: str) -> Tensor | None:
+    """Where documents begin; None where each sample is one. Raises TrainingError for positions that do not count from 0."""
+    positions = batch.get("position_ids")
+    if positions is None:
+        return None
+    begins, places = positions == 0, torch.arange(positions.shape[1], device=positions.device)
+    counted = places - places.where(begins, torch.zeros_like(places)).cummax(1).values
+    counts = torch.ones_like(begins) if mask is None else mask != 0
+    if not bool(begins[:, 0].all()) or bool(((positions != counted) & counts).any()):
+        raise TrainingError(
+            f"the position_ids of {whose} are not those of documents one after the other",
+            given=f"position_ids {positions[0, :8].tolist()}, ...",
+            expected="0, 1, 2, ... in each document, which begins where they are 0",
+            hint="leave position_ids out where a sample is one document",
+        )
+    begins = begins & counts
+    return begins if bool(begins[:, 1:].any()) else None
+
+
+@final
+class GivenBatches:
+    """Batches of the user's, with the methods of `Batches`.
+
+    An iterable begins again at its end, after `set_epoch` of it or of its samplers, with the number of the epoch.
+    `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader has them, are saved with a checkpoint and put
+    back; without them, or with ranks along data that read other shares, the batches of the steps before are taken first.
+
+    after: the steps that were done before this attempt. saved: what `saved` gave then, if anything.
+    """
+
+    def __init__(self, data: Data, engine: Engine, after: int, saved: Tensor | None = None) -> None:
+        self._engine, self._data = engine, data
+        self._name = STATE.format(engine.data_coord, engine.data_size)
+        self._epoch = 0
+        self._resumes = all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict"))
+        if not isinstance(data, Iterable):
+            self._of = data
+            return
+        goes_on = saved is not None and self._resumes
+        if goes_on:
+            assert saved is not None
+            held = decode(saved, torch.device("cpu"))
+            self._epoch = held["epoch"]
+            self._set_epoch()
+            data.load_state_dict(held["loader"])  # type: ignore[attr-defined]
+        follow = self._repeated(data, goes_on)
+        for _ in range(0 if goes_on else after):
+            next(follow)
+        self._of = lambda step: next(follow)
+
+    def __call__(self, step: int) -> tuple[Tensor, ...]:
+        """This rank's share of the step. Raises TrainingError where there is nothing, and as `placed`."""
+        return placed(self._engine, self._of(step), f"step {step}")
+
+    def read(self, step: int) -> None:
+        """Where in its data a step ends: only the steps are counted."""
+        return
+
+    def saved(self) -> dict[str, Tensor]:
+        """The state of the loader, for a checkpoint, by the name of this rank's share. Raises TrainingError."""
+        if not self._resumes:
+            return {}
+        try:
+            state = encode({"epoch": self._epoch, "loader": self._data.state_dict()})  # type: ignore[union-attr]
+        except ObjectError as error:
+            raise TrainingError(
+                f"the state of the {type(self._data).__name__} cannot be saved",
+                given=error.what,
+                expected="a state_dict of plain data and tensors",
+                hint="numbers in place of an object",
+            ) from error
+        return {self._name: state}
+
+    def _repeated(self, data: Iterable[GivenBatch], goes_on: bool) -> Iterator[GivenBatch]:
+        """The items of `data` over and over. Raises TrainingError where it begins again and has no items, as a generator."""
+        while True:
+            if not goes_on:
+                self._set_epoch()
+            empty = True
+            for item in data:
+                empty = False
+                yield item
+            # One that goes on may have stood at the end of an epoch.
+            if empty and not goes_on:
+                raise TrainingError(
+                    "the data have ended before the training",
+                    given="an iterable that gives nothing more",
+                    expected="enough for train.steps, or an iterable that can begin again, such as a DataLoader or a list",
+                    hint="a class with __iter__ in place of a generator",
+                )
+            goes_on = False
+            self._epoch += 1
+
+    def _set_epoch(self) -> None:
+        parts = (getattr(self._data, name, None) for name in ("sampler", "batch_sampler"))
+        for each in (self._data, *parts):
+            if callable(of_epoch := getattr(each, "set_epoch", None)):
+                of_epoch(self._epoch)

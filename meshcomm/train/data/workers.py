@@ -1,0 +1,107 @@
+"""The samples of coming steps, read by processes of their own while this one computes."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from meshcomm.errors import MeshcommError, TrainingError
+from meshcomm.launch.reaper import end_with_parent
+from meshcomm.train.data.batches import Batches
+
+# What torch's errors about a worker begin with.
+_WORKER = "DataLoader"
+
+
+@final
+class ReadAhead:
+    """`batches`, of which torch's DataLoader reads the steps up to `last` in `workers` processes, two steps each ahead.
+
+    What is read does not depend on the workers. For CUDA a thread of the loader pins it. timeout_s: until a step that
+    no worker has read is an error. As a context, leaving it ends the processes; an error about one of them, which torch
+    raises wherever the program is, becomes a TrainingError.
+    """
+
+    def __init__(self, batches: Batches, last: int, workers: int, timeout_s: float) -> None:
+        self._batches, self._last, self._workers, self._timeout_s = batches, last, workers, timeout_s
+        self._steps: Iterator[Any] | None = None
+
+    def __call__(self, step: int) -> tuple[Tensor, ...]:
+        """See Batches; of the first step that is asked for, and then of each after it."""
+        if self._steps is None:
+            self._steps = self._begun(step)
+        held = next(self._steps)
+        if isinstance(held, MeshcommError):
+            raise held
+        return self._batches.on_device(held)
+
+    def read(self, step: int) -> int:
+        """See Batches."""
+        return self._batches.read(step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._steps = None
+        if isinstance(error, RuntimeError) and str(error).startswith(_WORKER):
+            raise TrainingError(
+                "a process that reads samples has ended, or does not answer",
+                given=f"data.workers = {self._workers}: {str(error).splitlines()[0]}",
+                expected="a step's samples within mesh.timeout_s",
+                hint="look for what ended it: the host's memory, or /dev/shm; with data.workers = 0 the rank reads by itself",
+            ) from error
+
+    def _begun(self, first: int) -> Iterator[Any]:
+        loader: DataLoader[Any] = DataLoader(
+            _Steps(self._batches),
+            batch_size=None,
+            sampler=range(first, self._last + 1),
+            num_workers=self._workers,
+            collate_fn=_as_it_is,
+            pin_memory=self._batches.device_type == "cuda",
+            timeout=self._timeout_s,
+            worker_init_fn=_begin,
+            # Of its own, so that the program's random numbers do not depend on the workers.
+            generator=torch.Generator(),
+            # What is mapped from a file is not copied.
+            multiprocessing_context="fork",
+        )
+        with warnings.catch_warnings():
+            # Of a fork beside threads, from Python 3.12 on: none of them is needed in a worker.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return iter(loader)
+
+
+class _Steps(Dataset[Any]):
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, step: int) -> tuple[Tensor, ...] | MeshcommError:
+        try:
+            return self._batches.held(step)
+        except MeshcommError as error:
+            # Raised here, torch would put a traceback into it.
+            return error
+
+
+def _as_it_is(held: Any) -> Any:
+    return held
+
+
+def _begin(_: int) -> None:
+    """In a worker: it ends with its rank, also where that is killed, and not by the signals that ask a job to save."""
+    end_with_parent()
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    # Slurm sends one to all processes of a job; torch one to a worker that does not end.
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))

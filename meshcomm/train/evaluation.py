@@ -1,0 +1,86 @@
+"""What train.eval_every asks for: the loss on the validation part, and what a function of the user's finds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from meshcomm.config import TrainConfig
+from meshcomm.errors import ConfigError, MeshcommError, TrainingError
+from meshcomm.models.build import function_of
+from meshcomm.parallel.compose import Engine
+from meshcomm.train.callbacks import Evaluation
+from meshcomm.train.data import Batches, Corpus, batches_of
+
+
+def evaluate_of(train: TrainConfig) -> Callable[[Any], Any] | None:
+    """The function of train.evaluate; None: there is none. Raises ConfigError where it cannot be imported."""
+    if train.evaluate is None:
+        return None
+    try:
+        return function_of(train.evaluate)
+    except Exception as error:
+        raise ConfigError(
+            f"train.evaluate could not be imported: {type(error).__name__}: {error}",
+            given=f"evaluate = {train.evaluate!r}",
+            expected="module:function, which can be imported where the ranks run",
+            hint="its module in the folder that meshcomm is started in, or in PYTHONPATH",
+        ) from error
+
+
+@final
+class Evaluator:
+    """The evaluations of one run. Raises TrainingError where there is too little to evaluate.
+
+    corpus: of [data], None of data that come from code. function: of train.evaluate, with the trainer.
+    """
+
+    def __init__(self, engine: Engine, corpus: Corpus | None, function: Callable[[], Any] | None) -> None:
+        train = engine.sections.train
+        validation = None if corpus is None else corpus.validation
+        samples = 0 if validation is None else validation.samples
+        whole = samples // train.global_batch_size
+        if train.eval_every and not whole and (function is None or samples):
+            raise TrainingError(
+                "there is too little to evaluate",
+                given=f"{samples} samples for validation, train.global_batch_size = {train.global_batch_size}",
+                expected="one global batch or more",
+                hint="a larger data.validation, more validation files, or a smaller train.global_batch_size",
+            )
+        self._engine, self._function, self._train = engine, function, train
+        self._held: Batches | None = None if validation is None else batches_of(engine, validation)
+        self._batches = min(whole, train.eval_batches or whole)
+
+    def after(self, step: int, tokens_per_step: int) -> Evaluation:
+        """Evaluate the weights. Called by: every rank. Raises TrainingError for what is no number."""
+        began = time.perf_counter()
+        found: dict[str, float] = {}
+        if self._held is not None and self._batches:
+            found["loss"] = self._engine.evaluate(self._held.in_order(self._train.eval_batches))
+        if self._function is not None:
+            found |= self._numbers(self._function())
+        loss = found.pop("loss")
+        tokens = self._batches * tokens_per_step
+        return Evaluation(step, loss, tokens, time.perf_counter() - began, found)
+
+    def _numbers(self, found: Any) -> dict[str, float]:
+        given = found if isinstance(found, Mapping) else {"loss": found}
+        try:
+            numbers = {name: float(value) for name, value in given.items()}
+        except (TypeError, ValueError) as error:
+            raise self._wrong(f"{found!r:.80}") from error
+        if not all(isinstance(name, str) and name.isidentifier() for name in numbers):
+            raise self._wrong(f"names {', '.join(map(repr, numbers))}")
+        if "loss" not in numbers and self._held is None:
+            raise self._wrong(f"{', '.join(numbers) or 'nothing'}, without a validation part")
+        return numbers
+
+    def _wrong(self, given: str) -> MeshcommError:
+        return TrainingError(
+            "train.evaluate returns no numbers",
+            given=f"{self._train.evaluate}: {given}",
+            expected="a number, the validation loss; or a dictionary of numbers by name, with loss among them where "
+            "the data have no validation part",
+            hint='return {"loss": loss, "accuracy": accuracy}',
+        )

@@ -1,0 +1,425 @@
+"""Samples read ahead by workers, batches as dictionaries, and loaders that go on where they were."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import meshcomm
+from meshcomm.config import Config, load_config
+from meshcomm.errors import ConfigError, MeshcommError, ShapeError, TrainingError, UnsupportedOp
+from meshcomm.testing import Pool
+from meshcomm.train import Callback, Trainer
+from meshcomm.train.data.corpus import IGNORED
+from meshcomm.train.data.given import tensors_of
+from tests.sizes import model_of, train_of
+from tests.train.runs import config_on, losses_or_error, metrics, trained
+
+STEPS, SEQUENCE = 6, 8
+BASE: dict[str, Any] = {
+    "mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0},
+    "parallel": {},
+    "model": model_of(2, 16, 2, 2, 64),
+    "data": {"seq_len": SEQUENCE, "max_bytes": 20_000},
+    "train": train_of(STEPS, 8, 2, seed=7, dtype="float64", log_every=1),
+}
+
+
+def on(dims: str, out: Path, *overrides: str, **changed: Any) -> Config:
+    return config_on({**BASE, **changed}, dims, f'train.out="{out}"', *overrides)
+
+
+# -- workers --------------------------------------------------------------------------------------
+
+
+class _Watch(Callback):
+    """The processes that the rank has begun since the start, after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_start(self, start: Any) -> None:
+        """See Callback."""
+        self._before = _children()
+
+    def on_step(self, step: Any) -> None:
+        """See Callback."""
+        self.seen.append(len(self.workers()))
+
+    def workers(self) -> list[int]:
+        return [each for each in _children() if each not in self._before]
+
+
+def _children() -> list[int]:
+    own = f"/proc/self/task/{os.getpid()}/children"
+    return [int(each) for each in Path(own).read_text().split()]
+
+
+def watched(config: Config) -> tuple[list[float], list[int], int, int]:
+    """Losses, processes beside the rank in each step, processes left, and a random number after the run."""
+    torch.manual_seed(3)
+    watch = _Watch()
+    losses = trained(config, watch).losses
+    ended = time.monotonic() + 10
+    while watch.workers() and time.monotonic() < ended:
+        time.sleep(0.01)
+    return list(losses), watch.seen, len(watch.workers()), int(torch.randint(2**40, ()))
+
+
+def test_workers_read_what_the_rank_would(pool: Pool, tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(4000, dtype=np.uint16) * 7 % 251)
+    data = {"seq_len": SEQUENCE, "tokens": [str(tmp_path / "tokens.npy")]}
+    model = {**BASE["model"], "vocab_size": 256}
+    found = {}
+    for workers in (0, 2):
+        config = on("dp=2", tmp_path / f"{workers}", f"data.workers={workers}", data=data, model=model)
+        found[workers] = pool.run(watched, config, ranks=2)
+    for (losses, none, _, number), (ahead, seen, left, other) in zip(*found.values(), strict=True):
+        assert losses == ahead and number == other
+        assert set(none) == {0} and seen[0] == 2 and left == 0
+
+
+class _Fails(Dataset[Any]):
+    """Sample 40 is damaged."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> list[int]:
+        if index == 40:
+            raise MeshcommError("sample 40 is damaged", given="nothing", expected="a sample")
+        return [index] * (SEQUENCE + 1)
+
+
+class _Ends(_Fails):
+    """It ends the process that reads sample 40, as a host without memory does."""
+
+    def __getitem__(self, index: int) -> list[int]:
+        if index == 40:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [index] * (SEQUENCE + 1)
+
+
+class _Hangs(_Fails):
+    """It waits for a disk that is gone."""
+
+    def __getitem__(self, index: int) -> list[int]:
+        if index == 40:
+            time.sleep(3600)
+        return [index] * (SEQUENCE + 1)
+
+
+def fails() -> Dataset[Any]:
+    return _Fails()
+
+
+def ends() -> Dataset[Any]:
+    return _Ends()
+
+
+def hangs() -> Dataset[Any]:
+    return _Hangs()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_a_sample_is_the_same_in_a_worker(pool: Pool, tmp_path: Path, workers: int) -> None:
+    data = {"seq_len": SEQUENCE, "build": f"{__name__}:fails", "workers": workers}
+    (said,) = pool.run(losses_or_error, on("one=1", tmp_path, data=data), ranks=1)
+    assert "sample 40 is damaged" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("build", "says"), [("ends", "DataLoader worker (pid"), ("hangs", "timed out after 3")]
+)
+def test_a_worker_that_ends_or_hangs_is_named(pool: Pool, tmp_path: Path, build: str, says: str) -> None:
+    data = {"seq_len": SEQUENCE, "build": f"{__name__}:{build}", "workers": 2}
+    mesh = {**BASE["mesh"], "timeout_s": 3.0}
+    (said,) = pool.run(losses_or_error, on("one=1", tmp_path, data=data, mesh=mesh), ranks=1)
+    assert said.startswith("a process that reads samples has ended, or does not answer")
+    assert says in said and "data.workers = 2" in said
+
+
+class _Kills(_Watch):
+    """Signals for all processes of the job, as Slurm sends them; then the rank is killed."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+
+    def on_step(self, step: Any) -> None:
+        """See Callback."""
+        if step.step == 2:
+            for each in self.workers():
+                os.kill(each, signal.SIGTERM)
+                os.kill(each, signal.SIGUSR1)
+            time.sleep(0.2)
+            self._file.write_text(" ".join(map(str, self.workers())))
+        if step.step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(config: Config, file: Path) -> None:
+    trained(config, _Kills(file))
+
+
+def test_workers_stay_when_a_job_is_asked_to_save_and_end_with_their_rank(pool: Pool, tmp_path: Path) -> None:
+    config = on("one=1", tmp_path, "data.workers=2")
+    file = tmp_path / "workers"
+    with pytest.raises(Exception, match="SIGKILL"):
+        pool.run(killed, config, file, ranks=1)
+    workers = [int(each) for each in file.read_text().split()]
+    assert len(workers) == 2
+    ended = time.monotonic() + 5
+    while any(Path(f"/proc/{each}").exists() for each in workers) and time.monotonic() < ended:
+        time.sleep(0.01)
+    assert not [each for each in workers if _runs(each)]
+
+
+def _runs(process: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+
+
+# -- dictionaries ---------------------------------------------------------------------------------
+
+
+def rows(*values: list[int]) -> Tensor:
+    return torch.tensor(values)
+
+
+def test_a_dictionary_of_transformers_is_inputs_targets_and_documents() -> None:
+    tokens = rows([5, 6, 7, 8, 9], [1, 2, 3, 0, 0])
+    mask = rows([1, 1, 1, 1, 1], [1, 1, 1, 0, 0])
+    inputs, targets = tensors_of({"input_ids": tokens, "attention_mask": mask}, "step 1")
+    none = IGNORED
+    assert inputs is tokens
+    assert targets.tolist() == [[6, 7, 8, 9, none], [2, 3, none, none, none]]
+    labels = rows([none, none, 7, 8, 9], [1, 2, 3, 4, 5])
+    _, targets = tensors_of({"input_ids": tokens, "labels": labels}, "step 1")
+    assert targets.tolist() == [[none, 7, 8, 9, none], [2, 3, 4, 5, none]]
+    _, targets, documents = tensors_of(
+        {"input_ids": tokens, "position_ids": rows([0, 1, 0, 1, 2], [0, 1, 2, 3, 4])}, "step 1"
+    )
+    assert documents.tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]]
+    assert targets.tolist() == [[6, none, 8, 9, none], [2, 3, 0, 0, none]]
+    whole = {"input_ids": tokens, "position_ids": torch.arange(5).expand(2, 5), "attention_mask": mask}
+    assert len(tensors_of(whole, "step 1")) == 2
+    given = {"targets": tokens, "inputs": mask}
+    assert [each.tolist() for each in tensors_of(given, "step 1")] == [mask.tolist(), tokens.tolist()]
+
+
+TOKENS = rows([5, 6, 7])
+WRONG: list[tuple[dict[str, Any], type[MeshcommError], str]] = [
+    ({"tokens": TOKENS}, TrainingError, "leave out tokens"),
+    ({"input_ids": TOKENS, "token_type_ids": TOKENS}, TrainingError, "leave out token_type_ids"),
+    ({"input_ids": [5, 6, 7]}, TrainingError, "input_ids: list"),
+    ({"inputs": TOKENS}, TrainingError, "a dictionary of inputs: Tensor"),
+    ({"input_ids": TOKENS, "labels": TOKENS[:, 1:]}, ShapeError, r"labels \(1, 2\)"),
+    ({"input_ids": TOKENS[0]}, ShapeError, r"input_ids \(3,\)"),
+    ({"input_ids": TOKENS, "attention_mask": rows([0, 1, 1])}, UnsupportedOp, "padding_side"),
+    ({"input_ids": TOKENS, "position_ids": rows([1, 2, 3])}, TrainingError, r"position_ids \[1, 2, 3\]"),
+    ({"input_ids": TOKENS, "position_ids": rows([0, 2, 4])}, TrainingError, "in each document"),
+]
+
+
+@pytest.mark.parametrize(("batch", "error", "says"), WRONG, ids=[each[2][:20] for each in WRONG])
+def test_a_dictionary_that_would_be_misread_is_refused(
+    batch: dict[str, Any], error: type[MeshcommError], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        tensors_of(batch, "step 1")
+
+
+def by_dictionary(config: Config) -> list[list[float]]:
+    """The losses of the same steps, of pairs and of dictionaries; and of two evaluations."""
+    found = []
+    tokens = torch.randint(256, (STEPS, 8, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    for as_dictionary in (False, True):
+        with meshcomm.init(config) as mesh:
+            trainer = Trainer(mesh, config)
+            for each in tokens:
+                targets = torch.cat([each[:, 1:], torch.full((8, 1), IGNORED)], 1)
+                if as_dictionary:
+                    trainer.step({"input_ids": each, "labels": each})
+                else:
+                    trainer.step(each, targets)
+            loss = trainer.evaluate([{"input_ids": each}] if as_dictionary else [(each, targets)])
+            found.append([done.loss for done in trainer.results()] + [loss])
+    return found
+
+
+def test_steps_and_evaluations_take_dictionaries(pool: Pool, tmp_path: Path) -> None:
+    ((pairs, dictionaries),) = pool.run(by_dictionary, on("one=1", tmp_path), ranks=1)
+    assert pairs == dictionaries and len(pairs) == STEPS + 1
+
+
+# -- loaders that go on ---------------------------------------------------------------------------
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Counts what is read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.read += 1
+        return {"input_ids": (torch.arange(SEQUENCE) * 7 + index) % 251}
+
+
+class Counted:
+    """A loader of a user's own, with a state."""
+
+    def __init__(self, rows: Rows, coord: int, size: int) -> None:
+        self._rows, self._coord, self._size, self._at, self._epoch = rows, coord, size, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self._at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._at = state["at"]
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(self._epoch)).tolist()
+        share = 8 // self._size
+        while self._at < 40:
+            mine = order[self._at + self._coord * share :][:share]
+            self._at += 8
+            yield torch.utils.data.default_collate([self._rows[index] for index in mine])
+        self._at = 0
+
+
+def loader_of(kind: str, rows: Rows, coord: int, size: int) -> Any:
+    sampler: DistributedSampler[Any] = DistributedSampler(rows, num_replicas=size, rank=coord, seed=5)
+    if kind == "its own":
+        return Counted(rows, coord, size)
+    if kind == "torchdata":
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        return StatefulDataLoader(rows, batch_size=8 // size, sampler=sampler)
+    return DataLoader(rows, batch_size=8 // size, sampler=sampler)
+
+
+def loaded(config: Config, kind: str) -> tuple[list[float], int]:
+    """The losses of a run, and how many samples this attempt has read."""
+    rows = Rows()
+    with meshcomm.init(config) as mesh:
+        loader = loader_of(kind, rows, mesh.data_rank, mesh.data_world_size)
+        return list(Trainer(mesh, config).run(loader).losses), rows.read
+
+
+# Steps before the end: within the first epoch of five steps, at its end, and in the second one.
+@pytest.mark.parametrize("kind", ["its own", "torchdata", "without a state"])
+@pytest.mark.parametrize("stopped", [3, 5, 7])
+def test_a_loader_with_a_state_goes_on_without_reading_again(
+    pool: Pool, tmp_path: Path, kind: str, stopped: int
+) -> None:
+    if kind == "torchdata":
+        pytest.importorskip("torchdata")
+    saving = ["train.resume=true", "train.checkpoint_every=100", "train.schedule=constant"]
+    whole, _ = pool.run(loaded, on("dp=2", tmp_path / "whole", "train.steps=9", *saving), kind, ranks=2)[0]
+    first = on("dp=2", tmp_path / "two", f"train.steps={stopped}", *saving)
+    losses, read = pool.run(loaded, first, kind, ranks=2)[0]
+    assert losses == whole[:stopped] and read == 4 * stopped
+    rest = on("dp=2", tmp_path / "two", "train.steps=9", *saving)
+    losses, read = pool.run(loaded, rest, kind, ranks=2)[0]
+    assert losses == whole
+    assert read == (4 * 9 if kind == "without a state" else 4 * (9 - stopped))
+
+
+def test_on_another_number_of_shares_the_batches_before_are_taken_first(pool: Pool, tmp_path: Path) -> None:
+    saving = ["train.resume=true", "train.checkpoint_every=100", "train.schedule=constant"]
+    whole, _ = pool.run(loaded, on("dp=2", tmp_path / "a", "train.steps=7", *saving), "its own", ranks=2)[0]
+    pool.run(loaded, on("dp=2", tmp_path / "b", "train.steps=3", *saving), "its own", ranks=2)
+    rest = on("dp=4", tmp_path / "b", "train.steps=7", *saving)
+    losses, read = pool.run(loaded, rest, "its own", ranks=4)[0]
+    assert losses == pytest.approx(whole, rel=1e-12) and read == 2 * 7
+
+
+class Odd(Counted):
+    """Its state holds an object."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": object()}
+
+
+def with_an_odd_state(config: Config) -> str:
+    with meshcomm.init(config) as mesh, pytest.raises(TrainingError) as error:
+        Trainer(mesh, config).run(Odd(Rows(), mesh.data_rank, mesh.data_world_size))
+    return str(error.value)
+
+
+def test_a_state_that_cannot_be_saved_is_named(pool: Pool, tmp_path: Path) -> None:
+    said = pool.run(with_an_odd_state, on("dp=2", tmp_path, "train.checkpoint_every=2"), ranks=2)
+    assert all("the state of the Odd cannot be saved" in each for each in said)
+
+
+# -- evaluation by a function ---------------------------------------------------------------------
+
+
+def judge(trainer: Trainer) -> float:
+    """The loss on one batch, where all tokens are the same."""
+    share = 8 // trainer.engine.data_size
+    return trainer.evaluate([{"input_ids": torch.full((share, SEQUENCE), 65)}])
+
+
+def judge_more(trainer: Trainer) -> dict[str, float]:
+    return {"accuracy": 0.25, "perplexity": float(torch.tensor(judge(trainer)).exp())}
+
+
+def judge_badly(trainer: Trainer) -> str:
+    return "good"
+
+
+def test_a_function_evaluates(pool: Pool, tmp_path: Path) -> None:
+    evaluating = ["train.eval_every=3", f"train.evaluate={__name__}:judge"]
+    for dims, ranks in (("one=1", 1), ("dp=2", 2)):
+        summaries = pool.run(trained, on(dims, tmp_path / dims, *evaluating), ranks=ranks)
+        lines = [line for line in metrics(tmp_path / dims) if "validation_loss" in line]
+        assert [line["step"] for line in lines] == [3, 6]
+        assert summaries[0].evaluation is not None
+        assert summaries[0].evaluation.validation_loss == lines[-1]["validation_loss"] > 0
+        assert lines[0]["validation_tokens"] == 0
+    one, two = (
+        [line["validation_loss"] for line in metrics(tmp_path / dims) if "validation_loss" in line]
+        for dims in ("one=1", "dp=2")
+    )
+    assert one == pytest.approx(two, rel=1e-12)
+
+
+def test_what_a_function_finds_stands_beside_the_validation_loss(pool: Pool, tmp_path: Path) -> None:
+    evaluating = ["train.eval_every=6", "data.validation=0.1", f"train.evaluate={__name__}:judge_more"]
+    pool.run(trained, on("dp=2", tmp_path, *evaluating), ranks=2)
+    (line,) = [line for line in metrics(tmp_path) if "validation_loss" in line]
+    assert line["validation_accuracy"] == 0.25 and line["validation_perplexity"] > 1
+    assert line["validation_tokens"] > 0
+
+
+def test_what_is_no_evaluation_is_named(pool: Pool, tmp_path: Path) -> None:
+    def said(name: str) -> str:
+        changes = ["train.eval_every=3", f"train.evaluate={name}"]
+        return str(pool.run(losses_or_error, on("one=1", tmp_path, *changes), ranks=1)[0])
+
+    assert "train.evaluate returns no numbers" in said(f"{__name__}:judge_badly")
+    assert "without a validation part" in said(f"{__name__}:judge_more")
+    assert "train.evaluate could not be imported" in said("tests.nowhere:judge")
+    with pytest.raises(ConfigError, match=r"data\.validation, data\.validation_files or train\.evaluate"):
+        load_config({**BASE, "train": {**BASE["train"], "eval_every": 3}})
