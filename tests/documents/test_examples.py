@@ -23,9 +23,11 @@ from meshcomm.testing import Pool
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
-# finetune_llama has several commands, and a test of its own.
+# finetune_llama and finetune_chat have several commands, and tests of their own.
 NAMES = sorted(
-    str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py") if path.parent.name != "finetune_llama"
+    str(path.relative_to(FOLDER))
+    for path in FOLDER.rglob("*.py")
+    if not path.parent.name.startswith("finetune_")
 )
 
 FORM = re.compile(

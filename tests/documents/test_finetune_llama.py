@@ -1,4 +1,4 @@
-"""examples/finetune_llama from its first command to its last, with few steps: made, trained on 8 ranks, exported, opened."""
+"""examples/finetune_llama and finetune_chat from their first command to their last: made, trained, exported, opened."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.forked_jobs import Job
 
 transformers = pytest.importorskip("transformers")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_llama"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE, CHAT = EXAMPLES / "finetune_llama", EXAMPLES / "finetune_chat"
 
 
 # Fewer, and evaluated more often; what else the configuration says stays.
@@ -91,3 +92,36 @@ def test_the_example_from_its_first_command_to_its_last(pool: Pool, tmp_path: Pa
     assert (
         f"A config of {len([line for line in written if line])} lines" in (EXAMPLE / "README.md").read_text()
     )
+
+
+@pytest.mark.parity
+@pytest.mark.timeout(300)
+def test_a_model_fine_tuned_on_conversations_answers(pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+
+    def called(script: str, *arguments: str) -> str:
+        code, out, err = Job(pool, tmp_path, str(CHAT / script), *arguments).finish()
+        assert code == 0, err
+        return out
+
+    def right(folder: str) -> int:
+        *_, last = called("ask.py", folder).splitlines()
+        return int(last.removeprefix(f"{folder}: ").partition(" of 20 answers")[0])
+
+    assert "180,800 parameters; chat.jsonl: 100 conversations" in called("make_model.py")
+    assert right("llama") == 0
+    shutil.copy(CHAT / "chat.toml", tmp_path)
+    config = load_config(tmp_path / "chat.toml", [f"train.out={tmp_path / 'run'}"])
+    pool.run(run_alone, config, ranks=2, timeout_s=200.0)
+    with chdir(tmp_path):
+        result = CliRunner().invoke(app, ["export", "run", "tuned", "--merged"])
+    assert result.exit_code == 0, result.output
+    assert right("tuned") >= 15
+    written = (CHAT / "chat.toml").read_text().splitlines()
+    lines = len([line for line in written if line])
+    assert f"A config of {lines} lines" in (CHAT / "README.md").read_text()
+
+
+def run_alone(config: Config) -> None:
+    with meshcomm.init(config) as mesh:
+        Trainer(mesh, config).run()
