@@ -22,6 +22,7 @@ from meshcomm.parallel.optimizer import MakeOptimizer, Update, check_patterns, c
 from meshcomm.parallel.results import Done, Results, check_inputs
 from meshcomm.parallel.state import Kinds, State, as_before
 from meshcomm.parallel.tensor.parameters import Kept, fused_parts
+from meshcomm.parallel.torch_private import shared_casts
 
 # (outputs, targets) of a microbatch -> the mean of its losses.
 LossOf: TypeAlias = Callable[[Any, Tensor], Tensor]
@@ -162,7 +163,7 @@ class Engine:
         if self.model.drops:
             first = self.data_coord * len(inputs)
             more["samples"] = torch.arange(first, first + len(inputs), device=inputs.device)
-        with self._drawing(f"{number}"):
+        with self._drawing(f"{number}"), shared_casts():
             loss = self._run(context.split(inputs, 1), context.split(targets, 1), **more)
         self._local.finish_step()
         clip = self.sections.train.clip_norm

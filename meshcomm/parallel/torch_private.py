@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, final
 
@@ -107,3 +108,17 @@ def fsdp_tensors(module: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         waiting = (each.unsharded_accumulated_grad, None if whole is None else whole.grad)
         gradients += [one for one in waiting if one is not None]
     return gathered, gradients
+
+
+@contextmanager
+def shared_casts() -> Iterator[None]:
+    """While it is entered, autocast casts a weight once, and not once in each forward pass, whose backward pass keeps it.
+
+    As torch.autocast itself does where two of them are nested, without one that is on.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()

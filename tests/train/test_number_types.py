@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm
 from meshcomm.config import load_config
 from meshcomm.testing import Pool
+from meshcomm.train import Trainer
 from meshcomm.train.parity import record, reference
+from tests.sizes import model_of, train_of
 from tests.train.parity_cases import PAIRS
 
 # Every part, every kind of boundary: gathered weights, activations whole and along the sequence, those between stages,
@@ -67,3 +72,54 @@ def test_narrow_types_stay_close(pool: Pool, mesh: str, compute: str | None, tol
         assert found_losses == pytest.approx(losses, rel=tolerance)
         assert found_norms == pytest.approx(norms, rel=tolerance)
         assert found_norms == pytest.approx(wanted_norms, rel=10 * tolerance)
+
+
+class _Casts(TorchDispatchMode):
+    """Counts the weights that are cast to bfloat16."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.counts = dict.fromkeys((weight.data_ptr() for weight in weights), 0)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default:
+            place = args[0].data_ptr()
+            self.counts |= {place: self.counts[place] + 1} if place in self.counts else {}
+        return made
+
+
+def casts(case: dict[str, Any]) -> tuple[set[int], list[float]]:
+    """In a second step, how often matrices were cast; and losses of four steps."""
+    torch.set_num_threads(1)
+    config = load_config(case)
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config)
+        tokens = torch.randint(256, (4, 8, 9), generator=torch.Generator().manual_seed(2))
+        counter = _Casts(weight for weight in trainer.modules.parameters() if weight.ndim == 2)
+        for number, each in enumerate(tokens):
+            with counter if number == 1 else nullcontext():
+                trainer.step(each[:, :-1], each[:, 1:])
+        return set(counter.counts.values()), [done.loss for done in trainer.results()]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_weight_is_cast_once_in_a_step(pool: Pool, schedule: str, recompute: bool) -> None:
+    if recompute and schedule == "zero_bubble":
+        pytest.skip("refused")
+    case = {
+        "mesh": {"dims": {"pp": 2}, "device": "cpu", "timeout_s": 60.0},
+        "parallel": {"pipeline": "pp", "options": {"schedule": schedule}},
+        "model": model_of(4, 32, 4, 2, 64),
+        "data": {"seq_len": 8},
+        "train": train_of(4, 8, 1, seed=7, compute_dtype="bfloat16", activation_checkpointing=recompute),
+    }
+    if schedule == "zero_bubble":
+        case["parallel"]["options"]["stages_per_rank"] = 2
+    found = pool.run(casts, case, ranks=2)
+    # There are eight microbatches; rows of the embedding are looked up as they are.
+    assert [counts for counts, _ in found] == [{0, 1}, {1}]
+    case["mesh"]["dims"], case["parallel"] = {"one": 1}, {}
+    ((_, losses),) = pool.run(casts, case, ranks=1)
+    assert found[0][1] == pytest.approx(losses, rel=2e-3)
