@@ -129,8 +129,8 @@ class Attention(nn.Module):
         self.wo = RowParallel(split, config.num_heads * self.head_dim, config.hidden_size)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """(batch, sequence, width), whole or split along the sequence -> the same shape; rotary (2, sequence, head / 2)
-        of these tokens, or (2, batch, 1, sequence, head / 2).
+        """(batch, sequence, width), whole or split along the sequence -> the same shape; rotary (2, sequence, head)
+        of these tokens, or (2, batch, 1, sequence, head).
         """
         x = self.split.enter(x)
         q, k, v = (
@@ -282,7 +282,7 @@ class Transformer(nn.Module):
                 drops = Drops.at(self.seed, self.step, samples, here)
             rotary = self.rotary
             if documents is not None and self.table is not None:
-                # (2, batch, 1 for all heads, sequence, head / 2)
+                # (2, batch, 1 for all heads, sequence, head)
                 rotary = self.table[:, places(documents)[:, self.positions]].unsqueeze(2)
             for layer, block in self.layers.items():
                 x = self._through(int(layer), within(documents, block), x, rotary, drops)
@@ -299,18 +299,41 @@ class Transformer(nn.Module):
 
 
 def rotary_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
-    """cos and sin of position * theta^(-2i / head), float64 (2, sequence, head / 2). Su et al. 2021."""
+    """cos and sin of position * theta^(-2i / head), float64 (2, sequence, head), of the second half as of the first, whose sin
+    is negative. Su et al. 2021.
+    """
     angle = torch.outer(
         torch.arange(seq_len, dtype=torch.float64),
         theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim),
     )
-    return torch.stack([angle.cos(), angle.sin()])
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + head / 2]) by its position's angle: (..., sequence, head), computed in rotary's type, in x's."""
-    (cos, sin), (a, b) = rotary, x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+    y: Tensor = _Rotate.apply(x, rotary)
+    return y
+
+
+class _Rotate(torch.autograd.Function):
+    """Its gradient is turned back by the same angles: nothing of x is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rotary: Tensor) -> Tensor:
+        ctx.save_for_backward(rotary)
+        return _turned(x, rotary, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (rotary,) = ctx.saved_tensors
+        return _turned(dy, rotary, -1), None
+
+
+def _turned(x: Tensor, rotary: Tensor, sign: int) -> Tensor:
+    cos, sin = rotary
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=sign).to(x.dtype)
 
 
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:

@@ -194,15 +194,19 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
     """
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
-    found: dict[int, Tensor] = {}
-    for (device, dtype), places in _by_kind(gradients).items():
+    kinds = _by_kind(gradients)
+    found = []
+    for (device, dtype), places in kinds.items():
         some = [gradients[place] for place in places]
         if device.type == "cpu":
-            made = [_norm_of_blocks(gradient) for gradient in some]
+            found.append(torch.stack([_norm_of_blocks(gradient) for gradient in some]))
         else:
-            made = [norm.double() for norm in norms(some, torch.promote_types(dtype, torch.float32))]
-        found.update(zip(places, made, strict=True))
-    return torch.stack([found[place] for place in range(len(gradients))])
+            found.append(torch.stack(list(norms(some, torch.promote_types(dtype, torch.float32)))).double())
+    if len(found) == 1:
+        return found[0]
+    places = [place for some in kinds.values() for place in some]
+    each = dict(zip(places, torch.cat(found).unbind(), strict=True))
+    return torch.stack([each[place] for place in range(len(gradients))])
 
 
 def _by_kind(gradients: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:

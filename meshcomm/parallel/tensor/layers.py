@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.parallel.recompute import added_up
@@ -161,7 +162,8 @@ def outside_of(split: TensorSplit, ids: Tensor, vocab: int, what: str) -> Tensor
         raise ShapeError(
             f"{what} are outside of the vocabulary on {split.mesh.label}",
             given=f"{int(lowest)} to {int(highest)}",
-            expected=f"0 to {vocab - 1}, the {vocab} rows that the ranks along {split.dim} hold together",
+            expected=f"0 to {vocab - 1}"
+            + (f", the {vocab} rows that the ranks along {split.dim} hold together" if split.dim else ""),
             hint="the tokenizer's size for the table, or ignore_index for targets that do not count",
         )
     return None
@@ -196,41 +198,65 @@ def cross_entropy(
             expected='reduction="mean" or reduction="sum"',
             hint='reduction="sum", and divide by what you count',
         )
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
     counted = targets != ignore_index
-    outside = None
-    if split.size > 1 or split.mesh.is_async:
-        outside = outside_of(split, targets.where(counted, 0), logits.shape[-1] * split.size, "targets")
-    if split.size == 1:
-        held = targets if outside is None else targets.where(~outside, ignore_index)
-        found = F.cross_entropy(
-            logits.flatten(0, -2), held.flatten(), ignore_index=ignore_index, reduction=reduction
-        )
-        return found if outside is None else torch.where(outside.any(), torch.nan, found)
+    outside = outside_of(split, targets.where(counted, 0), logits.shape[-1] * split.size, "targets")
+    if outside is not None:
+        counted = counted & ~outside
     total: Tensor = _CrossEntropy.apply(logits, targets, counted, split)
+    if outside is not None:
+        total = torch.where(outside.any(), torch.nan, total)
     return total / counted.sum() if reduction == "mean" else total
 
 
+# Elements that are computed with at once at least: in float32 64 MB.
+_FEW = 2**24
+
+
 class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, counted: Tensor, split: TensorSplit) -> Tensor:
-        highest = split.mesh.all_reduce(split.dim, logits.detach().amax(-1), op="max")
-        shifted = logits - highest.unsqueeze(-1)
-        row, mine = owned(targets, logits.shape[-1], split.coord)
-        mine = mine & counted
-        target = shifted.gather(-1, row.unsqueeze(-1)).squeeze(-1).where(mine, 0)
-        exp = shifted.exp_()
-        both = split.mesh.all_reduce(split.dim, torch.stack([exp.sum(-1), target]), op="sum")
-        total, target = both.unbind()
-        vocab = logits.shape[-1] * split.size
-        loss = total.log() - target.where((targets >= 0) & (targets < vocab), torch.nan)
-        ctx.save_for_backward(exp.div_(total.unsqueeze(-1)), row, mine, counted)
-        return loss.where(counted, 0).sum()
+    """Of some rows at a time: beside the logits and their gradient, both in the logits' type, no table of the vocabulary is held."""
 
     @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, counted: Tensor, split: TensorSplit) -> Tensor:
+        rows, wide = logits.flatten(0, -2), _wide(logits.dtype)
+        place, mine = owned(targets.flatten(), logits.shape[-1], split.coord)
+        counted = counted.flatten()
+        highest = rows.amax(-1).to(wide)
+        if split.size > 1:
+            highest = split.mesh.all_reduce(split.dim, highest, op="max")
+        total = torch.cat(
+            [
+                (part.to(wide) - most.unsqueeze(-1)).exp_().sum(-1)
+                for part, most in zip(_parts(rows), _parts(highest, rows), strict=True)
+            ]
+        )
+        target = (rows.gather(-1, place.unsqueeze(-1)).squeeze(-1).to(wide) - highest).where(
+            mine & counted, 0
+        )
+        if split.size > 1:
+            both = split.mesh.all_reduce(split.dim, torch.stack([total, target]), op="sum")
+            total, target = both.unbind()
+        ctx.save_for_backward(logits, highest, total, place, mine & counted, counted)
+        return (total.log() - target).where(counted, 0).sum()
+
+    @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, row, mine, counted = ctx.saved_tensors
-        # The saved softmax is not written to: backward may run twice over a retained graph.
-        part = softmax.scatter_add(-1, row.unsqueeze(-1), -mine.unsqueeze(-1).to(softmax.dtype))
-        return part.mul_((grad * counted).unsqueeze(-1)), None, None, None
+        logits, *of_rows = ctx.saved_tensors
+        rows, made = logits.flatten(0, -2), torch.empty_like(logits)
+        every = _parts(rows), _parts(made.flatten(0, -2), rows), *(_parts(each, rows) for each in of_rows)
+        for part, into, most, total, place, mine, counted in zip(*every, strict=True):
+            softmax = (part.to(most.dtype) - most.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
+            softmax.scatter_add_(-1, place.unsqueeze(-1), -mine.unsqueeze(-1).to(most.dtype))
+            torch.mul(softmax, (grad * counted).unsqueeze(-1), out=into)
+        return made, None, None, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _parts(x: Tensor, of: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Runs of rows, as long as those of `of`, or of `x` itself: an eighth of large ones."""
+    rows, width = (x if of is None else of).shape
+    found: tuple[Tensor, ...] = x.split(max(1, _FEW // width, -(-rows // 8)))
+    return found
