@@ -148,15 +148,6 @@ def _decay(train: TrainConfig) -> Iterator[Problem]:
         yield Problem("decay_steps", what, f"1 to {most}", ways, given)
 
 
-def _selective(train: TrainConfig) -> Iterator[Problem]:
-    if train.compile and train.activation_checkpointing == "selective":
-        what = "a compiled block is one operator: which results in it to keep cannot be said"
-        expected = "activation_checkpointing that keeps nothing of a block, or no compile"
-        ways = ["train.activation_checkpointing = true", "train.compile = false"]
-        given = train.written("compile activation_checkpointing")
-        yield Problem("compile", what, expected, ways, given)
-
-
 def _some_steps(train: TrainConfig) -> Iterator[Problem]:
     first, last = train.trace_steps or (1, 1)
     if not 1 <= first <= last <= train.steps:
@@ -181,7 +172,7 @@ class TrainConfig(Section):
         partial(
             too_large, field="warmup_steps", limit="steps", why="the warm-up is longer than the training"
         ),
-        *(_decay, _selective, _some_steps, _each_sink_once),
+        *(_decay, _some_steps, _each_sink_once),
     )
     no_effect = (
         NoEffect("betas", "optimizer", _WITH_BETAS, 'optimizer = "adamw"'),

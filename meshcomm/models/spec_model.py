@@ -34,7 +34,7 @@ from meshcomm.parallel.context.documents import places, within
 from meshcomm.parallel.dropout import DROPOUTS, Dropout, Drops, check_dropouts
 from meshcomm.parallel.expert import spread_experts
 from meshcomm.parallel.pipeline import Stage
-from meshcomm.parallel.recompute import run
+from meshcomm.parallel.recompute import compile_blocks, run
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy, tensor_parallel
 from meshcomm.parallel.tensor.example import Calls, explained
 from meshcomm.parallel.tensor.plan import Rule, matches, rules_of
@@ -143,8 +143,8 @@ class SpecModel(Model):
                 if isinstance(part := module.get_submodule(name), nn.Embedding):
                     part.register_forward_hook(partial(_cast, dtype))
         if train.compile:
-            for block in layers:
-                block.compile()
+            facts = module.meshcomm_stage
+            facts.activation_checkpointing = compile_blocks(layers, facts.activation_checkpointing)
         return module  # type: ignore[no-any-return]
 
     def fill(self, module: nn.Module, stage: Stage) -> None:

@@ -18,7 +18,7 @@ from meshcomm.parallel.context.documents import places, within
 from meshcomm.parallel.dropout import Dropout, Drops
 from meshcomm.parallel.expert import Experts
 from meshcomm.parallel.pipeline import Stage
-from meshcomm.parallel.recompute import ActivationCheckpointing, run
+from meshcomm.parallel.recompute import ActivationCheckpointing, compile_blocks, run
 from meshcomm.parallel.tensor import (
     ColumnParallel,
     RowParallel,
@@ -58,8 +58,8 @@ class BuiltIn(Model):
         with on_meta():
             module = Transformer(splits, self._config, stage, self._seq_len, train, packed=self.packed)
         if train.compile:
-            for block in module.layers.values():
-                block.compile()
+            setting = train.activation_checkpointing
+            module.activation_checkpointing = compile_blocks(module.layers.values(), setting)
         return module
 
     def fill(self, module: nn.Module, stage: Stage) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from copy import copy
+from functools import partial
 from itertools import count
 from typing import Any, Final, Literal, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 ActivationCheckpointing: TypeAlias = bool | Literal["selective"] | int
@@ -49,6 +50,31 @@ def run(
     elif not setting or (number + 1) % setting:  # True is 1: every block
         return block(*args, **named)
     return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **more, **named)
+
+
+def compile_blocks(blocks: Iterable[nn.Module], setting: ActivationCheckpointing) -> ActivationCheckpointing:
+    """Have torch.compile compile each block; returns the setting that `run` needs for them.
+
+    With "selective" the checkpoint is a part of what is compiled: which results to keep is said of its operators.
+    """
+    inside = setting == "selective"
+    for block in blocks:
+        if inside:
+            block.forward = partial(_selectively, block.forward)
+        block.compile()
+    return False if inside else setting
+
+
+def _selectively(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **named)
+    return checkpoint(
+        forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_compiled_contexts, **named
+    )
+
+
+def _compiled_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm
 from meshcomm.config import Config
-from meshcomm.errors import ConfigError, UnsupportedOp
+from meshcomm.errors import UnsupportedOp
 from meshcomm.models import ModelSpec, StageContext
+from meshcomm.parallel.tensor import local
 from meshcomm.predict.estimate import Sizes, layer_activations, workload
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
@@ -153,9 +154,43 @@ def test_less_is_kept_and_as_much_is_computed_as_was_asked_for(pool: Pool, model
         assert selective.kept - every.kept == pytest.approx(4 * (kept - entry), rel=0.1)
 
 
-def test_a_compiled_block_is_one_operator() -> None:
-    with pytest.raises(ConfigError, match="a compiled block is one operator"):
-        config_of(OWN, "dp=1", train={"activation_checkpointing": "selective", "compile": True})
+def compiled(config: Config) -> tuple[list[float], int]:
+    """Losses of two steps of compiled blocks, and the bytes that the second one's forward passes kept for their backward."""
+    torch.set_num_threads(1)
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config)
+        tokens = torch.arange(2 * 2 * 32).view(2, 2, 32) % 251
+        trainer.step(tokens[0], tokens[1])
+        held = (local(each.detach()) for each in trainer.modules.parameters())
+        weights = {each.untyped_storage().data_ptr() for each in held}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            trainer.step(tokens[1], tokens[0])
+        losses = [done.loss for done in trainer.results()]
+        return losses, sum(nbytes for place, nbytes in kept.items() if place not in weights)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("dims", "more"), [("dp=1", {}), ("tp=2", {"sequence_parallel": True})])
+@pytest.mark.parametrize("model", [{**BUILT_IN, "dropout": 0.0}, OWN], ids=["built in", "of a user"])
+def test_a_compiled_block_keeps_as_much_as_one_that_is_not(
+    pool: Pool, model: dict[str, Any], dims: str, more: dict[str, Any]
+) -> None:
+    found = {}
+    for recompute in (False, True, "selective"):
+        train = {"activation_checkpointing": recompute, "global_batch_size": 2, "micro_batch_size": 2}
+        config = config_of(model, dims, train={**train, "compile": True}, **more)
+        ranks = 2 if dims == "tp=2" else 1
+        found[recompute] = pool.run(compiled, config, ranks=ranks, timeout_s=300.0)[0]
+    losses, nothing = found[False]
+    for each, _ in found.values():
+        assert each == pytest.approx(losses, rel=1e-12)
+    assert found[True][1] < found["selective"][1] < nothing
 
 
 def test_through_is_for_blocks(pool: Pool) -> None:
