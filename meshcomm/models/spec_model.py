@@ -108,18 +108,7 @@ class SpecModel(Model):
         module.__class__ = type(type(module).__name__, (_Stage, type(module)), {"__module__": __name__})
         module.meshcomm_stage = _Facts(self, splits, stage, layers)
         split = splits.tensor
-        experts = {
-            name: (part, axes)
-            for name, part in module.named_modules()
-            for pattern, axes in spec.experts.items()
-            if matches(pattern, name)
-        }
-        for name, (part, axes) in experts.items():
-            spread_experts(part, split, splits.expert, axes, name)
-            if train.compile:
-                # A loop over experts is another program for every step.
-                part.forward = torch.compiler.disable(part.forward)
-            module.set_submodule(name, nn.Identity())
+        experts = self._spread(module, splits)
         if split.size > 1:
             plan = dict(spec.split)
             if split.sequence_parallel:
@@ -133,7 +122,7 @@ class SpecModel(Model):
             if not train.compile:
                 module.meshcomm_stage.rules = rules
             tensor_parallel(module, split.mesh, split.dim, plan, sequence_parallel=split.sequence_parallel)
-        for name, (part, _) in experts.items():
+        for name, part in experts.items():
             module.set_submodule(name, part)
         if self.drops:
             _have_dropped(module, spec.dropped, split)
@@ -146,6 +135,22 @@ class SpecModel(Model):
             facts = module.meshcomm_stage
             facts.activation_checkpointing = compile_blocks(layers, facts.activation_checkpointing)
         return module  # type: ignore[no-any-return]
+
+    def _spread(self, module: nn.Module, splits: Splits) -> dict[str, nn.Module]:
+        """The experts of a module by name, spread over ranks and taken out of it: no plan is about them."""
+        found = {
+            name: (part, axes)
+            for name, part in module.named_modules()
+            for pattern, axes in self.spec.experts.items()
+            if matches(pattern, name)
+        }
+        for name, (part, axes) in found.items():
+            spread_experts(part, splits.tensor, splits.expert, axes, name)
+            if self._train.compile:
+                # A loop over experts is another program for every step.
+                part.forward = torch.compiler.disable(part.forward)
+            module.set_submodule(name, nn.Identity())
+        return {name: part for name, (part, _) in found.items()}
 
     def fill(self, module: nn.Module, stage: Stage) -> None:
         """See Model."""

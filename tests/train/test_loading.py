@@ -372,6 +372,32 @@ def test_a_state_that_cannot_be_saved_is_named(pool: Pool, tmp_path: Path) -> No
     assert all("the state of the Odd cannot be saved" in each for each in said)
 
 
+class Changed(Counted):
+    """Made otherwise than before."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError("4 workers, and 2 when the state was made")
+
+
+def with_another_loader(config: Config, kind: Any) -> str:
+    with meshcomm.init(config) as mesh:
+        try:
+            Trainer(mesh, config).run(kind(Rows(), mesh.data_rank, mesh.data_world_size))
+        except TrainingError as error:
+            return str(error)
+    return ""
+
+
+def test_a_state_that_does_not_fit_is_named(pool: Pool, tmp_path: Path) -> None:
+    saving = ["train.resume=true", "train.checkpoint_every=100", "train.schedule=constant"]
+    assert pool.run(
+        with_another_loader, on("dp=2", tmp_path, "train.steps=2", *saving), Counted, ranks=2
+    ) == ["", ""]
+    said = pool.run(with_another_loader, on("dp=2", tmp_path, "train.steps=4", *saving), Changed, ranks=2)
+    assert all("the Changed does not take back the state" in each for each in said)
+    assert all("AssertionError: 4 workers" in each for each in said)
+
+
 # -- evaluation by a function ---------------------------------------------------------------------
 
 

@@ -144,12 +144,8 @@ class GivenBatches:
             self._of = data
             return
         goes_on = saved is not None and self._resumes
-        if goes_on:
-            assert saved is not None
-            held = decode(saved, torch.device("cpu"))
-            self._epoch = held["epoch"]
-            self._set_epoch()
-            data.load_state_dict(held["loader"])  # type: ignore[attr-defined]
+        if saved is not None and goes_on:
+            self._put_back(saved)
         follow = self._repeated(data, goes_on)
         for _ in range(0 if goes_on else after):
             next(follow)
@@ -177,6 +173,21 @@ class GivenBatches:
                 hint="numbers in place of an object",
             ) from error
         return {self._name: state}
+
+    def _put_back(self, saved: Tensor) -> None:
+        held = decode(saved, torch.device("cpu"))
+        self._epoch = held["epoch"]
+        self._set_epoch()
+        try:
+            self._data.load_state_dict(held["loader"])  # type: ignore[union-attr]
+        except Exception as error:
+            kind = type(self._data).__name__
+            raise TrainingError(
+                f"the {kind} does not take back the state that it gave for the checkpoint",
+                given=f"{type(error).__name__}: {error}",
+                expected=f"a {kind} made as before: the same dataset, batch size and number of workers",
+                hint="the loader of the run that wrote the checkpoint",
+            ) from error
 
     def _repeated(self, data: Iterable[GivenBatch], goes_on: bool) -> Iterator[GivenBatch]:
         """The items of `data` over and over. Raises TrainingError where it begins again and has no items, as a generator."""
