@@ -265,7 +265,7 @@ def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float
     selective = 3 * entry + 2 * queries + 2 * keys + inner + (3 if sizes.expert > 1 else 1) * rows * whole
     if work.parallel.options.sequence_parallel:
         selective += 2 * whole
-    everything = 2 * entry + 2 * whole + 3 * queries + 2 * keys + 2 * inner + 2 * rows * whole
+    everything = 2 * entry + 2 * whole + 2 * queries + 2 * keys + 2 * inner + 2 * rows * whole
     element = work.tokens(sizes) * work.activation_bytes
     return entry * element, selective * element, everything * element
 
@@ -278,12 +278,13 @@ def _activations(work: Workload, sizes: Sizes) -> float:
     kept = (layers - again) * usual + again * entry
     recomputed = everything - (entry if again else usual)
     split = 1 if work.model.vocab_size % sizes.tensor else sizes.tensor
-    logits = work.tokens(sizes) * work.model.vocab_size / split * max(4, work.activation_bytes)
+    elements = work.tokens(sizes) * work.model.vocab_size / split
+    logits, computed = elements * work.activation_bytes, min(elements, max(2**24, elements / 8)) * 4
     schedule, stages = options.schedule, options.stages_per_rank
     first = microbatches_held(schedule, sizes.pipeline, stages, sizes.microbatches)
     last = first if schedule in ("gpipe", "zero_bubble") else 1
-    # Logits, their logarithms and gradients.
-    return max(first * kept, last * (kept + 2 * logits) + logits) + recomputed
+    # Logits and their gradient, of which some rows are computed at once: see `cross_entropy`.
+    return max(first * kept, last * (kept + logits) + logits + computed) + recomputed
 
 
 # -- calls ------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def _in_validation(how: End, me: Rank) -> None:
     with me.mesh() as mesh:
         for step in range(_STEPS):
             if step == _STRUCK and me.number == 2:
-                end_inside(me, mesh, "dp", "all_gather", how)
+                end_inside(me, mesh, "dp", "all_reduce", how)
             CALLS["broadcast"](mesh, "dp")
 
 
