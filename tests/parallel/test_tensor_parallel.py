@@ -46,6 +46,7 @@ from meshcomm.parallel.tensor import (
     whole,
     whole_shape,
 )
+from meshcomm.parallel.tensor import layers as tensor_layers
 from meshcomm.parallel.tensor.parameters import Parts, kept
 from meshcomm.testing import Pool
 from tests.parallel.same import close, part, randn
@@ -681,8 +682,15 @@ def losses(mesh: Mesh) -> None:
     torch.testing.assert_close(loss, F.cross_entropy(half.float().flatten(0, 1), TARGETS.flatten()))
 
 
-def test_the_loss_is_that_of_one_process_and_leaves_out_what_does_not_count() -> None:
-    meshcomm.simulate(losses, dims={"tp": 4})
+@pytest.mark.parametrize("dims", [{"tp": 4}, {"tp": 1}], ids=str)
+@pytest.mark.parametrize("few", [None, 1], ids=["at once", "some rows at a time"])
+def test_the_loss_is_that_of_one_process_and_leaves_out_what_does_not_count(
+    dims: dict[str, int], few: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if few is not None:
+        monkeypatch.setattr(tensor_layers, "_FEW", few)
+        assert len(tensor_layers._parts(torch.zeros(2 * TOKENS, VOCAB))) == 8
+    meshcomm.simulate(losses, dims=dims)
 
 
 # -- processes ------------------------------------------------------------------------------------

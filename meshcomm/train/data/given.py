@@ -56,10 +56,10 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Tensor, ...]:
 
 
 def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
-    """Inputs, targets and, if there are, documents of a dictionary: under these names, or as transformers has them.
+    """Inputs, targets and, if given, documents of a dictionary: under these names, or under those of transformers.
 
-    There labels are those of the tokens themselves, and input_ids where they are missing; what attention_mask
-    leaves out has to be at the end, and is no target; position_ids of 0 begin documents.
+    transformers' labels belong to the tokens themselves; without labels, input_ids are the labels. attention_mask may
+    leave out tokens at the end, which are no targets then. A position_id of 0 begins a document.
 
     Raises TrainingError for other names; UnsupportedOp for padding at the beginning.
     """
@@ -91,7 +91,7 @@ def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
         if bool((mask[:, 1:] > mask[:, :-1]).any()):
             raise UnsupportedOp(
                 f"the samples of {whose} are padded at the beginning",
-                given=f"an attention_mask {tuple(mask.shape)} with tokens behind what is left out",
+                given=f"an attention_mask {tuple(mask.shape)} that leaves out tokens before others",
                 expected="padding at the end, where nothing attends to it",
                 hint='tokenizer.padding_side = "right"',
             )
@@ -139,10 +139,11 @@ class GivenBatches:
         self._engine, self._data = engine, data
         self._name = STATE.format(engine.data_coord, engine.data_size)
         self._epoch = 0
-        self._resumes = all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict"))
+        self._resumes = False
         if not isinstance(data, Iterable):
             self._of = data
             return
+        self._resumes = all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict"))
         goes_on = saved is not None and self._resumes
         if saved is not None and goes_on:
             self._put_back(saved)
