@@ -291,6 +291,7 @@ on_nonfinite = "stop"
 seed = 1
 dtype = "float32"
 compute_dtype = "bfloat16"
+state_dtype = "bfloat16"
 float32_matmul_precision = "high"
 activation_checkpointing = "selective"
 compile = false

@@ -176,6 +176,7 @@ class TrainConfig(Section):
     )
     no_effect = (
         NoEffect("betas", "optimizer", _WITH_BETAS, 'optimizer = "adamw"'),
+        NoEffect("state_dtype", "optimizer", (*_WITH_BETAS, "sgd", "rmsprop"), 'optimizer = "adamw"'),
         NoEffect("eps", "optimizer", _WITH_EPS, 'optimizer = "adamw"'),
         NoEffect("decay_steps", "schedule", ("wsd",), 'schedule = "wsd"'),
         NoEffect("min_lr_ratio", "schedule", ("cosine", "linear", "wsd"), 'schedule = "cosine"'),
@@ -230,7 +231,9 @@ class TrainConfig(Section):
     """Type of the weights."""
     compute_dtype: Literal["bfloat16"] | None = None
     """Type of matmuls, activations, their messages, and gathered weights. Weights, optimizer state and sums of gradients
-    keep dtype. None: dtype."""
+    keep dtype; weights beneath adapters, which do not learn, have it. None: dtype."""
+    state_dtype: Literal["bfloat16"] | None = None
+    """Type in which the optimizer keeps its moments from step to step; it computes in dtype. None: dtype."""
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
     """torch.set_float32_matmul_precision during the run: high and medium let GPUs use TF32. None: as the process has it."""
     activation_checkpointing: bool | Literal["selective"] | Positive = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -131,6 +131,14 @@ def with_adapters(module: nn.Module, lora: LoraConfig, targets: Sequence[str]) -
         layer: Any = module.get_submodule(name)
         layer.lora_dropout[ADAPTER].meshcomm_features = layer.in_features
     return module
+
+
+def hold_frozen(module: nn.Module, dtype: torch.dtype, but: Collection[str]) -> None:
+    """Have the frozen weights and biases of linear layers in `dtype`, to which autocast would cast them. but: names of others."""
+    for name, part in module.named_modules():
+        for key, each in part.named_parameters(recurse=False) if is_split_linear(part) else ():
+            if not each.requires_grad and f"{name}.{key}" not in but:
+                each.data = each.data.to(dtype)
 
 
 def _made(make: Callable[[], nn.Module], lora: LoraConfig, targets: Sequence[str]) -> nn.Module:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshcomm.config import TrainConfig
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.models.family_code import family_code
+from meshcomm.models.lora import hold_frozen
 from meshcomm.models.own_forward import OwnForward, absent_parts, put_in
 from meshcomm.models.spec import (
     KINDS,
@@ -90,6 +91,8 @@ class SpecModel(Model):
         with on_meta():
             module: Any = spec.module()
         cast(module, getattr(torch, train.dtype))
+        if spec.added and train.compute_dtype:
+            hold_frozen(module, getattr(torch, train.compute_dtype), spec.tied or ())
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 part._buffers[name] = None if buffer is None else buffer.to(splits.mesh.device)

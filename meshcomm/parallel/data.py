@@ -367,7 +367,8 @@ class Sharded:
         reshard: bool = True,
     ) -> None:
         self._reshard = reshard
-        own = next(parameter.dtype for module in modules for parameter in module.parameters())
+        every = [parameter for module in modules for parameter in module.parameters()]
+        own = next((each for each in every if each.requires_grad), every[0]).dtype
         spread = None if experts is None else tuple(dim for dim in experts if mesh.size(dim) > 1)
         everywhere: dict[str, Any] = {"mesh": mesh[tuple(dims)], "reshard_after_forward": reshard}
         self._roots: list[FSDPModule] = []

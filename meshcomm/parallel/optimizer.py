@@ -16,6 +16,7 @@ from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.layout.names import did_you_mean
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
+from meshcomm.parallel.narrow_state import narrowed
 from meshcomm.parallel.tensor.parameters import fused_parts
 
 # Makes an optimiser of parameter groups, as those of torch.optim do.
@@ -117,6 +118,8 @@ def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
         given["fused"] = True
     elif "foreach" in known and device.type != "cpu":
         given["foreach"] = True
+    if train.state_dtype is not None:
+        kind = narrowed(kind, getattr(torch, train.state_dtype))
     return lambda groups: kind(groups, **{**given, **train.optimizer_args})
 
 
@@ -190,7 +193,7 @@ class Update:
                 group["weight_decay"] = group["weight_decay"] * factor
         self._seed = train.seed
         self._draws = None if make is None else Draws(mesh, train.seed, apart)
-        self._rates = [group["lr"] / train.lr for group in self.optimizer.param_groups]
+        self._rates = [float(group["lr"]) / train.lr for group in self.optimizer.param_groups]
         # torch's fused Adam and AdamW leave out a step by themselves, state included, for DTensors too.
         fused = bool(self.optimizer.defaults.get("fused"))
         self._takes_found_inf = fused and isinstance(self.optimizer, torch.optim.Adam)
@@ -201,7 +204,11 @@ class Update:
         if lr is None:
             return float(groups[0]["lr"])
         for group, rate in zip(groups, self._rates, strict=True):
-            group["lr"] = lr * rate
+            # A compiled step reads its rate from a tensor.
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr * rate)
+            else:
+                group["lr"] = lr * rate
         return lr
 
     def step(self, number: int, spoilt: Tensor) -> None:

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshcomm.comm.codec import decode, encode
 from meshcomm.errors import ObjectError, TrainingError
+from meshcomm.parallel.narrow_state import is_moment
 from meshcomm.parallel.tensor.parameters import Kept, Parts, fused_parts, local, split_dims
 
 # The dtype and the shape of each tensor of a checkpoint, by its name.
@@ -254,7 +255,7 @@ class State:
         optimizer.state.clear()
         for name, parameter in named:
             if state := {**own.get(name, {}), **facts[name].get("state", {})}:
-                optimizer.state[parameter] = state
+                optimizer.state[parameter] = _fitting(optimizer, parameter, state)
         optimizer.state.update(training.get("state", {}))
         vars(optimizer).update(_values(self._attributes))
         vars(optimizer).update(training.get("attributes", {}))
@@ -422,8 +423,9 @@ def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
     """
     if not isinstance(value, Tensor):
         return False
-    if type(value) not in (Tensor, DTensor, nn.Parameter) or value.layout != torch.strided:
-        raise _refused(what, _type(value))
+    held = value.to_local() if isinstance(value, DTensor) else value
+    if type(held) not in (Tensor, nn.Parameter) or held.layout != torch.strided:
+        raise _refused(what, _type(held))
     if isinstance(value, DTensor):
         if any(each.is_partial() for each in value.placements):
             raise _refused(what, "a DTensor with a sum that was not made yet", "value.full_tensor()")
@@ -457,6 +459,16 @@ def _room(
         mesh = parameter.device_mesh
         made = DTensor.from_local(made, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return made
+
+
+def _fitting(optimizer: torch.optim.Optimizer, parameter: Tensor, state: dict[Any, Any]) -> dict[Any, Any]:
+    """The state, where train.state_dtype was another when it was saved: torch's optimizers have moments of the weights' type."""
+    if type(optimizer).__module__.partition(".")[0] != "torch":
+        return state
+    return {
+        key: value.to(parameter.dtype) if is_moment(value, parameter) else value
+        for key, value in state.items()
+    }
 
 
 def _extra(name: str) -> str:

@@ -229,7 +229,7 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
 
 
 def memory(work: Workload, sizes: Sizes) -> Memory:
-    """Bytes of the largest rank. Weights, gradients and Adam's two moments are of one dtype.
+    """Bytes of the largest rank. Weights and gradients are of one dtype, Adam's two moments of train.state_dtype.
 
     Sharded (FSDP, ZeRO-3: Rajbhandari et al. 2020), each is divided by the shards. Gathered are two layers, the tables and
     the last norm, or all weights without `reshard`. Gradients of several micro-batches accumulate unsharded.
@@ -237,18 +237,19 @@ def memory(work: Workload, sizes: Sizes) -> Memory:
     here = weights(work, sizes)
     shards, spread = work.shards(sizes), work.expert_shards(sizes)
     share = (here.plain / shards + here.experts / spread) * work.weight_bytes
+    moments = 2 * share * _BYTES[work.train.state_dtype or work.train.dtype] / work.weight_bytes
     activations = _activations(work, sizes)
     if shards == spread == 1:
         # Autocast keeps its copies of weights for the backward pass.
         if work.activation_bytes != work.weight_bytes and not work.train.activation_checkpointing:
             activations += work.layers_of_rank(sizes) * here.layer * work.activation_bytes
-        return Memory(share, share, 2 * share, activations, 0.0)
+        return Memory(share, share, moments, activations, 0.0)
     every = here.plain + here.experts
     gathered = min(every, 2 * here.layer + here.ends) if work.parallel.reshards(sizes.pipeline) else every
     gradients = share + here.layer * work.reduced_bytes
     if sizes.microbatches > 1:
         gradients = every * work.reduced_bytes
-    return Memory(share, gradients, 2 * share, activations, gathered * work.activation_bytes)
+    return Memory(share, gradients, moments, activations, gathered * work.activation_bytes)
 
 
 def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float]:

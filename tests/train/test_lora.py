@@ -13,6 +13,8 @@ import meshcomm
 from meshcomm.cli import app
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, MeshcommError
+from meshcomm.models import spec_model
+from meshcomm.parallel.tensor.parameters import local
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from meshcomm.train.checkpoint_reader import Saved
@@ -130,6 +132,35 @@ def test_a_run_goes_on_elsewhere_and_its_adapters_are_those_of_peft(pool: Pool, 
         found = model.eval()(TOKENS).logits
         assert (found - before).abs().max() > 1e-3
         torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-6)
+
+
+def narrow(config: Config, held: bool) -> tuple[list[float], list[float], set[torch.dtype], int]:
+    """Losses and norms of three steps; the types of frozen weights of linear layers; bytes of all weights on this rank."""
+    with pytest.MonkeyPatch.context() as patch, meshcomm.init(config) as mesh:
+        if not held:
+            patch.setattr(spec_model, "hold_frozen", lambda *_: None)
+        engine = Trainer(mesh, config).engine
+        named = engine.named_parameters()
+        assert all(each.dtype == torch.float32 for _, each in named if each.requires_grad)
+        kinds = {each.dtype for name, each in named if ".base_layer." in name}
+        here = sum(each.nbytes for each in {*map(local, (each for _, each in named))})
+        found = record(mesh, config, 3)
+    return list(found.losses), list(found.norms), kinds, here
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=() if each in _IN_THE_GATE[:1] else pytest.mark.parity) for each in MESHES],
+)
+def test_frozen_weights_are_held_as_they_are_computed_with(pool: Pool, tmp_path: Path, name: str) -> None:
+    family, dims, more = MESHES[name]
+    train = {**more.get("train", {}), "dtype": "float32", "compute_dtype": "bfloat16"}
+    config = lora_config(tmp_path, family, dims, **{**more, "train": train})
+    ranks, before = (pool.run(narrow, config, held, ranks=4, timeout_s=120) for held in (True, False))
+    for (losses, norms, kinds, here), (losses32, norms32, kinds32, here32) in zip(ranks, before, strict=True):
+        assert (losses, norms) == (losses32, norms32)
+        assert (kinds, kinds32) == ({torch.bfloat16}, {torch.float32})
+        assert here < here32
 
 
 def trainer_of(config: Config) -> list[str]:

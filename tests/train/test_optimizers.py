@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import meshcomm
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError
-from meshcomm.parallel import whole
+from meshcomm.parallel import narrow_state, whole
 from meshcomm.parallel.optimizer import KINDS
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer, learning_rate
@@ -76,6 +78,74 @@ def test_state_is_put_back_on_another_mesh(pool: Pool, tmp_path: Path, name: str
     for found in pool.run(resumed, config_of(name, MESHES[1]), tmp_path / "saved", False, ranks=4):
         for key, value in found.items():
             torch.testing.assert_close(value, ranks[0][key], rtol=1e-9, atol=1e-11)
+
+
+NARROW = 'train.state_dtype="bfloat16"'
+
+
+def narrow(config: Config, at_once: int) -> tuple[Any, set[torch.dtype]]:
+    with pytest.MonkeyPatch.context() as patch, meshcomm.init(config) as mesh:
+        patch.setattr(narrow_state, "_AT_ONCE", at_once)
+        kinds: set[torch.dtype] = set()
+
+        def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            moments = [each for held in optimizer.state.values() for each in held.values() if each.ndim]
+            kinds.update(each.dtype for each in moments)
+
+        with register_optimizer_step_post_hook(stepped):
+            return record(mesh, config, 3), kinds
+
+
+@pytest.mark.parametrize("name", [pytest.param("adamw"), pytest.param("sgd", marks=pytest.mark.parity)])
+def test_moments_in_bfloat16_are_the_same_on_a_mesh(pool: Pool, name: str) -> None:
+    shard = "parallel={ shard = 'dp', tensor = 'tp', pipeline = 'pp' }"
+    ((alone, kinds),) = pool.run(narrow, reference(config_of(name, MESHES[0], NARROW)), 1 << 24, ranks=1)
+    (wide,) = pool.run(recorded, reference(config_of(name, MESHES[0])), ranks=1)
+    assert kinds == {torch.bfloat16}
+    assert 1e-5 < max(each.relative for each in compare(alone, wide)) < 1e-1
+    for config in (config_of(name, MESHES[0], NARROW), config_of(name, MESHES[0], shard, NARROW)):
+        # With parts of at most 100 elements most weights are one by themselves.
+        for found, kinds in pool.run(narrow, config, 100, ranks=4):
+            assert max(each.relative for each in compare(found, alone)) < 1e-9
+            assert kinds == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("more", [(NARROW, NARROW), (NARROW, ""), ("", NARROW)])
+def test_a_run_goes_on_with_moments_of_another_type(
+    pool: Pool, tmp_path: Path, more: tuple[str, str]
+) -> None:
+    first, second = ([each] if each else [] for each in more)
+    shard = "parallel={ shard = 'dp', tensor = 'tp', pipeline = 'pp' }"
+    folder = tmp_path / "saved"
+    ranks = pool.run(resumed, config_of("adamw", MESHES[0], shard, *first), folder, True, ranks=4)
+    exact = 1e-9 if more == (NARROW, NARROW) else 1e-1
+    for found in pool.run(resumed, config_of("adamw", MESHES[1], *second), folder, False, ranks=4):
+        for key, value in found.items():
+            torch.testing.assert_close(value, ranks[0][key], rtol=exact, atol=exact / 10)
+
+
+class _RateInTensor(torch.optim.SGD):
+    """As torchao's optimizers: the rate is a tensor, and has to stay one."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=torch.tensor(0.01, dtype=torch.float64))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(isinstance(group["lr"], Tensor) for group in self.param_groups)
+        super().step()
+
+
+def rated(config: Config, tensor: bool) -> Any:
+    with meshcomm.init(config) as mesh:
+        make = _RateInTensor if tensor else partial(torch.optim.SGD, lr=0.01)
+        return Trainer(mesh, config, optimizer=make).run().losses
+
+
+def test_a_rate_in_a_tensor_stays_in_it(pool: Pool, tmp_path: Path) -> None:
+    config = config_of("adamw", MESHES[1], f'train.out="{tmp_path}"', "train.steps=3")
+    losses = [pool.run(rated, config, tensor, ranks=4)[0] for tensor in (True, False)]
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
 
 
 def refused(config: Config) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -352,6 +353,10 @@ def test_a_look_changes_nothing(pool: Pool, tmp_path: Path, case: str) -> None:
 # -- what cannot be saved ---------------------------------------------------------------------------
 
 
+class Odd(Tensor):
+    """A tensor that is none of torch's."""
+
+
 class Keeps(torch.optim.SGD):
     """Keeps something in the state of each parameter."""
 
@@ -376,6 +381,10 @@ class Keeps(torch.optim.SGD):
                     group["projector"] = object()
                 elif self.what == "own part":
                     self.state[p]["mean"] = getattr(gradient, "_local_tensor", gradient).clone()
+                elif self.what == "own kind of part":
+                    # As torchao's moments of 8 bits.
+                    part = gradient.to_local().clone().as_subclass(Odd)
+                    self.state[p]["mean"] = DTensor.from_local(part, p.device_mesh, p.placements)
                 elif self.what == "part of a sum":
                     self.state[p]["norm"] = gradient.sum()
                 elif self.what == "number of a part":
@@ -424,6 +433,7 @@ class Holds(LambdaLR):
         ("object", "dp=2", "the optimizer's state of up.weight cannot be saved"),
         ("group object", "dp=2", "param_groups[0], projector cannot be saved"),
         ("own part", "fsdp=2", "optimizer.up.weight.mean cannot be saved"),
+        ("own kind of part", "fsdp=2", "optimizer.up.weight.mean cannot be saved"),
         ("part of a sum", "fsdp=2", "optimizer.up.weight.norm cannot be saved"),
         ("number of a part", "fsdp=2", "ranks that hold the same state differ in plain.parameter."),
         ("inner", "dp=2", "the attribute inner of Keeps cannot be saved"),
