@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -157,9 +158,39 @@ def compiled(mesh: Mesh) -> None:
         assert torch.equal(torch.autograd.grad(result.sum(), x)[0], torch.full((3,), 2.0))
 
 
+def compiled_step(mesh: Mesh) -> None:
+    """Forward, backward, sums of gradients and update, in one graph, as on one process."""
+    torch.manual_seed(0)
+    up, down = torch.randn(8, 6, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    batches = torch.randn(3, 2, 4, 8, dtype=torch.float64)
+    tp, dp = mesh.coord("tp"), mesh.coord("dp")
+
+    def loss_of(weights: tuple[torch.Tensor, ...], x: torch.Tensor) -> torch.Tensor:
+        x = mesh.functional.identity("tp", x)
+        y = mesh.functional.all_reduce("tp", (x @ weights[0]).tanh() @ weights[1], grad="identity")
+        return y.square().mean()
+
+    def step(weights: tuple[torch.Tensor, ...], x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        gradients, loss = torch.func.grad_and_value(loss_of)(weights, x)
+        summed = [mesh.functional.all_reduce("dp", each, "avg", grad="sum") for each in gradients]
+        return tuple(w - 0.1 * g for w, g in zip(weights, summed, strict=True)), loss
+
+    weights: Any = (up.chunk(2, 1)[tp].clone(), down.chunk(2, 0)[tp].clone())
+    whole = [up.clone().requires_grad_(), down.clone().requires_grad_()]
+    made = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for batch in batches:
+        weights, loss = made(weights, batch[dp])
+        losses = [((x @ whole[0]).tanh() @ whole[1]).square().mean() for x in batch]
+        torch.testing.assert_close(loss, losses[dp].detach())
+        gradients = torch.autograd.grad(sum(losses) / 2, whole)
+        whole = [(w - 0.1 * g).detach().requires_grad_() for w, g in zip(whole, gradients, strict=True)]
+    torch.testing.assert_close(weights[0], whole[0].detach().chunk(2, 1)[tp])
+    torch.testing.assert_close(weights[1], whole[1].detach().chunk(2, 0)[tp])
+
+
 @pytest.mark.parametrize(
     "check",
-    [every_call, order_and_host, messages, captured, limited_wait, compiled],
+    [every_call, order_and_host, messages, captured, limited_wait, compiled, compiled_step],
     ids=lambda check: check.__name__,
 )
 def test_emulated(pool: Pool, check: Callable[[Mesh], None]) -> None:
