@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshcomm.layout import Plan as Plan
     from meshcomm.mesh import Mesh as Mesh
     from meshcomm.mesh import init as init
+    from meshcomm.mesh import watch as watch
     from meshcomm.models import ModelSpec as ModelSpec
     from meshcomm.parallel import GradientSync as GradientSync
     from meshcomm.parallel import tensor_parallel as tensor_parallel
@@ -32,7 +33,7 @@ _FOLDERS = {
     "config": ("Config", "MeshConfig", "load_config", "plan"),
     "errors": ("MeshcommError",),
     "layout": ("GroupOptions", "Layout", "Plan"),
-    "mesh": ("Mesh", "init"),
+    "mesh": ("Mesh", "init", "watch"),
     "models": ("ModelSpec",),
     "parallel": ("GradientSync", "tensor_parallel"),
     "pattern": ("explain_pattern",),

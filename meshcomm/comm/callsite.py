@@ -25,6 +25,10 @@ _OURS: Final = (
     str(contextlib.__file__),
     *compiled_files(),
 )
+_LIBRARY: Final = f"{Path(threading.__file__).parent}{os.sep}"
+_DISTRIBUTED: Final = f"{Path(torch.__file__).parent / 'distributed'}{os.sep}"
+# Where torch's own calls wait.
+C10D: Final = (f"{_DISTRIBUTED}distributed_c10d.py", f"{_DISTRIBUTED}_functional_collectives.py")
 # A user of the package inside of the package.
 _BENCH: Final = f"{Path(__file__).parents[1] / 'bench'}{os.sep}"
 
@@ -77,6 +81,25 @@ def stack_of(thread: int) -> list[tuple[str, int, str]]:
     # This function's own frame may be among them.
     frames.clear()
     return lines
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is of this package, of torch, or of Python's own library, where a wait for the store is."""
+    return is_ours(file) or (file.startswith(_LIBRARY) and "-packages" not in file)
+
+
+def is_inside(files: str | tuple[str, ...], but: str = "") -> bool:
+    """Whether some thread is in a call of these files, and has not returned to the program, as by a signal's handler.
+
+    but: a file in whose calls a thread does not count: its call has failed, and it is asking why.
+    """
+    for thread in list(thread_frames()):
+        for file, _, _ in stack_of(thread):
+            if file.startswith(files):
+                return True
+            if file == but or not is_library(file):
+                break
+    return False
 
 
 def thread_frames() -> dict[int, FrameType]:

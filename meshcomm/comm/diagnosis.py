@@ -170,8 +170,23 @@ def absent(blocked: BlockedCall, statuses: Statuses) -> list[tuple[int, str | No
         if status is None:
             found.append((rank, None))
         elif group is None or group["started"] < blocked.number:
-            found.append((rank, f"has not come: it {doing_of(status, blocked.label)}"))
+            doing = doing_of(status, blocked.label) + _waits_for(status, statuses)
+            found.append((rank, f"has not come: it {doing}"))
     return found
+
+
+def _waits_for(status: Status, statuses: Statuses) -> str:
+    """Which ranks have not come to the collective that a rank is blocked in, as far as they were asked."""
+    blocked = [(group, call) for group in status["groups"] if (call := _blocked_in(group)) is not None]
+    for group, call in [] if status.get("failed") else reversed(blocked):
+        if "parts" in call:
+            continue
+        others = {rank: _group(statuses.get(rank), group["label"]) for rank in group["ranks"]}
+        behind = [rank for rank, each in others.items() if each and each["started"] < call["number"]]
+        if behind:
+            has = "have" if len(behind) > 1 else "has"
+            return f", which {ranks_text(behind)} {has} not come to"
+    return ""
 
 
 def _unmatched(blocked: BlockedCall, part: Sequence[Any], statuses: Statuses) -> list[tuple[int, str | None]]:
@@ -221,7 +236,7 @@ def doing_of(status: Status, label: str | None = None) -> str:
     failed = status.get("failed")
     if failed is not None:
         # Its activity since then mostly follows from that.
-        closed = "has closed the mesh, and " if status.get("closed") else ""
+        closed = f"{_left(status)}, and " if status.get("closed") else ""
         ranks = failed.get("waited_for")
         why = f": it waited for {ranks_text(ranks)}" if ranks else ""
         return f"{closed}was in {failed['call']}, at {failed['callsite']}, which failed{why}"
@@ -237,8 +252,12 @@ def doing_of(status: Status, label: str | None = None) -> str:
         after = f", after {own['last']['call']}, call {own['last']['number']}"
     if status.get("closed"):
         raised = status.get("raised")
-        return f"has closed the mesh{after}" + (f", when it raised {raised}" if raised else thread)
+        return f"{_left(status)}{after}" + (f", when it raised {raised}" if raised else thread)
     return f"is at {status['main']}{after}{thread}"
+
+
+def _left(status: Status) -> str:
+    return "has closed the mesh" if status["coords"] else "has ended, or left torch's default group"
 
 
 def name_of_rank(rank: int, status: Status | None) -> str:

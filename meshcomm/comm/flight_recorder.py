@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from meshcomm.collectives import BARRIER, HOOKED, ROWS, Call, Collective
-from meshcomm.comm.callsite import line_of, users_frame
+from meshcomm.comm.callsite import C10D, is_inside, line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, Entry, PendingCall, counter_of
 from meshcomm.comm.mismatch import CallCheck, StepHistory
 from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage
@@ -34,6 +34,10 @@ _EQUALLY_LARGE: Final = frozenset(name for name, row in ROWS.items() if row.in_p
 _MOST_RECENT: Final = 128
 
 Inquire = Callable[["FlightRecorder", str, BaseException], MeshcommError]
+
+
+# The id of the recorder of this process's last collective past the mesh.
+_LATEST: Final = [0]
 
 
 @final
@@ -98,6 +102,8 @@ class FlightRecorder:
         self._profiled: Any = None
         # Whether a collective past the mesh is between its two hooks.
         self._issued = False
+        # Whether its Work says when it is over: Gloo's of a reduce_scatter never does, waited for or not (torch 2.15).
+        self._tells_end = True
         self._succeeded: object = None
         self.hooks: GroupHooks | None = None
         self.check: CallCheck | None = None
@@ -105,12 +111,21 @@ class FlightRecorder:
     @property
     def inside(self) -> bool:
         """Whether the group's last collective is under way."""
-        return self.under_way is not None or self.pending
+        if self.under_way is not None:
+            return True
+        return self.pending and (self._tells_end or is_inside(C10D))
+
+    @property
+    def past_the_mesh(self) -> str:
+        """For errors about a call that others made on a group of the mesh; "" for a group outside of it."""
+        return "made past the mesh " if self.plan else ""
 
     @property
     def pending(self) -> bool:
         """Whether a call that was made past the mesh is not over, as far as its backend knows."""
-        return self.work is not None and not capturing() and not self.work.is_completed()
+        if self.work is None or capturing() or self.work.is_completed():
+            return False
+        return self._tells_end or _LATEST[0] == id(self)
 
     @property
     def failure(self) -> RuntimeError | None:
@@ -272,17 +287,18 @@ class FlightRecorder:
         nbytes = sum(each.nbytes for each in tensors) if one is None else one.nbytes
         counter = counter_of(self.counters, name, row.name, True)
         op, root = getattr(given, "op", None), given.root if row.root is not None else -1
+        _LATEST[0] = id(self)
         self.call(None, counter, row.moved(nbytes, len(self.ranks)), one, op, root)
         try:
             if self.check is not None:
                 facts = _facts(row, kind, given.input_tensors, given.output_tensors, given.root)
                 self.announce_call(name, row.name, facts, past=True)
         except RuntimeError as error:
-            where = f'{row.name} made past the mesh along "{name}" on {who}'
+            where = f'{row.name} {self.past_the_mesh}along "{name}" on {who}'
             raise self.inquire(self, where, error) from error
         finally:
             self.under_way = None
-        self._issued = True
+        self._issued, self._tells_end = True, self.ordered or row.name != "reduce_scatter"
 
     def after(self, given: Any) -> None:
         """The call past the mesh has been issued."""

@@ -91,11 +91,13 @@ def run(
         settings.resolved(world)
     from meshcomm.jobs.starting import start_job
     from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
+    from meshcomm.mesh.watched import watch_if_possible
 
     def body() -> None:
         if config is not None:
             os.environ[CONFIG_VARIABLE] = str(config)
             os.environ[OVERRIDES_VARIABLE] = "\n".join(overrides)
+        watch_if_possible()
         sys.argv = [str(script), *arguments]
         # As `python SCRIPT` does: imports are looked for beside the script first.
         sys.path.insert(0, str(script.resolve().parent))

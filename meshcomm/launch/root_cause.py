@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 
+from meshcomm.comm.diagnosis import find_circle
 from meshcomm.launch.reaper import signal_text
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.rank_failure import Failure
@@ -28,8 +29,9 @@ def root_cause(
     First: errors that do not follow from another rank's, and ranks that a signal or an unknown error ended; the one that
     an error calls mismatched, else the earliest. A rank ended by SIGABRT, as by its backend's watchdog, is none of these
     if an error names who is missing. Then errors that follow: of the rank whose operation differs at one sequence number
-    of a group; else of one that waited for a rank that has not failed; else the earliest. A rank that had ended while
-    others waited for it is the cause, with the error of the one that waited.
+    of a group; else of one that waited for ranks of which none, or not all, has failed; else of a circle of ranks that waited for each
+    other, with a line for each; else the earliest. A rank that had ended while others waited for it is the cause, with
+    the error of the one that waited.
     """
     failures = sorted(failures, key=attrgetter("rank"))
     failed = {failure.rank for failure in failures}
@@ -45,13 +47,17 @@ def root_cause(
         key=lambda failure: (
             not (failure.mismatched or failure.rank in mismatched),
             failed.issuperset(failure.missing),
+            not failed.isdisjoint(failure.missing),
             failure.time,
         ),
     )
+    circle = _circle(failures) if root.follows and failed.issuperset(root.missing) and not mismatched else []
+    root = circle[0] if circle else root
     others = [
         failure
         for failure in failures
         if failure.rank != root.rank
+        and failure not in circle
         and (not failure.follows or (not root.follows and failure.what == root.what))
     ]
     for what in dict.fromkeys(failure.what for failure in others):
@@ -61,6 +67,9 @@ def root_cause(
         lines += _calls_beside(failures)
     if root.missing:
         lines.append(f"it waited for {', '.join(label(rank) for rank in root.missing[:4])}")
+    if circle:
+        lines.append(f"{_ranks([each.rank for each in circle])} waited for each other")
+    lines += [f"{each.summary}: it waited for {ranks_text(each.missing)}" for each in circle[1:]]
     left = [rank for rank in root.missing if rank in ended] or ([] if root.missing else sorted(ended))
     if root.follows and left and not mismatched:
         lines = [f"{root.summary}", *lines[: -1 if root.missing else None]]
@@ -69,10 +78,23 @@ def root_cause(
         root = replace(
             root, rank=left[0], who=label(left[0]), what=what, frame="", missing=left[1:], raised=False
         )
-    accounted = {root.rank, *root.missing, *mismatched, *(failure.rank for failure in others)}
+    accounted = {
+        root.rank,
+        *root.missing,
+        *mismatched,
+        *(each.rank for each in circle),
+        *(failure.rank for failure in others),
+    }
     if after := [rank for rank in range(world_size) if rank not in accounted]:
         lines.append(f"{_ranks(after)} {_FOLLOWED}")
     return root, lines
+
+
+def _circle(failures: Iterable[Failure]) -> list[Failure]:
+    """The failures of ranks that waited for each other all around, the earliest first; [] where there are none."""
+    of_rank = {failure.rank: failure for failure in failures if failure.missing and failure.follows}
+    ranks = find_circle({rank: each.missing for rank, each in of_rank.items()})
+    return sorted((of_rank[rank] for rank in ranks), key=attrgetter("time"))
 
 
 def without_error(rank: int, code: int, alive_at: float, label: Callable[[int], str]) -> Failure:

@@ -184,8 +184,8 @@ def coords_text(coords: Mapping[str, int]) -> str:
 
 
 def rank_text(rank: int, coords: Mapping[str, int] | None) -> str:
-    """`rank 6 (pp=1 dp=1 tp=0)`; None: they are not known."""
-    return f"rank {rank}" if coords is None else f"rank {rank} ({coords_text(coords)})"
+    """`rank 6 (pp=1 dp=1 tp=0)`; None: they are not known, {}: it is in no mesh."""
+    return f"rank {rank}" if not coords else f"rank {rank} ({coords_text(coords)})"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -2,5 +2,6 @@
 
 from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.opening import init
+from meshcomm.mesh.watched import Watch, watch
 
-__all__ = ["Mesh", "init"]
+__all__ = ["Mesh", "Watch", "init", "watch"]

@@ -13,7 +13,7 @@ from gc import collect
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, final, overload
-from weakref import WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -96,7 +96,7 @@ class Mesh(AlongDims):
         # The process that opened the mesh, in a process that was forked from it since.
         self._parent: int | None = None
         self._process = os.getpid()
-        _OPENED[time.monotonic_ns()] = self
+        _OPENED.add(self)
         self._runtime = runtime
         self._transports = runtime.transports
         self._watch = runtime.watch
@@ -754,10 +754,6 @@ def _abort(transports: Iterable[Transport]) -> None:
         transport.abort()
 
 
-# Those that were opened and are still there, by when.
-_OPENED: WeakValueDictionary[int, Mesh] = WeakValueDictionary()
-
-
 def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError | None:
     """Close what a mesh has whose calls were captured; the error where a graph of these is alive.
 
@@ -777,29 +773,12 @@ def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError 
     return None
 
 
-def _latest() -> list[Mesh]:
-    return [mesh for _, mesh in sorted(_OPENED.items(), reverse=True)]
-
-
-def explained(error: BaseException) -> BaseException:
-    """The error that explains `error`, by which the process ends, where a mesh is open that can; else `error`."""
-    return next((found for mesh in _latest() if (found := mesh._explained(error)) is not None), error)
-
-
-def leave_all() -> None:
-    """Tell the other ranks of every open mesh that this one ends by the exception under way."""
-    for mesh in _latest():
-        if mesh._watch is not None:
-            mesh._watch.close()
-
-
-def latest_label() -> str | None:
-    """This rank with its coords in the mesh that was opened last; None where it is in none."""
-    return next((mesh.label for mesh in _latest() if mesh.is_member), None)
+# Those that were opened and are still there.
+_OPENED: WeakSet[Mesh] = WeakSet()
 
 
 def _after_fork() -> None:
-    for mesh in _latest():
+    for mesh in list(_OPENED):
         mesh._leave_to_parent()
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, final
@@ -32,9 +30,7 @@ from meshcomm.mesh.devices import (
 )
 from meshcomm.mesh.environment import (
     SHARED,
-    Launch,
     check_interfaces,
-    find_launch,
     gloo_defaults,
     nccl_defaults,
     network_variables,
@@ -42,13 +38,15 @@ from meshcomm.mesh.environment import (
     with_variables,
 )
 from meshcomm.mesh.groups import create_transports, open_group
+from meshcomm.mesh.launched import end_by, launch_here, reports_of
 from meshcomm.mesh.mesh import Mesh
-from meshcomm.mesh.rank_failure import end_rank, leave_names
+from meshcomm.mesh.rank_failure import leave_names
 from meshcomm.mesh.rendezvous import Meeting, another_job, blame, claim, meet, of_this_attempt, state_of_rank
 from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching
 from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of
 from meshcomm.mesh.store import prefixed, store_failed
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
+from meshcomm.mesh.watched import gives_way
 from meshcomm.transport import Transport
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import default_group, default_store, give_back
@@ -58,8 +56,6 @@ if TYPE_CHECKING:
 
 # In the default group's store: the prefix of the mesh that made the group.
 _PREFIX: Final = "meshcomm/prefix"
-# What a folder's name does not hold.
-_NO_NAME: Final = re.compile(r"[^\w.-]")
 
 
 def init(
@@ -137,7 +133,7 @@ class Opening:
         self._existing = config if isinstance(config, DeviceMesh) else None
         self._world = WORLD.get()
         self._pretended = PRETENDED.get()
-        self._launch = _launch() if self._world is None else self._world.launch
+        self._launch = launch_here() if self._world is None else self._world.launch
         self._failure: MeshcommError | None = None
         try:
             self._settings = settings_of(config, keys, overrides)
@@ -154,6 +150,8 @@ class Opening:
 
     def run(self) -> Mesh:
         """The mesh; with `warm_up` its groups are used. Gives everything back where a step raises."""
+        if self._world is None:
+            gives_way()
         self._meeting = self._meet()
         with ExitStack() as opening:
             opening.enter_context(self._resources)
@@ -375,8 +373,8 @@ class Opening:
         last = time.monotonic() + self._settings.mesh.timeout_s
         options = WatchOptions(
             plan.defaults.timeout_s,
-            partial(_end, meeting.launch, plan.layout.label(meeting.rank)),
-            reports=_reports(self._settings.mesh.reports, self._agreed.moment),
+            partial(end_by, meeting.launch, plan.layout.label(meeting.rank)),
+            reports=reports_of(self._settings.mesh.reports, self._agreed.moment),
             compared=compared,
             alone=meeting.is_fake,
             process_of=partial(state_of_rank, meeting.store),
@@ -390,41 +388,12 @@ class Opening:
         return watchdog
 
 
-def _launch() -> Launch:
-    """Who this process is: by the launcher, or by torch's default group, which need not know the launcher's variables."""
-    if not dist.is_initialized() or dist.get_backend() == "fake":
-        return find_launch(os.environ)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    with suppress(LaunchError):
-        found = find_launch(os.environ)
-        if (found.rank, found.world_size) == (rank, world):
-            return found
-    # Lightning sets LOCAL_RANK alone.
-    local = os.environ.get("LOCAL_RANK", "")
-    return Launch("torch", rank, world, int(local) if local.isdecimal() else 0, 1, placed=local.isdecimal())
-
-
-def _reports(folder: str, moment: str) -> str:
-    """The run's own folder in `folder`: its time and, where the launcher names it, its job."""
-    named = (os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
-    job = next((name for name in named if name not in ("", "none")), "")
-    return os.path.join(folder, _NO_NAME.sub("-", f"{moment}-{job}".rstrip("-"))) if folder else ""
-
-
 def _topology(settings: Settings, ranks_per_host: int | None, simulated: bool) -> TopologyConfig:
     if simulated:
         return settings.topology
     from meshcomm.predict.links import discovered
 
     return discovered(settings.topology, os.environ, ranks_per_host)
-
-
-def _end(launch: Launch, label: str, error: MeshcommError) -> None:
-    # A cause that is still silent, a grace after the timeout, will not speak; but one that this rank waits for
-    # may be about to say whom it waits for itself.
-    # Ranks of another job are no ranks that speak for this one.
-    asks = replace(launch, address=None) if isinstance(error, LaunchError) else launch
-    end_rank(error, asks, label, patience_s=1.0)
 
 
 def _refused(meeting: Meeting, last: float) -> MeshcommError | None:

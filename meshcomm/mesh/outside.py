@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Final, final
 from weakref import ref
@@ -25,10 +25,13 @@ from meshcomm.transport.torch_private import (
     has_hooks,
     on_new_groups,
     ranks_of,
+    timeout_of,
 )
 
 # What a mesh calls its own groups.
 OWN: Final = "meshcomm"
+# How a DeviceMesh describes the groups along a dim.
+_OF_A_DIM: Final = "mesh_"
 
 
 @final
@@ -88,6 +91,8 @@ class OutsideGroups:
             recorder = FlightRecorder(label, ranks, lambda _, where, error: failure(where, error))
         else:
             recorder = watch.record(label, ranks, transport(group))
+            # A program may change it; the group is not kept.
+            recorder.timeout_s = partial(_timeout_s, name, device, recorder.timeout_s)
         recorder.check = CallCheck(lambda: transport(group_named(name)), ranks, self._limit)
         return recorder
 
@@ -96,6 +101,11 @@ class OutsideGroups:
         recorder, watch = self._recorders.pop(name, None), self._watch()
         if recorder is not None and watch is not None:
             watch.forget(recorder)
+
+    @property
+    def recorders(self) -> list[FlightRecorder]:
+        """Of the groups that calls were made on, the first made first."""
+        return [each for each in self._recorders.values() if each is not None]
 
     def close(self) -> None:
         """Let go of all groups. Harmless when repeated."""
@@ -106,9 +116,17 @@ class OutsideGroups:
             self._let_go(name)
 
 
+def _timeout_s(name: str, device: torch.device, default: Callable[[], float]) -> float:
+    group = groups_by_name().get(name)
+    return (0.0 if group is None else timeout_of(group, device)) or default()
+
+
 def _label(group: Any) -> str:
     """As errors show it; the same on all ranks of the group."""
     if group is default_group():
         return "default group"
     described = str(group.group_desc)
+    if described.startswith(_OF_A_DIM):
+        # Two DeviceMeshes may have a dim of one name.
+        return f"{described.removeprefix(_OF_A_DIM)} of a DeviceMesh, group {str(group.group_name)[:8]}"
     return f"group {group.group_name}" + (f", {described}" if described not in ("", "undefined") else "")

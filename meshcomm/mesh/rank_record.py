@@ -15,15 +15,13 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Final, TypeVar, final
 
-from meshcomm.comm.callsite import is_ours, stack_of
+from meshcomm.comm.callsite import is_library, stack_of
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.spans import host
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.store import wait_for, within
 
 T = TypeVar("T")
-
-_LIBRARY: Final = f"{Path(threading.__file__).parent}{os.sep}"
 
 # How long a rank whose call failed waits for the others' answers.
 _ANSWER_S: Final = 1.5
@@ -191,8 +189,3 @@ def error_under_way() -> str:
 def one_line(error: BaseException) -> str:
     """The type of an error and the first line of its text."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-
-
-def is_library(file: str) -> bool:
-    """Whether a file is of this package, of torch, or of Python's own library, where a wait for the store is."""
-    return is_ours(file) or (file.startswith(_LIBRARY) and "-packages" not in file)

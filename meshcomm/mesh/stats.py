@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from meshcomm.comm.counters import Counters
+from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.layout import Plan
 from meshcomm.predict.links import Machine, slowest_level, span
 from meshcomm.predict.times import OPERATIONS, Line, Operation, backend_lines, best, bus_factor
@@ -151,6 +152,16 @@ def stats(
                 counted = (sums.calls, sums.nbytes, spent, spans, expected)
                 rows.append(CallStats(total.name, call, async_op, ranks, *counted))
     return Stats(label, seconds, tuple(sorted(rows, key=lambda row: order.get(row.dim, len(order)))))
+
+
+def stats_of_groups(label: str, seconds: float, recorders: Iterable[FlightRecorder]) -> Stats:
+    """The table of one rank's calls on groups that no plan has, group by group; when they are over is not known."""
+    rows: list[CallStats] = []
+    for recorder in recorders:
+        for total in list(recorder.counters.values()):
+            counted = (len(recorder.ranks), total.calls, total.nbytes, None, None)
+            rows.append(CallStats(recorder.label, f"{total.call} (torch)", False, *counted))
+    return Stats(label, seconds, tuple(rows))
 
 
 def _predictor(plan: Plan, machine: Machine | None) -> Callable[[str, str, int, int], float | None]:

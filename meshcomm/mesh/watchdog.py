@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 from weakref import WeakKeyDictionary, ref
 
-import torch
 import torch.distributed as dist
 
-from meshcomm.comm.callsite import stack_of, thread_frames
+from meshcomm.comm.callsite import C10D, is_inside
 from meshcomm.comm.diagnosis import (
     Diagnosis,
     FailedCall,
@@ -33,9 +32,10 @@ from meshcomm.comm.handle import failure
 from meshcomm.comm.p2p_log import MessageCheck, PendingMessage
 from meshcomm.errors import CallMismatchError, CollectiveTimeout, MeshcommError, PeerLost
 from meshcomm.layout.sizes import fold
+from meshcomm.mesh import watches
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.rank_failure import ExceptHooks, backend_error
-from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_way, is_library
+from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_way
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.store import within
 from meshcomm.transport import Transport
@@ -58,8 +58,6 @@ _CLOSES_S: Final = 10.0
 _CREATED: Final = "created"
 
 _COMM: Final = f"{Path(__file__).parents[1] / 'comm'}{os.sep}"
-_TORCH: Final = f"{Path(torch.__file__).parent}{os.sep}"
-_C10D: Final = (f"{_TORCH}distributed/distributed_c10d.py", f"{_TORCH}distributed/_functional_collectives.py")
 
 
 def _unknown(rank: int) -> str:
@@ -133,6 +131,7 @@ class Watchdog(Watching):
             self._threads.append(threading.Thread(target=_poll, args=polled, name=name, daemon=True))
             self._threads[-1].start()
         self._hooks = ExceptHooks(partial(_explain, ref(self)))
+        watches.add(self)
 
     # -- for the mesh -----------------------------------------------------------------------------------
 
@@ -267,14 +266,14 @@ class Watchdog(Watching):
         """The error of a call that a thread is blocked in past its timeout; elsewhere, a Work past the mesh is only reported."""
         for recorder, call in self._timer.overdue(self._recorders, now):
             past = call is recorder.work
-            inside = _C10D if past else _COMM
-            if _is_inside(inside):
+            inside = C10D if past else _COMM
+            if is_inside(inside, __file__):
                 where = f"a call inside the backend at {self.own.main_line}"
                 held = TimeoutError("the backend is past its timeout and does not return: the process ends")
                 error = self._diagnosed(FailedCall.last_of(self.own.rank, recorder, where, held))
                 error.given = f"{error.given}\n{held}"
                 # Asking took a while, in which the backend may have given up or ended the call.
-                if _is_held(recorder, call) and _is_inside(inside):
+                if _is_held(recorder, call) and is_inside(inside, __file__):
                     return error
             elif past and call is not self._reported:
                 self._reported = call
@@ -348,7 +347,7 @@ class Watchdog(Watching):
         """A message on a group, or its last collective, that was made past the mesh."""
         status = recorder.status()
         call = status["messages"]["waiting"] or status["last"] or {"call": "a call", "dim": "?"}
-        where = f'{call["call"]} made past the mesh along "{call["dim"]}" on {self.own.label}'
+        where = f'{call["call"]} {recorder.past_the_mesh}along "{call["dim"]}" on {self.own.label}'
         return FailedCall.last_of(self.own.rank, recorder, where, error)
 
     # -- asking -----------------------------------------------------------------------------------------
@@ -554,7 +553,7 @@ def _under_way(recorder: FlightRecorder) -> Any:
 
 def _is_held(recorder: FlightRecorder, call: Any) -> bool:
     """Whether this call is still under way; a Work of a call past the mesh is asked."""
-    return bool(_under_way(recorder) == call and (call is not recorder.work or recorder.pending))
+    return bool(_under_way(recorder) == call and (call is not recorder.work or recorder.inside))
 
 
 @contextlib.contextmanager
@@ -612,17 +611,3 @@ def _report(error: MeshcommError) -> None:
     # In one piece, as the lines of several ranks meet in one stream.
     sys.stderr.write(f"meshcomm: {' '.join(str(error).split())}\n")
     sys.stderr.flush()
-
-
-def _is_inside(files: str | tuple[str, ...]) -> bool:
-    """Whether some thread is in a call of these files, and has not returned to the program, as by a signal's handler.
-
-    A thread whose call has failed, and that is asking why, does not count.
-    """
-    for thread in list(thread_frames()):
-        for file, _, _ in stack_of(thread):
-            if file.startswith(files):
-                return True
-            if file == __file__ or not is_library(file):
-                break
-    return False

@@ -150,6 +150,40 @@ def on_new_groups(told: Callable[[Any], None]) -> Callable[[], None]:
     return end
 
 
+# torch asks this last where it makes the default group, and tells this of every end of one: whatever name a program calls.
+_MADE: Any = getattr(c10d, "_is_barrier_after_init", None)
+_SET: Any = getattr(c10d, "_update_default_pg", None)
+
+
+def on_default_group(begins: Callable[[], None], ends: Callable[[], None]) -> Callable[[], None]:
+    """Call `begins` when the default group is complete, and `ends` when it is gone; returns what takes that back.
+
+    `begins` is asked again after each later group. Tried on torch 2.15.
+    """
+
+    def made() -> Any:
+        begins()
+        return _MADE()
+
+    def update(group: Any) -> None:
+        _SET(group)
+        if group is None:
+            ends()
+
+    if _MADE is not None and _SET is not None:
+        _C10D._is_barrier_after_init, _C10D._update_default_pg = made, update
+
+    def end() -> None:
+        if _C10D._is_barrier_after_init is made:
+            _C10D._is_barrier_after_init, _C10D._update_default_pg = _MADE, _SET
+
+    return end
+
+
+# Whether torch's groups can be watched: their hooks came with torch 2.14.
+CAN_WATCH: bool = None not in (_MADE, _SET, _PLAIN) and hasattr(dist.ProcessGroup, "register_pre_hook")
+
+
 def groups_by_name() -> dict[str, Any]:
     """The process groups of this process, the default one among them."""
     return {str(name): group for group, name in c10d._world.pg_names.items()}

@@ -60,9 +60,19 @@ def test_of_a_chain_of_waiting_ranks_the_one_at_its_end_is_the_cause() -> None:
     lines = told([waits, ends, failure(3, 9.6, "PeerLost", follows=True, missing=(1,))])[0]
     assert lines[0].startswith("rank 0 (pp=0 tp=0) failed: PeerLost: planted")
     assert lines[1:] == ["it waited for rank 1 (pp=0 tp=1)", f"ranks 2-7 {FOLLOWED}"]
+    # One that waits for rank 1 alone says more than one that waits for a rank that waits for it, too.
+    both = failure(2, 9.0, "CollectiveTimeout", follows=True, missing=(0, 1))
+    assert told([both, ends])[0][0].startswith("rank 0 ")
     # They wait for each other: the earliest.
     round_ = failure(0, 9.5, "CollectiveTimeout", follows=True, missing=(2,))
-    assert told([round_, waits])[0][0].startswith("rank 2 ")
+    lines = told([round_, waits, failure(3, 8.0, "PeerLost", follows=True, missing=(2,))])[0]
+    assert lines[0].startswith("rank 2 ")
+    assert lines[1:] == [
+        "it waited for rank 0 (pp=0 tp=0)",
+        "ranks 0 2 waited for each other",
+        "rank 0 (pp=0 tp=0) failed: CollectiveTimeout: planted, at train.py:88 in step: it waited for rank 2",
+        f"ranks 1 3-7 {FOLLOWED}",
+    ]
 
 
 def test_a_signal_is_a_cause_and_counts_from_when_the_rank_was_last_seen() -> None:

@@ -1,0 +1,162 @@
+"""Watch the process groups of a program that makes them by torch, from their making to the end of the default group."""
+
+from __future__ import annotations
+
+import atexit
+import platform
+import time
+from functools import partial
+from types import TracebackType
+from typing import Final, Literal, final
+
+import torch
+import torch.distributed as dist
+
+from meshcomm import __version__
+from meshcomm.errors import UnsupportedOp
+from meshcomm.layout.sizes import rank_text
+from meshcomm.mesh.agree import agree
+from meshcomm.mesh.launched import end_by, launch_here, reports_of
+from meshcomm.mesh.outside import OutsideGroups
+from meshcomm.mesh.rendezvous import claim, of_this_attempt, state_of_rank
+from meshcomm.mesh.stats import Stats, stats_of_groups
+from meshcomm.mesh.watchdog import Watchdog, WatchOptions
+from meshcomm.transport.support import STREAM_ORDERED
+from meshcomm.transport.torch_private import (
+    CAN_WATCH,
+    backend_of,
+    bound_device,
+    default_group,
+    default_store,
+    on_default_group,
+    timeout_of,
+)
+
+# The last that was asked for. A program has one; what it opens as a mesh watches by itself.
+_LAST: list[Watch] = []
+
+# Of the groups of a default group whose backend tells no timeout.
+_TIMEOUT_S: Final = 600.0
+
+
+def watch(*, validate_calls: int | Literal["always"] = 64, reports: str = "meshcomm-reports") -> Watch:
+    """Watch every process group of this program, whoever makes it: `init_process_group`, `new_group`, a DeviceMesh.
+
+        meshcomm.watch()
+        dist.init_process_group("nccl")                    # and nothing else changes
+
+    The ranks of a group compare its first calls before data moves. A call that fails, or does not end within its group's
+    timeout, is explained: who is missing, in which call, at which line. `meshcomm run script.py` does this by itself.
+
+    Called by:      every process of the job, before or after `init_process_group`.
+    validate_calls: how many of the first calls on each group its ranks compare; 0: none, "always": all.
+    reports:        folder for the reports of ranks on a failed call; "": none.
+    Raises:         UnsupportedOp before torch 2.14, which has no hooks of process groups; where the default group is made,
+                    MeshMismatchError that names the ranks that do not watch, or that watch otherwise.
+    """
+    if not CAN_WATCH:
+        raise UnsupportedOp(
+            f"torch {torch.__version__} cannot be watched",
+            given="process groups without hooks",
+            expected="torch 2.14 or newer",
+            hint="meshcomm.init(device_mesh), whose own calls are watched on any torch",
+        )
+    return Watch(validate_calls, reports)
+
+
+def watch_if_possible() -> None:
+    """As `watch`, for a program that has not asked for it: on an older torch it is left alone."""
+    if CAN_WATCH:
+        Watch(64, "meshcomm-reports")
+
+
+def gives_way() -> None:
+    """End the watch of this program, if there is one: a mesh, or another watch, is about to see the same groups."""
+    while _LAST:
+        _LAST[-1].close()
+
+
+@final
+class Watch:
+    """Watches the groups of a program until `close`. Made by `meshcomm.watch`."""
+
+    def __init__(self, validate_calls: int | Literal["always"], reports: str) -> None:
+        self._compared, self._reports = validate_calls, reports
+        self._watchdog: Watchdog | None = None
+        self._outside: OutsideGroups | None = None
+        self._began = time.perf_counter()
+        gives_way()
+        _LAST.append(self)
+        self._forget = on_default_group(self._begin, self._end)
+        atexit.register(self.close)
+        if dist.is_initialized():
+            self._begin()
+
+    def stats(self) -> Stats:
+        """Calls and bytes of this rank on each of the groups, as `Mesh.stats` has them."""
+        recorders = [] if self._outside is None else self._outside.recorders
+        label = "this rank" if self._watchdog is None else self._watchdog.own.label
+        return stats_of_groups(label, time.perf_counter() - self._began, recorders)
+
+    def close(self) -> None:
+        """Stop watching; what the program made stays. Harmless when repeated."""
+        if self in _LAST:
+            _LAST.remove(self)
+        atexit.unregister(self.close)
+        self._forget()
+        self._end()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        found = None if error is None or self._watchdog is None else self._watchdog.explain(error)
+        self.close()
+        if found is not None:
+            raise found.with_traceback(trace) from error
+
+    def _begin(self) -> None:
+        """The default group is there. Raises MeshMismatchError where other ranks do not watch, or watch otherwise."""
+        if self._watchdog is not None or dist.get_world_size() == 1:
+            return
+        backend = backend_of(default_group())
+        if not any(each in backend for each in ("gloo", *STREAM_ORDERED)):
+            return
+        rank, ranks, launch = dist.get_rank(), range(dist.get_world_size()), launch_here()
+        device = torch.device("cpu")
+        if any(each in backend for each in STREAM_ORDERED):
+            device = bound_device() or torch.device("cuda", torch.cuda.current_device())
+        timeout_s = timeout_of(default_group(), device) or _TIMEOUT_S
+        store = of_this_attempt(default_store())
+        claim(store, rank, kept=True)
+        own = dist.PrefixStore(f"meshcomm/watch{store.add(f'meshcomm/watched/{rank}', 1)}", store)
+        agreed = agree(dist.PrefixStore("agree", own), rank, ranks, self._facts(), timeout_s, "the watch")
+        label = rank_text(rank, None)
+        options = WatchOptions(
+            timeout_s,
+            partial(end_by, launch, label),
+            reports=reports_of(self._reports, agreed.moment),
+            compared=None if self._compared == "always" else self._compared,
+            process_of=partial(state_of_rank, store),
+        )
+        self._watchdog = Watchdog(dist.PrefixStore("mesh", own), rank, {}, len(ranks), options)
+        self._outside = OutsideGroups(self._watchdog, ranks, device, label, options.compared)
+        self._began = time.perf_counter()
+
+    def _facts(self) -> dict[str, object]:
+        versions = {
+            "meshcomm": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        return {"validate_calls": self._compared, "versions": versions}
+
+    def _end(self) -> None:
+        watchdog, outside = self._watchdog, self._outside
+        self._watchdog = self._outside = None
+        if watchdog is not None:
+            watchdog.close()
+        if outside is not None:
+            outside.close()
