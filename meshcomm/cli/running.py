@@ -63,13 +63,22 @@ def run(
     first: First = None,
     second: Second = None,
     world: World = None,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats", help="Print rank 0's calls and bytes on each group that the script made by torch."
+        ),
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Run a script, one process per rank; its meshcomm.init() makes the mesh of CONFIG."""
+    """Run a script, one process per rank; its meshcomm.init() makes the mesh of CONFIG.
+
+    The groups of a script that makes them by torch alone are watched: see meshcomm.watch.
+    """
     config, script, arguments = named("run", first, second, context.args, overrides)
     from meshcomm.jobs.running import run as job
 
-    raise typer.Exit(job(config, script, arguments, overrides or (), world))
+    raise typer.Exit(job(config, script, arguments, overrides or (), world, stats=stats))
 
 
 @app.command(cls=ScriptCommand, context_settings=WORDS)

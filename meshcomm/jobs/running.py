@@ -83,9 +83,18 @@ def _loading() -> Iterator[None]:
 
 
 def run(
-    config: Path | None, script: Path, arguments: Sequence[str], overrides: Sequence[str], world: int | None
+    config: Path | None,
+    script: Path,
+    arguments: Sequence[str],
+    overrides: Sequence[str],
+    world: int | None,
+    *,
+    stats: bool = False,
 ) -> int:
-    """Run a script on every rank; its `meshcomm.init()` makes the mesh of `config`, if there is one, on `world` ranks."""
+    """Run a script on every rank; its `meshcomm.init()` makes the mesh of `config`, if there is one, on `world` ranks.
+
+    stats: rank 0 prints its calls on the groups that the script made by torch, when their default group ends.
+    """
     settings = None if config is None else load_config(config, overrides)
     if settings is not None and world is not None:
         settings.resolved(world)
@@ -97,14 +106,14 @@ def run(
         if config is not None:
             os.environ[CONFIG_VARIABLE] = str(config)
             os.environ[OVERRIDES_VARIABLE] = "\n".join(overrides)
-        watch_if_possible()
+        watch_if_possible(stats)
         sys.argv = [str(script), *arguments]
         # As `python SCRIPT` does: imports are looked for beside the script first.
         sys.path.insert(0, str(script.resolve().parent))
         runpy.run_path(str(script), run_name="__main__")
 
     named = [str(each) for each in (config, script) if each is not None]
-    words = ["run", *named, *arguments]
+    words = ["run", *["--stats"] * stats, *named, *arguments]
     return start_job(settings, world, words, overrides, body)
 
 

@@ -160,7 +160,7 @@ def stats_of_groups(label: str, seconds: float, recorders: Iterable[FlightRecord
     for recorder in recorders:
         for total in list(recorder.counters.values()):
             counted = (len(recorder.ranks), total.calls, total.nbytes, None, None)
-            rows.append(CallStats(recorder.label, f"{total.call} (torch)", False, *counted))
+            rows.append(CallStats(recorder.label, total.call, False, *counted))
     return Stats(label, seconds, tuple(rows))
 
 

@@ -64,10 +64,10 @@ def watch(*, validate_calls: int | Literal["always"] = 64, reports: str = "meshc
     return Watch(validate_calls, reports)
 
 
-def watch_if_possible() -> None:
-    """As `watch`, for a program that has not asked for it: on an older torch it is left alone."""
+def watch_if_possible(prints: bool) -> None:
+    """As `watch`, for a program that has not asked for it: on an older torch it is left alone. prints: its stats, at its end."""
     if CAN_WATCH:
-        Watch(64, "meshcomm-reports")
+        Watch(64, "meshcomm-reports", prints)
 
 
 def gives_way() -> None:
@@ -80,8 +80,8 @@ def gives_way() -> None:
 class Watch:
     """Watches the groups of a program until `close`. Made by `meshcomm.watch`."""
 
-    def __init__(self, validate_calls: int | Literal["always"], reports: str) -> None:
-        self._compared, self._reports = validate_calls, reports
+    def __init__(self, validate_calls: int | Literal["always"], reports: str, prints: bool = False) -> None:
+        self._compared, self._reports, self._prints = validate_calls, reports, prints
         self._watchdog: Watchdog | None = None
         self._outside: OutsideGroups | None = None
         self._began = time.perf_counter()
@@ -154,6 +154,8 @@ class Watch:
         return {"validate_calls": self._compared, "versions": versions}
 
     def _end(self) -> None:
+        if self._prints and self._watchdog is not None and self._watchdog.own.rank == 0:
+            print(self.stats())
         watchdog, outside = self._watchdog, self._outside
         self._watchdog = self._outside = None
         if watchdog is not None:
