@@ -57,6 +57,7 @@ def plan(
 ) -> None:
     """Show dims, groups and one rank's place, without a process, a GPU or torch.
 
+    CONFIG may be a script, NAME.py: it is run as rank 0 of --world-size until its mesh, or its DeviceMesh, is there.
     With --diff the exit code is 0 where the two are equal, and 1 where they are not.
     """
     names = "--rank", "--grid", "--by", "--schedule", "--export"
@@ -72,7 +73,12 @@ def plan(
 
     if export is not None:
         check_ending(export, "--export", ".svg")
-    settings = load_config(config, overrides or ()).resolved(world)
+    given: Any = config
+    if config.suffix == ".py":
+        from meshcomm.jobs.dryrun import mesh_made_by
+
+        given = mesh_made_by(config, world)
+    settings = load_config(given, overrides or ()).resolved(world)
     if diff is not None:
         _compare(settings, load_config(diff, overrides or ()).resolved(world), world, json)
     facts, drawn = _facts(settings, world, rank, by, grid or by is not None or export is not None)

@@ -283,6 +283,8 @@ class FlightRecorder:
                 direction: Direction = "send" if kind == "SEND" else "recv"
                 self._past = self.messages.past(name, direction, peer, tensors, users_frame(3))
             return
+        # A barrier may come with a tensor that nobody reads.
+        tensors = [] if row is BARRIER else tensors
         one = tensors[0] if len(tensors) == 1 else None
         nbytes = sum(each.nbytes for each in tensors) if one is None else one.nbytes
         counter = counter_of(self.counters, name, row.name, True)

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
@@ -118,11 +119,13 @@ class Passes(Spans):
         self.flops = lambda: ledger.flops
         return ledger
 
-    def step_of(self, mesh: Mesh, groups: dict[str, list[int]], ledger: Ledger) -> RankStep:
+    def step_of(
+        self, rank: int, coords: dict[str, int], groups: dict[str, list[int]], ledger: Ledger
+    ) -> RankStep:
         """The calls and the memory so far."""
         return RankStep(
-            rank=mesh.rank,
-            coords=mesh.coords,
+            rank=rank,
+            coords=coords,
             parameters=0,
             before=ledger.now(),
             peak=ledger.peak(),
@@ -206,7 +209,7 @@ def counted_step(
         finally:
             mesh.metrics.trace_into(None)
         rows = summed(TrafficRow(row.dim, row.call, row.calls, row.nbytes) for row in made.rows)
-        step = passes.step_of(mesh, mesh.metrics.groups, ledger)
+        step = passes.step_of(mesh.rank, mesh.coords, mesh.metrics.groups, ledger)
         return step._replace(parameters=sum(names.elements.values()), before=before, rows=rows)
 
 
@@ -306,8 +309,10 @@ def alone(settings: Settings) -> Settings:
 
 
 @contextmanager
-def pretended_world(rank: int, world: int) -> Iterator[None]:
-    """While it is entered, this process is a rank of a world of which nobody else exists.
+def pretended_world(
+    rank: int, world: int, told: Callable[[DeviceMesh], None] = lambda _: None
+) -> Iterator[None]:
+    """While it is entered, this process is a rank of a world of which nobody else exists. told: of each DeviceMesh.
 
     Raises LayoutError where torch.distributed is initialised; UnsupportedOp for a look at values that decides shapes.
     """
@@ -320,7 +325,7 @@ def pretended_world(rank: int, world: int) -> Iterator[None]:
         )
     dist.init_process_group("fake", rank=rank, world_size=world)
     try:
-        with one_rank_of_torch(_unknown_object):
+        with one_rank_of_torch(_unknown_object, told):
             yield
     except Exception as error:
         if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
@@ -332,7 +337,9 @@ def pretended_world(rank: int, world: int) -> Iterator[None]:
             ) from error
         raise
     finally:
-        dist.destroy_process_group()
+        # The program may have done so at its end.
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _unknown_object(*_: object, **__: object) -> NoReturn:

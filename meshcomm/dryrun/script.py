@@ -8,15 +8,17 @@ import random
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 from unittest.mock import patch
 
 import numpy
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from meshcomm.comm.spans import Span
+from meshcomm.config.mesh import MeshConfig
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.rank import (
     BETWEEN,
@@ -29,12 +31,13 @@ from meshcomm.dryrun.rank import (
     pretended_world,
     summed,
 )
+from meshcomm.dryrun.torch_groups import TorchGroups
 from meshcomm.dryrun.world import failure_of
 from meshcomm.errors import LaunchError, MeshcommError, UnsupportedOp
 from meshcomm.layout import Layout
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.runtime import PRETENDED
-from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, Settings, new_job
+from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, MeshOnly, Settings, new_job
 from meshcomm.parallel.compose import Engine
 from meshcomm.train.trainer import RECORDER, StepRecorder
 
@@ -52,6 +55,8 @@ class Script(NamedTuple):
     steps: int = 2
 
 
+# Ranks of a host, for a program that asks its environment.
+_PER_HOST: Final = 8
 _WHOLE: Final = "the whole program"
 
 
@@ -61,15 +66,18 @@ class _Enough(BaseException):
 
 @final
 class ProgramRecorder(Passes, StepRecorder):
-    """Records the calls of an unchanged program that makes one mesh: see `Pretended`.
+    """Records the calls of an unchanged program that makes one mesh, see `Pretended`, or its groups by torch alone.
 
-    steps: the program is left after so many, and the last one is reported; steps of a Trainer count. 0: it runs to its
-    end, and all of it is reported. looks: the program is left as soon as it has a mesh.
+    steps: the program is left after so many, and the last one is reported; steps of a Trainer count, and without a mesh
+    those of the first optimizer that makes one. 0: it runs to its end, and all of it is reported. looks: the program is
+    left as soon as it has a mesh, or ends its first step.
     """
 
     def __init__(self, steps: int, looks: bool = False) -> None:
         super().__init__()
         self._left, self._looks = steps, looks
+        self._optimizer: Optimizer | None = None
+        self.torch: TorchGroups | None = None
         # It may be closed at the end.
         self.mesh: Mesh | None = None
         self.asked: Settings | None = None
@@ -96,22 +104,34 @@ class ProgramRecorder(Passes, StepRecorder):
             raise _Enough
         mesh.metrics.trace_into(self)
 
-    def mesh_of(self, who: str) -> Mesh:
-        """The mesh. Raises LaunchError where there is none."""
-        if self.mesh is None:
+    def layout_of(self, who: str) -> Layout:
+        """The dims of the mesh, or of the program's DeviceMesh. Raises LaunchError where there is no group at all."""
+        if self.mesh is not None:
+            return self.mesh.layout
+        if self.torch is None or not self.torch.ranks:
             raise LaunchError(
-                f"{who} makes no mesh",
+                f"{who} makes no mesh, and no call on a group of torch",
                 given=f"{who}, run as one rank of a world",
-                expected="a script that calls meshcomm.init",
+                expected="a script that calls meshcomm.init, or torch.distributed",
                 hint="examples/hello_mesh.py",
             )
-        return self.mesh
+        return self.torch.layout
 
     def keep(self, span: Span) -> Span:
         """See Spans."""
-        if self.mesh is not None and span.group and span.group not in self.groups:
-            self.groups |= self.mesh.metrics.groups
+        if span.group and span.group not in self.groups:
+            self.groups |= {} if self.mesh is None else self.mesh.metrics.groups
+            self.groups |= {} if self.torch is None else self.torch.ranks
         return super().keep(span)
+
+    def optimized(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer has made a step, which ends one of the program where it opens no mesh."""
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if self.mesh is None and optimizer is self._optimizer:
+            if self._looks:
+                raise _Enough
+            self.step(0)
 
     def stretch(self) -> tuple[str, bool]:
         """See Passes; outside of passes the memory of a program's own is taken for that of a forward pass."""
@@ -153,15 +173,14 @@ def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings]:
     """The layout that a script makes its mesh of, and from what, by running it as rank 0 until there is one."""
     recorder = ProgramRecorder(0, looks=True)
     try:
-        with _inside(recorder, 0, world, nullcontext()):
+        ledger = recorder.ledger(hollow=True)
+        with PartNames(ledger), _inside(recorder, 0, world, Hollow(ledger, recorder)):
             _execute(script, 0, world)
     except MeshcommError:
         raise
     except Exception as error:
         raise failure_of(error, f"rank 0 of {world}") from error
-    mesh = recorder.mesh_of(str(script.path))
-    assert recorder.asked is not None
-    return mesh.layout, recorder.asked
+    return recorder.layout_of(str(script.path)), recorder.asked or MeshOnly(MeshConfig(dims={"world": -1}))
 
 
 def recorded_step(rank: int, world: int, program: Callable[[], None], recorder: ProgramRecorder) -> RankStep:
@@ -174,7 +193,8 @@ def recorded_step(rank: int, world: int, program: Callable[[], None], recorder: 
     ):
         program()
     recorder.ended()
-    step = recorder.step_of(recorder.mesh_of("the program"), recorder.groups, ledger)
+    coords = recorder.layout_of("the program").coords(rank)
+    step = recorder.step_of(rank, coords, recorder.groups, ledger)
     # The mesh may be closed by now, and counts no more.
     calls = recorder.calls[recorder.part_begins.call if recorder.part_begins else 0 :]
     rows = summed(TrafficRow(span.lane, span.call, 1, span.nbytes) for span in calls)
@@ -201,16 +221,22 @@ def _inside(
 ) -> Iterator[None]:
     """A world of which only this rank exists, left without a sound where enough has been seen."""
     token, trainers = PRETENDED.set(recorder), RECORDER.set(recorder)
+    recorder.torch = groups = TorchGroups(recorder, rank, world)
+    hook = register_optimizer_step_post_hook(recorder.optimized)
     try:
-        with pretended_world(rank, world), mode, suppress(_Enough):
+        with pretended_world(rank, world, groups.made), groups, mode, suppress(_Enough):
             yield
     finally:
+        hook.remove()
         PRETENDED.reset(token)
         RECORDER.reset(trainers)
 
 
 def _execute(script: Script, rank: int, world: int) -> None:
     variables = {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    # What torchrun sets besides; nobody is at this address.
+    variables |= {"LOCAL_RANK": str(rank % _PER_HOST), "LOCAL_WORLD_SIZE": str(min(world, _PER_HOST))}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     if script.config is not None:
         variables |= {CONFIG_VARIABLE: str(script.config), OVERRIDES_VARIABLE: "\n".join(script.overrides)}
     with (

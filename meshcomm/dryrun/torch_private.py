@@ -13,12 +13,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshcomm.transport.torch_private import (
     HOOK_NUMBERS,
+    OPTIONS_KEY,
     Work,
     group_named,
     hooks_of,
@@ -152,11 +154,40 @@ def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tenso
     return True
 
 
+# torch's own; a library keeps what it has imported from one pretended rank to the next.
+_INIT: Any = dist.init_process_group
+_HELPER: Any = dist.distributed_c10d._new_process_group_helper
+_MESH: Any = device_mesh.init_device_mesh
+_PRETENDING: list[None] = []
+
+
+def _init_process_group(*args: Any, **given: Any) -> None:
+    """In a pretended world the default group is there already, whatever backend and store the program asks for."""
+    if not _PRETENDING:
+        _INIT(*args, **given)
+
+
+def _init_device_mesh(*args: Any, **given: Any) -> DeviceMesh:
+    """Its grid of ranks has values, which a mode would not give it."""
+    with without_modes():
+        made: DeviceMesh = _MESH(*args, **given)
+        return made
+
+
+def _fake_group(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **given: Any) -> Any:
+    """Every other group is of torch's fake backend, too, without a backend's own options."""
+    given = {**given, **({OPTIONS_KEY: None} if OPTIONS_KEY in given else {}), "device_id": None}
+    return _HELPER(size, rank, ranks, dist.Backend("fake"), *args, **given)
+
+
 @contextmanager
-def one_rank_of_torch(decode: Callable[..., object]) -> Iterator[None]:
+def one_rank_of_torch(
+    decode: Callable[..., object], told: Callable[[DeviceMesh], None] = lambda _: None
+) -> Iterator[None]:
     """While it is entered, new DeviceMeshes, FSDP's own too, know their ranks, though a mode keeps tensors from having values.
 
-    decode: makes what torch's object collectives, as broadcast_object_list, return of bytes.
+    A program's own `init_process_group` finds the default group, and its other groups are of the same backend.
+    decode: makes what torch's object collectives, as broadcast_object_list, return of bytes. told: of each DeviceMesh.
     """
     made, known = DeviceMesh.__init__, dict[Any, Any]()
 
@@ -166,9 +197,22 @@ def one_rank_of_torch(decode: Callable[..., object]) -> Iterator[None]:
         if (ranks := getattr(mesh, "_flatten_rank_map", None)) is not None:
             # DTensor compares them thousands of times: of one tuple that is a fifth of the time of equal ones.
             mesh._flatten_rank_map = known.setdefault(ranks, ranks)
+        told(mesh)
 
-    with (
-        patch.object(DeviceMesh, "__init__", init),
-        patch.object(dist.distributed_c10d, "_tensor_to_object", decode),
-    ):
-        yield
+    c10d: Any = dist.distributed_c10d
+    _PRETENDING.append(None)
+    try:
+        with (
+            patch.object(DeviceMesh, "__init__", init),
+            patch.object(c10d, "_tensor_to_object", decode),
+            patch.object(c10d, "_new_process_group_helper", _fake_group),
+            patch.object(c10d, "init_process_group", _init_process_group),
+            patch.object(dist, "init_process_group", _init_process_group),
+            patch.object(dist, "init_device_mesh", _init_device_mesh),
+            # DDP's comparison of shapes reads what other ranks have sent; a dry run compares the calls.
+            patch.object(dist, "_verify_params_across_processes", lambda *_: None),
+            patch.object(device_mesh, "init_device_mesh", _init_device_mesh),
+        ):
+            yield
+    finally:
+        _PRETENDING.pop()

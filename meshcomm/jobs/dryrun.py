@@ -63,6 +63,23 @@ def dryrun(
     return dry_facts(found, None, topology, time.perf_counter() - began)
 
 
+def mesh_made_by(script: Path, world: int | None) -> dict[str, Any]:
+    """The configuration of the mesh, or of the DeviceMesh, that a script makes as rank 0 of `world`. Raises as `dryrun`."""
+    if world is None:
+        raise how_many_ranks("plan")
+    layout, asked = mesh_of_script(Script(script), world)
+    mesh: dict[str, Any] = {
+        "dims": dict(layout.dims),
+        "merge": dict(layout.merge),
+        "views": dict(layout.views),
+    }
+    if layout.rank_order is not None:
+        mesh["rank_order"] = list(layout.rank_order)
+    if asked.mesh.ranks is not None:
+        mesh["ranks"] = list(asked.mesh.ranks)
+    return {"mesh": {key: value for key, value in mesh.items() if value}}
+
+
 def exactly(settings: Config, ranking: Ranking, topology: TopologyConfig) -> tuple[Ranking, list[Exact]]:
     """The placements of a ranking, fastest first, by a dry run of each, one rank of each stage; what that gave of each.
 

@@ -31,7 +31,7 @@ from meshcomm.transport.torch_private import (
 # What a mesh calls its own groups.
 OWN: Final = "meshcomm"
 # How a DeviceMesh describes the groups along a dim.
-_OF_A_DIM: Final = "mesh_"
+OF_A_DIM: Final = "mesh_"
 
 
 @final
@@ -126,7 +126,7 @@ def _label(group: Any) -> str:
     if group is default_group():
         return "default group"
     described = str(group.group_desc)
-    if described.startswith(_OF_A_DIM):
+    if described.startswith(OF_A_DIM):
         # Two DeviceMeshes may have a dim of one name.
-        return f"{described.removeprefix(_OF_A_DIM)} of a DeviceMesh, group {str(group.group_name)[:8]}"
+        return f"{described.removeprefix(OF_A_DIM)} of a DeviceMesh, group {str(group.group_name)[:8]}"
     return f"group {group.group_name}" + (f", {described}" if described not in ("", "undefined") else "")

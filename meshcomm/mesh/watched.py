@@ -7,7 +7,7 @@ import platform
 import time
 from functools import partial
 from types import TracebackType
-from typing import Final, Literal, final
+from typing import TYPE_CHECKING, Final, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from meshcomm.mesh.agree import agree
 from meshcomm.mesh.launched import end_by, launch_here, reports_of
 from meshcomm.mesh.outside import OutsideGroups
 from meshcomm.mesh.rendezvous import claim, of_this_attempt, state_of_rank
-from meshcomm.mesh.stats import Stats, stats_of_groups
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.transport.support import STREAM_ORDERED
 from meshcomm.transport.torch_private import (
@@ -31,6 +30,9 @@ from meshcomm.transport.torch_private import (
     on_default_group,
     timeout_of,
 )
+
+if TYPE_CHECKING:
+    from meshcomm.mesh.stats import Stats
 
 # The last that was asked for. A program has one; what it opens as a mesh watches by itself.
 _LAST: list[Watch] = []
@@ -94,6 +96,8 @@ class Watch:
 
     def stats(self) -> Stats:
         """Calls and bytes of this rank on each of the groups, as `Mesh.stats` has them."""
+        from meshcomm.mesh.stats import stats_of_groups
+
         recorders = [] if self._outside is None else self._outside.recorders
         label = "this rank" if self._watchdog is None else self._watchdog.own.label
         return stats_of_groups(label, time.perf_counter() - self._began, recorders)

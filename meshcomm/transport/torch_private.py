@@ -47,7 +47,7 @@ _NAME: Any = getattr(c10d, "GroupName", str)
 # tensors raises, as after any operation in place. torch.autograd.graph.increment_version, without its questions.
 written: Callable[[list[torch.Tensor]], None] = torch._C._increment_version
 # What the options of a backend are called differs between versions of torch.
-_OPTIONS_KEY = next(
+OPTIONS_KEY = next(
     name
     for name in inspect.signature(c10d._new_process_group_helper).parameters
     if name in ("backend_options", "pg_options")
@@ -435,7 +435,7 @@ def create_group(
             timeout=timeout,
             device_id=bound if split and "nccl" in backend else None,
             group_desc=label,
-            **{_OPTIONS_KEY: options},
+            **{OPTIONS_KEY: options},
         )
     finally:
         default.bound_device_id = bound

@@ -21,6 +21,7 @@ from meshcomm.layout import Layout
 from meshcomm.mesh import Mesh
 from meshcomm.show.dryrun import dry_view
 from meshcomm.show.page import as_text
+from tests.group_hooks import needs_group_hooks
 
 
 def ran(program: Callable[[Mesh], object], ranks: int = 4) -> list[Any]:
@@ -149,27 +150,27 @@ def test_what_is_called_a_step_is_one(
     assert f"{part} of each" in shown and f"time of {part}" in shown and f"calls of {part}" in shown
 
 
-def test_calls_on_other_groups_are_said_not_to_be_compared(tmp_path: Path) -> None:
+@needs_group_hooks
+def test_calls_on_other_groups_are_compared_too(tmp_path: Path) -> None:
     found = looked_at(
         "import meshcomm, torch, torch.distributed as dist\n"
         "with meshcomm.init(dims={'dp': 4}) as mesh:\n"
         "    pair, x = dist.new_group([0, 1]), torch.ones(4)\n"
         "    assert dist.get_world_size(pair) == (2 if mesh.rank < 2 else -1)\n"
         "    if mesh.rank < 2:\n"
-        "        dist.all_reduce(x, group=pair)\n"
+        "        dist.all_reduce(x[mesh.rank :].clone(), group=pair)\n"
         "    mesh.all_reduce('dp', x)\n"
         "    dist.all_reduce(x, group=mesh.group('dp'))\n",
         tmp_path,
     )
     assert [(step.unseen, len(step.calls)) for step in found.steps.values()] == [
-        (1, 2),
-        (1, 2),
+        (0, 3),
+        (0, 3),
         (0, 2),
         (0, 2),
     ]
-    facts = dry_facts(found, None, TopologyConfig(), 0.0)
-    shown = as_text(dry_view(facts), 120)
-    assert "not compared: 1 call on groups that are none of the mesh's" in shown
+    (finding,) = found.findings
+    assert "rank 1 (dp=1) along groups of 2" in finding.what
 
 
 def test_random_branches_differ_between_ranks_and_not_between_runs(tmp_path: Path) -> None:

@@ -174,17 +174,18 @@ import torch.distributed as dist
 import torch.nn as nn
 from datetime import timedelta
 from torch.distributed.device_mesh import init_device_mesh
-fault, late = sys.argv[1], int(sys.argv[2])
+fault, late = (*sys.argv[1:], "none", "0")[:2]
 dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4), dist.group.WORLD)
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+set_timeout(timedelta(seconds=4), dist.group.WORLD)
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 def limited(mesh):
     for name in mesh.mesh_dim_names:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4), mesh[name].get_group())
+        set_timeout(timedelta(seconds=4), mesh[name].get_group())
     return mesh
 def planted(step):
-    if rank != 1 or step != late:
+    if rank != 1 or step != int(late):
         return False
     if fault == "sleep": time.sleep(60)
     if fault == "raise": raise ValueError("planted")
@@ -232,7 +233,7 @@ print("trained")
     "groups by hand": """
 pairs = [dist.new_group([0, 1], timeout=timedelta(seconds=4)), dist.new_group([2, 3], timeout=timedelta(seconds=4))]
 for step in range(80):
-    x = torch.ones(3 if fault != "shape" or step != late or rank != 1 else 5)
+    x = torch.ones(3 if fault != "shape" or step != int(late) or rank != 1 else 5)
     if not planted(step): dist.all_reduce(x, group=pairs[rank // 2])
     if step % 10 == 9: dist.all_reduce(x)
 print("trained")

@@ -1,0 +1,105 @@
+"""The process groups of a program that makes them by torch, on a rank that alone exists."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from functools import partial
+from typing import Any, final
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshcomm.comm.flight_recorder import FlightRecorder, hooked
+from meshcomm.comm.handle import failure
+from meshcomm.comm.spans import Spans
+from meshcomm.errors import MeshcommError
+from meshcomm.layout import Layout
+from meshcomm.layout.sizes import fold
+from meshcomm.mesh.outside import OF_A_DIM, OWN
+from meshcomm.transport.torch_private import (
+    GroupHooks,
+    default_group,
+    forget_device_meshes,
+    group_named,
+    on_new_groups,
+    ranks_of,
+    without_modes,
+)
+
+
+@final
+class TorchGroups:
+    """Tells `spans` of the calls on every group, but those of a mesh, while it is entered.
+
+    ranks: of the groups that calls were made on, by their labels, which no other group has, and which all ranks of it have.
+    """
+
+    def __init__(self, spans: Spans, rank: int, world: int) -> None:
+        self.ranks: dict[str, list[int]] = {}
+        self._spans, self._rank, self._world = spans, rank, world
+        self._hooks: list[GroupHooks] = []
+        self._recorders: dict[str, FlightRecorder] = {}
+        self._made: list[DeviceMesh] = []
+        self._mesh: tuple[tuple[str, ...], list[int], list[int]] | None = None
+
+    def __enter__(self) -> TorchGroups:
+        self._ended = on_new_groups(self._see)
+        self._see(default_group())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended()
+        for hooks in self._hooks:
+            hooks.remove()
+        # DTensor would take those of the next pretended rank for these.
+        forget_device_meshes(self._made)
+
+    def made(self, mesh: DeviceMesh) -> None:
+        """A DeviceMesh: where ranks are is said by the first of all ranks with the most dims."""
+        self._made.append(mesh)
+        with without_modes():
+            names = mesh.mesh_dim_names or ()
+            if len(names) > (0 if self._mesh is None else len(self._mesh[0])) and mesh.size() == self._world:
+                self._mesh = names, list(mesh.shape), mesh.mesh.flatten().tolist()
+
+    @property
+    def layout(self) -> Layout:
+        """The dims of the program's DeviceMesh, or one dim of all ranks."""
+        if self._mesh is not None:
+            names, sizes, order = self._mesh
+            with suppress(MeshcommError):
+                return Layout(dict(zip(names, sizes, strict=True)), order)
+        return Layout({"world": self._world})
+
+    def _see(self, group: Any) -> None:
+        name = str(group.group_name)
+        if not name.startswith(OWN):
+            recorder, who = partial(self._recorder, name), f"rank {self._rank}"
+            self._hooks.append(hooked(group, recorder, _lane(group, range(group.size())), who))
+
+    def _recorder(self, name: str) -> FlightRecorder | None:
+        """Made at the first call: its ranks are known by then."""
+        if name not in self._recorders:
+            group = group_named(name)
+            ranks = ranks_of(group)
+            label = f"{_lane(group, ranks)} of ranks {fold(ranks)}"
+            again = sum(each.startswith(label) for each in self.ranks)
+            label += f", {again + 1}" if again else ""
+            self.ranks[label] = list(ranks)
+            made = self._recorders[name] = FlightRecorder(label, list(ranks), _unasked)
+            made.trace(self._spans)
+        return self._recorders[name] if len(self._recorders[name].ranks) > 1 else None
+
+
+def _unasked(recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
+    return failure(where, error)
+
+
+def _lane(group: Any, ranks: Collection[int]) -> str:
+    """The dim of a DeviceMesh, or what a group is called; of those without a name, which torch numbers, how large it is."""
+    described = str(group.group_desc)
+    if described.startswith(OF_A_DIM):
+        return described.removeprefix(OF_A_DIM)
+    if described in ("default_pg", "mesh_default"):
+        return "default group"
+    return described if described not in ("", "undefined") else f"groups of {len(ranks)}"

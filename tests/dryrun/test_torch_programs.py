@@ -1,0 +1,149 @@
+"""Programs that make their groups by torch alone: as one rank of a world that nobody has, and as processes, they call the same."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+import meshcomm
+from meshcomm.cli import app
+from meshcomm.dryrun.script import Script
+from meshcomm.errors import LaunchError, RankFailed
+from meshcomm.jobs.dryrun import dryrun, mesh_made_by
+from meshcomm.testing import Pool
+from tests.group_hooks import needs_group_hooks
+from tests.mesh.test_watched import PROGRAMS, START
+
+pytestmark = [needs_group_hooks, pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")]
+REPLICATED = """
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cpu", (world // 4, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+for part in (*net, net): fully_shard(part, mesh=mesh["replicate", "shard"])
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+for step in range(3):
+    net(torch.ones(2, 8)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    for each in ("shard", "tp"): dist.all_reduce(torch.ones(3), group=mesh[each].get_group())
+dist.destroy_process_group()
+"""
+ALL = {**{name: text for name, text in PROGRAMS.items() if name != "pipeline"}, "hsdp": REPLICATED}
+
+Rows = dict[tuple[str, str], tuple[int, int]]
+
+
+def as_process(script: str) -> Rows:
+    """What `meshcomm.watch` counts of it."""
+    watch = meshcomm.watch(validate_calls=0)
+    found: Rows = {}
+    ends = watch._end
+
+    def end() -> None:
+        for row in watch.stats().rows:
+            lane = row.dim.partition(" of a DeviceMesh")[0]
+            lane = f"groups of {row.ranks}" if lane.startswith("group ") else lane
+            calls, nbytes = found.get((lane, row.call), (0, 0))
+            found[lane, row.call] = (calls + row.calls, nbytes + row.nbytes)
+        ends()
+
+    watch._end = end  # type: ignore[method-assign]
+    watch._forget()
+    watch._forget = watched_again(watch, end)
+    sys.argv = [script, "none", "0"]
+    runpy.run_path(script, run_name="__main__")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return found
+
+
+def watched_again(watch: Any, end: Any) -> Any:
+    from meshcomm.transport.torch_private import on_default_group
+
+    return on_default_group(watch._begin, end)
+
+
+def written(folder: Path, name: str) -> Path:
+    path = folder / "train.py"
+    path.write_text(START + ALL[name])
+    return path
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_dry_run_calls_what_processes_call(pool: Pool, tmp_path: Path, name: str) -> None:
+    path = written(tmp_path, name)
+    made = pool.run(as_process, str(path), ranks=4)
+    facts = dryrun(None, (), 4, Script(path, ("none", "0"), steps=0))
+    assert not facts["findings"] and facts["part"] == "the whole program"
+    # A dry run tells the rank that moves most along each dim.
+    most: Rows = {}
+    for rows in made:
+        for key, (calls, nbytes) in rows.items():
+            most[key] = max(most.get(key, (0, 0)), (nbytes, calls))
+    if name == "ddp":
+        # Its comparison of shapes between ranks reads what came, and is left out of a dry run.
+        assert most.pop(("default group", "all_gather")) == (32, 1)
+        nbytes, calls = most["default group", "broadcast"]
+        most["default group", "broadcast"] = (nbytes - 48, calls - 1)
+    found = {
+        (row["dim"], each["call"]): (each["bytes"], each["calls"])
+        for row in facts["calls"]
+        for each in row["calls"]
+    }
+    assert found == most != {}
+
+
+def test_a_large_world_of_a_device_mesh(tmp_path: Path) -> None:
+    path = written(tmp_path, "hsdp")
+    facts = dryrun(None, (), 1024, Script(path, ("none", "0")))
+    assert facts["dims"] == {"replicate": 256, "shard": 2, "tp": 2}
+    assert facts["part"] == "one step" and not facts["findings"] and not facts["unlike"]
+    assert {row["dim"] for row in facts["calls"]} == {"replicate", "shard", "tp", "default group"} - {
+        "default group"
+    }
+
+
+def test_the_plan_of_a_program(tmp_path: Path) -> None:
+    path = written(tmp_path, "hsdp")
+    assert mesh_made_by(path, 8) == {"mesh": {"dims": {"replicate": 2, "shard": 2, "tp": 2}}}
+    result = CliRunner().invoke(
+        app, ["plan", str(path), "--world-size", "8", "--rank", "replicate=1,shard=0,tp=1"]
+    )
+    assert result.exit_code == 0 and "rank 5" in result.output and "shard" in result.output
+    result = CliRunner().invoke(app, ["plan", str(path)])
+    assert result.exit_code == 2 and "--world-size" in result.output
+    path.write_text("import meshcomm\nmeshcomm.init(dims={'pp': 2, 'tp': -1}, rank_order=[3, 2, 1, 0])\n")
+    assert mesh_made_by(path, 4) == {"mesh": {"dims": {"pp": 2, "tp": 2}, "rank_order": [3, 2, 1, 0]}}
+
+
+def test_ranks_that_call_otherwise_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        START
+        + "mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))\n"
+        + "for _ in range(2 + (rank == 3)):\n"
+        + "    dist.all_reduce(torch.ones(4), group=mesh['tp'].get_group())\n"
+    )
+    facts = dryrun(None, (), 4, Script(path, ("none", "0")))
+    (finding,) = facts["findings"]
+    assert "rank 3 (dp=1 tp=1)" in finding["what"] and "along tp" in finding["what"]
+
+
+def test_what_cannot_be_pretended_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(START + "dist.broadcast_object_list(found := [1], src=1)\nprint(found)\n")
+    with pytest.raises(Exception, match="a collective of objects"):
+        dryrun(None, (), 4, Script(path, ("none", "0")))
+    path.write_text(START + PROGRAMS["pipeline"])
+    with pytest.raises(RankFailed, match="dynamic shape inference"):
+        dryrun(None, (), 4, Script(path, ("none", "0")))
+    path.write_text("print('hello')\n")
+    with pytest.raises(LaunchError, match="no call on a group of torch"):
+        dryrun(None, (), 4, Script(path))
