@@ -8,7 +8,7 @@ import random
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
@@ -237,10 +237,14 @@ def _execute(script: Script, rank: int, world: int) -> None:
     # What torchrun sets besides; nobody is at this address.
     variables |= {"LOCAL_RANK": str(rank % _PER_HOST), "LOCAL_WORLD_SIZE": str(min(world, _PER_HOST))}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    # Nothing is computed, and tracing what stands in for it takes longer than doing it. Read as torch's compiler is loaded.
+    variables["TORCH_COMPILE_DISABLE"] = "1"
+    loaded = sys.modules.get("torch._dynamo.config")
     if script.config is not None:
         variables |= {CONFIG_VARIABLE: str(script.config), OVERRIDES_VARIABLE: "\n".join(script.overrides)}
     with (
         patch.dict(os.environ, variables),
+        nullcontext() if loaded is None else patch.object(loaded, "disable", True),
         patch.object(sys, "argv", [str(script.path), *script.arguments]),
         # As `python SCRIPT` does: imports are looked for beside the script first.
         patch.object(sys, "path", [str(script.path.resolve().parent), *sys.path]),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -158,6 +159,8 @@ def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tenso
 _INIT: Any = dist.init_process_group
 _HELPER: Any = dist.distributed_c10d._new_process_group_helper
 _MESH: Any = device_mesh.init_device_mesh
+# The grid of ranks has values in what makes a DeviceMesh's groups, of whichever it is made.
+_GROUPS: Any = getattr(DeviceMesh, "_init_process_groups", None)
 _PRETENDING: list[None] = []
 
 
@@ -172,6 +175,11 @@ def _init_device_mesh(*args: Any, **given: Any) -> DeviceMesh:
     with without_modes():
         made: DeviceMesh = _MESH(*args, **given)
         return made
+
+
+def _init_process_groups(*args: Any, **given: Any) -> Any:
+    with without_modes():
+        return _GROUPS(*args, **given)
 
 
 def _fake_group(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **given: Any) -> Any:
@@ -204,6 +212,9 @@ def one_rank_of_torch(
     try:
         with (
             patch.object(DeviceMesh, "__init__", init),
+            patch.object(DeviceMesh, "_init_process_groups", staticmethod(_init_process_groups))
+            if isinstance(inspect.getattr_static(DeviceMesh, "_init_process_groups", None), staticmethod)
+            else nullcontext(),
             patch.object(c10d, "_tensor_to_object", decode),
             patch.object(c10d, "_new_process_group_helper", _fake_group),
             patch.object(c10d, "init_process_group", _init_process_group),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -75,6 +76,7 @@ class WatchOptions:
     compared:   how many messages of each pair of ranks are compared at most; None: all.
     alone:      no other rank is a process: no rank asks or answers.
     process_of: the state of a rank's process: "ended", "stopped" or "runs"; "": unknown.
+    tells_s:    a call that blocks for so long, and whose group gives it longer, is told of in one line.
     refused:    the error if this rank may be of another job than the others; asked at each look.
     """
 
@@ -84,6 +86,7 @@ class WatchOptions:
     compared: int | None = 0
     alone: bool = False
     process_of: Callable[[int], str] = _unknown
+    tells_s: float = math.inf
     refused: Callable[[], MeshcommError | None] = lambda: None
 
 
@@ -111,6 +114,8 @@ class Watchdog(Watching):
         self._timer = CallTimer()
         # The Work past the mesh that was last reported: as held, or as failed.
         self._reported: object = None
+        # The recorder and the call that was last told of while it blocked.
+        self._told: object = None
         self._silent = False
         self._failures = 0
         self._process = os.getpid()
@@ -260,7 +265,31 @@ class Watchdog(Watching):
         error = self._held_barrier(now) or self._held_queue(now) or self._held_call(now)
         if error is not None:
             self._options.end(error)
+        self._tell(now)
         return error is None
+
+    def _tell(self, now: float) -> None:
+        """Print whom a call waits for that blocks for long, though its group gives it longer; once for the ranks of a group."""
+        for recorder, call in self._timer.overdue(self._recorders, now, self._options.tells_s):
+            if self._told == (id(recorder), call):
+                continue
+            self._told = (id(recorder), call)
+            failed = FailedCall.last_of(self.own.rank, recorder, "", TimeoutError("timed out"))
+            tell: Callable[[], object] = partial(self._waits_for, failed)
+            if failed.blocked.messages is None:
+                key = f"waits/{failed.blocked.label}/{failed.blocked.number}"
+                tell = partial(self._exchange.shared, key, partial(self._waits_for, failed))
+            with contextlib.suppress(TimeoutError, RuntimeError):
+                self._exchange.limited(tell)
+
+    def _waits_for(self, failed: FailedCall) -> dict[str, Any]:
+        found = self._diagnosis(failed)["diagnosis"]
+        if found["missing"] or found["mismatched"]:
+            call = f"{failed.facts['call']}, at {failed.facts['callsite']}"
+            waited = f"{self.own.label} has waited {self._options.tells_s:g} s in {call}"
+            sys.stderr.write(f"meshcomm: {waited}: {'; '.join(found['lines'])}\n")
+            sys.stderr.flush()
+        return {}
 
     def _held_call(self, now: float) -> MeshcommError | None:
         """The error of a call that a thread is blocked in past its timeout; elsewhere, a Work past the mesh is only reported."""
@@ -451,15 +480,17 @@ class CallTimer:
         # Weak, as groups come and go.
         self._groups: WeakKeyDictionary[FlightRecorder, _Timed] = WeakKeyDictionary()
 
-    def overdue(self, recorders: Sequence[FlightRecorder], now: float) -> list[tuple[FlightRecorder, Any]]:
-        """The calls that are under way for longer than their group's timeout and a grace, see `_under_way`."""
+    def overdue(
+        self, recorders: Sequence[FlightRecorder], now: float, most_s: float = math.inf
+    ) -> list[tuple[FlightRecorder, Any]]:
+        """The calls that are under way for longer than `most_s`, or their group's timeout and a grace, see `_under_way`."""
         found = []
         for recorder in list(recorders):
             call, seen = _under_way(recorder), self._groups.setdefault(recorder, _Timed(None, now))
             if call is None or call != seen.call:
                 seen.call, seen.since = call, now
             # A backend is asked no sooner: that may disturb the capture of a CUDA graph.
-            elif now - seen.since > recorder.timeout_s() + GRACE_S and _is_held(recorder, call):
+            elif now - seen.since > min(most_s, recorder.timeout_s() + GRACE_S) and _is_held(recorder, call):
                 found.append((recorder, call))
         return found
 

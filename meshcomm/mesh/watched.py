@@ -16,6 +16,7 @@ from meshcomm import __version__
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.agree import agree
+from meshcomm.mesh.devices import choose_device
 from meshcomm.mesh.launched import end_by, launch_here, reports_of
 from meshcomm.mesh.outside import OutsideGroups
 from meshcomm.mesh.rendezvous import claim, of_this_attempt, state_of_rank
@@ -24,7 +25,6 @@ from meshcomm.transport.support import STREAM_ORDERED
 from meshcomm.transport.torch_private import (
     CAN_WATCH,
     backend_of,
-    bound_device,
     default_group,
     default_store,
     on_default_group,
@@ -41,7 +41,12 @@ _LAST: list[Watch] = []
 _TIMEOUT_S: Final = 600.0
 
 
-def watch(*, validate_calls: int | Literal["always"] = 64, reports: str = "meshcomm-reports") -> Watch:
+def watch(
+    *,
+    validate_calls: int | Literal["always"] = 64,
+    reports: str = "meshcomm-reports",
+    tells_s: float = 60.0,
+) -> Watch:
     """Watch every process group of this program, whoever makes it: `init_process_group`, `new_group`, a DeviceMesh.
 
         meshcomm.watch()
@@ -53,6 +58,7 @@ def watch(*, validate_calls: int | Literal["always"] = 64, reports: str = "meshc
     Called by:      every process of the job, before or after `init_process_group`.
     validate_calls: how many of the first calls on each group its ranks compare; 0: none, "always": all.
     reports:        folder for the reports of ranks on a failed call; "": none.
+    tells_s:        a call that blocks for so long is told of in one line, with whom it waits for; torch gives it 30 minutes.
     Raises:         UnsupportedOp before torch 2.14, which has no hooks of process groups; where the default group is made,
                     MeshMismatchError that names the ranks that do not watch, or that watch otherwise.
     """
@@ -63,13 +69,13 @@ def watch(*, validate_calls: int | Literal["always"] = 64, reports: str = "meshc
             expected="torch 2.14 or newer",
             hint="meshcomm.init(device_mesh), whose own calls are watched on any torch",
         )
-    return Watch(validate_calls, reports)
+    return Watch(validate_calls, reports, tells_s)
 
 
 def watch_if_possible(prints: bool) -> None:
     """As `watch`, for a program that has not asked for it: on an older torch it is left alone. prints: its stats, at its end."""
     if CAN_WATCH:
-        Watch(64, "meshcomm-reports", prints)
+        Watch(64, "meshcomm-reports", 60.0, prints)
 
 
 def gives_way() -> None:
@@ -82,8 +88,11 @@ def gives_way() -> None:
 class Watch:
     """Watches the groups of a program until `close`. Made by `meshcomm.watch`."""
 
-    def __init__(self, validate_calls: int | Literal["always"], reports: str, prints: bool = False) -> None:
+    def __init__(
+        self, validate_calls: int | Literal["always"], reports: str, tells_s: float, prints: bool = False
+    ) -> None:
         self._compared, self._reports, self._prints = validate_calls, reports, prints
+        self._tells_s = tells_s
         self._watchdog: Watchdog | None = None
         self._outside: OutsideGroups | None = None
         self._began = time.perf_counter()
@@ -130,8 +139,8 @@ class Watch:
             return
         rank, ranks, launch = dist.get_rank(), range(dist.get_world_size()), launch_here()
         device = torch.device("cpu")
-        if any(each in backend for each in STREAM_ORDERED):
-            device = bound_device() or torch.device("cuda", torch.cuda.current_device())
+        if any(each in backend for each in STREAM_ORDERED) and torch.cuda.is_available():
+            device = choose_device("cuda", launch)
         timeout_s = timeout_of(default_group(), device) or _TIMEOUT_S
         store = of_this_attempt(default_store())
         claim(store, rank, kept=True)
@@ -144,6 +153,7 @@ class Watch:
             reports=reports_of(self._reports, agreed.moment),
             compared=None if self._compared == "always" else self._compared,
             process_of=partial(state_of_rank, store),
+            tells_s=self._tells_s,
         )
         self._watchdog = Watchdog(dist.PrefixStore("mesh", own), rank, {}, len(ranks), options)
         self._outside = OutsideGroups(self._watchdog, ranks, device, label, options.compared)

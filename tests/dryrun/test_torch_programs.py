@@ -24,6 +24,7 @@ pytestmark = [needs_group_hooks, pytest.mark.filterwarnings("ignore:FSDP2-wrappe
 REPLICATED = """
 from torch.distributed.fsdp import fully_shard
 mesh = init_device_mesh("cpu", (world // 4, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+flat = mesh["replicate", "shard"]._flatten("data").get_group()
 net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
 for part in (*net, net): fully_shard(part, mesh=mesh["replicate", "shard"])
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
@@ -32,7 +33,8 @@ for step in range(3):
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    for each in ("shard", "tp"): dist.all_reduce(torch.ones(3), group=mesh[each].get_group())
+    for each in (mesh["shard"].get_group(), mesh["tp"].get_group(), flat):
+        dist.all_reduce(torch.ones(3), group=each)
 dist.destroy_process_group()
 """
 ALL = {**{name: text for name, text in PROGRAMS.items() if name != "pipeline"}, "hsdp": REPLICATED}
@@ -105,9 +107,7 @@ def test_a_large_world_of_a_device_mesh(tmp_path: Path) -> None:
     facts = dryrun(None, (), 1024, Script(path, ("none", "0")))
     assert facts["dims"] == {"replicate": 256, "shard": 2, "tp": 2}
     assert facts["part"] == "one step" and not facts["findings"] and not facts["unlike"]
-    assert {row["dim"] for row in facts["calls"]} == {"replicate", "shard", "tp", "default group"} - {
-        "default group"
-    }
+    assert {row["dim"] for row in facts["calls"]} == {"replicate", "shard", "tp", "data"}
 
 
 def test_the_plan_of_a_program(tmp_path: Path) -> None:

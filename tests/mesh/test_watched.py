@@ -288,6 +288,18 @@ def test_a_program_without_a_fault_is_left_alone(pool: Pool, tmp_path: Path, pro
 
 
 @pytest.mark.faults
+def test_a_call_that_blocks_is_told_of_once_and_may_still_end(pool: Pool, tmp_path: Path) -> None:
+    program = START.replace("dist.init", "import meshcomm; meshcomm.watch(tells_s=1)\ndist.init", 1)
+    program = program.replace("time.sleep(60)", "time.sleep(4)").replace("seconds=4", "seconds=30")
+    (tmp_path / "train.py").write_text(program + PROGRAMS["ddp"])
+    command = ("-m", "meshcomm", "run", "--world-size", "4", "train.py", "sleep", "5")
+    code, out, err = Job(pool, tmp_path, *command).finish()
+    said = [line for line in err.splitlines() if line.startswith("meshcomm: ")]
+    assert code == 0 and out.split() == ["trained"] * 4 and len(said) == 1, err
+    assert " has waited 1 s in all_reduce along " in said[0] and "rank 1 has not come: it is at " in said[0]
+
+
+@pytest.mark.faults
 def test_one_line_under_another_launcher(pool: Pool, tmp_path: Path) -> None:
     program = START.replace("dist.init", "import meshcomm; meshcomm.watch()\ndist.init", 1) + PROGRAMS["ddp"]
     (tmp_path / "train.py").write_text(program)
