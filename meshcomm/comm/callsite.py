@@ -89,11 +89,11 @@ def is_library(file: str) -> bool:
 
 
 def is_inside(files: str | tuple[str, ...], but: str = "") -> bool:
-    """Whether some thread is in a call of these files, and has not returned to the program, as by a signal's handler.
+    """Whether another thread is in a call of these files, and has not returned to the program, as by a signal's handler.
 
     but: a file in whose calls a thread does not count: its call has failed, and it is asking why.
     """
-    for thread in list(thread_frames()):
+    for thread in thread_frames().keys() - {threading.get_ident()}:
         for file, _, _ in stack_of(thread):
             if file.startswith(files):
                 return True

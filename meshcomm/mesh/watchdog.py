@@ -270,7 +270,8 @@ class Watchdog(Watching):
 
     def _tell(self, now: float) -> None:
         """Print whom a call waits for that blocks for long, though its group gives it longer; once for the ranks of a group."""
-        for recorder, call in self._timer.overdue(self._recorders, now, self._options.tells_s):
+        most_s = self._options.tells_s
+        for recorder, call in [] if math.isinf(most_s) else self._timer.overdue(self._recorders, now, most_s):
             if self._told == (id(recorder), call):
                 continue
             self._told = (id(recorder), call)

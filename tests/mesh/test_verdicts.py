@@ -724,6 +724,7 @@ def test_a_work_past_the_mesh_that_does_not_end_is_told_once(capfd: pytest.Captu
     ended: list[Any] = []
     watchdog = watchdog_of(dist.HashStore(), ended)
     recorder = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu"), "gloo"))
+    recorder.plan = ", plan of a mesh"
     counter = counter_of(recorder.counters, "dp", "all_gather")
     with recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
         recorder.work = _Work(False)
