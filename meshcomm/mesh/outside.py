@@ -77,7 +77,9 @@ class OutsideGroups:
         # The host reads what is compared.
         device = torch.device("cpu")
         if backend_on(backend, device) != "gloo":
-            device = self._device
+            # The program may have chosen its device since.
+            chosen = self._device.type == "cuda" and torch.cuda.is_initialized()
+            device = torch.device("cuda", torch.cuda.current_device()) if chosen else self._device
         if not len(ranks) > 1 or not self._ranks.issuperset(ranks):
             return None
         if backend_on(backend, device) not in ("gloo", *STREAM_ORDERED):
