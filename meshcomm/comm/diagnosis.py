@@ -177,9 +177,11 @@ def absent(blocked: BlockedCall, statuses: Statuses) -> list[tuple[int, str | No
 
 def _waits_for(status: Status, statuses: Statuses) -> str:
     """Which ranks have not come to the collective that a rank is blocked in, as far as they were asked."""
-    blocked = [(group, call) for group in status["groups"] if (call := _blocked_in(group)) is not None]
-    for group, call in [] if status.get("failed") else reversed(blocked):
-        if "parts" in call:
+    if status.get("failed"):
+        return ""
+    for group in reversed(status["groups"]):
+        call = _blocked_in(group)
+        if call is None or "parts" in call:
             continue
         others = {rank: _group(statuses.get(rank), group["label"]) for rank in group["ranks"]}
         behind = [rank for rank, each in others.items() if each and each["started"] < call["number"]]

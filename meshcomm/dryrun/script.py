@@ -68,9 +68,9 @@ class _Enough(BaseException):
 class ProgramRecorder(Passes, StepRecorder):
     """Records the calls of an unchanged program that makes one mesh, see `Pretended`, or its groups by torch alone.
 
-    steps: the program is left after so many, and the last one is reported; steps of a Trainer count, and without a mesh
-    those of the first optimizer that makes one. 0: it runs to its end, and all of it is reported. looks: the program is
-    left as soon as it has a mesh, or ends its first step.
+    steps: the program is left after so many, and the last one is reported. 0: it runs to its end, and all of it is
+    reported. Steps are those of the mesh or of a Trainer. Where there is no mesh, the first optimizer makes them. looks:
+    the program is left as soon as it has a mesh, or ends its first step.
     """
 
     def __init__(self, steps: int, looks: bool = False) -> None:

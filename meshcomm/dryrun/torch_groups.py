@@ -31,7 +31,7 @@ from meshcomm.transport.torch_private import (
 class TorchGroups:
     """Tells `spans` of the calls on every group, but those of a mesh, while it is entered.
 
-    ranks: of the groups that calls were made on, by their labels, which no other group has, and which all ranks of it have.
+    ranks: of the groups that calls were made on, by their labels; no two groups of this rank share one.
     """
 
     def __init__(self, spans: Spans, rank: int, world: int) -> None:
@@ -82,21 +82,18 @@ class TorchGroups:
         if name not in self._recorders:
             group = group_named(name)
             ranks = ranks_of(group)
-            label = f"{_lane(group, ranks)} of ranks {fold(ranks)}"
-            again = sum(each.startswith(label) for each in self.ranks)
-            label += f", {again + 1}" if again else ""
+            label = base = f"{_lane(group, ranks)} of ranks {fold(ranks)}"
+            while label in self.ranks:
+                label = f"{base}, {len(self.ranks)}"
             self.ranks[label] = list(ranks)
-            made = self._recorders[name] = FlightRecorder(label, list(ranks), _unasked)
+            made = FlightRecorder(label, list(ranks), lambda _, where, error: failure(where, error))
             made.trace(self._spans)
+            self._recorders[name] = made
         return self._recorders[name] if len(self._recorders[name].ranks) > 1 else None
 
 
-def _unasked(recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
-    return failure(where, error)
-
-
 def _lane(group: Any, ranks: Collection[int]) -> str:
-    """The dim of a DeviceMesh, or what a group is called; of those without a name, which torch numbers, how large it is."""
+    """The dim of a DeviceMesh, or the group's description. Groups without one share a lane with all of their size."""
     described = str(group.group_desc)
     if described.startswith(OF_A_DIM):
         return described.removeprefix(OF_A_DIM)

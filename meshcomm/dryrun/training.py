@@ -102,7 +102,7 @@ def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, s
             "communicators_bytes": buffers,
             "fits": None if limit is None else largest["peak_bytes"] + buffers <= limit * 1e9,
             "most": part,
-            "less_by": _LESS[part],
+            "less_by": (_LESS if settings is not None else _LESS_OF_A_SCRIPT)[part],
         },
         "calls": _calls(steps, found.replay, machine(topology)),
         "step": _step(found, settings, topology),
@@ -127,6 +127,14 @@ _LESS: Final[dict[str, str]] = {
         "more ranks along parallel.shard, parallel.pipeline or parallel.tensor",
     ),
     "gathered": "parallel.options.reshard = true, or more ranks along parallel.tensor or parallel.pipeline",
+}
+# Of a program that has no such settings, or its own.
+_LESS_OF_A_SCRIPT: Final[dict[str, str]] = {
+    **dict.fromkeys(
+        ("activations", "rest"), "activation checkpointing, smaller micro-batches, or more ranks"
+    ),
+    **dict.fromkeys(("weights", "gradients", "optimizer"), "sharding or splitting them over more ranks"),
+    "gathered": "resharding after the forward pass, or smaller units of fully_shard",
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from meshcomm.launch.reaper import end_with_parent
 from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.rank_failure import end_rank
-from meshcomm.mesh.watches import explained, latest_label, leave_all
+from meshcomm.mesh.watchdogs import explained, latest_label, leave_all
 
 
 def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) -> None:

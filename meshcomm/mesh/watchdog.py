@@ -33,7 +33,7 @@ from meshcomm.comm.handle import failure
 from meshcomm.comm.p2p_log import MessageCheck, PendingMessage
 from meshcomm.errors import CallMismatchError, CollectiveTimeout, MeshcommError, PeerLost
 from meshcomm.layout.sizes import fold
-from meshcomm.mesh import watches
+from meshcomm.mesh import watchdogs
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.rank_failure import ExceptHooks, backend_error
 from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_way
@@ -136,7 +136,7 @@ class Watchdog(Watching):
             self._threads.append(threading.Thread(target=_poll, args=polled, name=name, daemon=True))
             self._threads[-1].start()
         self._hooks = ExceptHooks(partial(_explain, ref(self)))
-        watches.add(self)
+        watchdogs.add(self)
 
     # -- for the mesh -----------------------------------------------------------------------------------
 
@@ -270,20 +270,21 @@ class Watchdog(Watching):
 
     def _tell(self, now: float) -> None:
         """Print whom a call waits for that blocks for long, though its group gives it longer; once for the ranks of a group."""
-        most_s = self._options.tells_s
-        for recorder, call in [] if math.isinf(most_s) else self._timer.overdue(self._recorders, now, most_s):
+        if math.isinf(self._options.tells_s):
+            return
+        for recorder, call in self._timer.overdue(self._recorders, now, self._options.tells_s):
             if self._told == (id(recorder), call):
                 continue
             self._told = (id(recorder), call)
             failed = FailedCall.last_of(self.own.rank, recorder, "", TimeoutError("timed out"))
-            tell: Callable[[], object] = partial(self._waits_for, failed)
+            tell = partial(self._told_of, failed)
             if failed.blocked.messages is None:
                 key = f"waits/{failed.blocked.label}/{failed.blocked.number}"
-                tell = partial(self._exchange.shared, key, partial(self._waits_for, failed))
+                tell = partial(self._exchange.shared, key, tell)
             with contextlib.suppress(TimeoutError, RuntimeError):
                 self._exchange.limited(tell)
 
-    def _waits_for(self, failed: FailedCall) -> dict[str, Any]:
+    def _told_of(self, failed: FailedCall) -> dict[str, Any]:
         found = self._diagnosis(failed)["diagnosis"]
         if found["missing"] or found["mismatched"]:
             call = f"{failed.facts['call']}, at {failed.facts['callsite']}"

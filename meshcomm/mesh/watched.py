@@ -13,12 +13,15 @@ import torch
 import torch.distributed as dist
 
 from meshcomm import __version__
+from meshcomm.comm.checks import seconds_of
+from meshcomm.config.mesh import MeshConfig
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.devices import choose_device
 from meshcomm.mesh.launched import end_by, launch_here, reports_of
 from meshcomm.mesh.outside import OutsideGroups
+from meshcomm.mesh.rank_failure import caused_by
 from meshcomm.mesh.rendezvous import claim, of_this_attempt, state_of_rank
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.transport.support import STREAM_ORDERED
@@ -58,9 +61,10 @@ def watch(
     Called by:      every process of the job, before or after `init_process_group`.
     validate_calls: how many of the first calls on each group its ranks compare; 0: none, "always": all.
     reports:        folder for the reports of ranks on a failed call; "": none.
-    tells_s:        a call that blocks for so long is told of in one line, with whom it waits for; torch gives it 30 minutes.
-    Raises:         UnsupportedOp before torch 2.14, which has no hooks of process groups; where the default group is made,
-                    MeshMismatchError that names the ranks that do not watch, or that watch otherwise.
+    tells_s:        after how many seconds one line says whom a call waits for that blocks; torch gives it 30 minutes.
+    Raises:         ConfigError; UnsupportedOp before torch 2.14, which has no hooks of process groups. Where the default
+                    group is made: UnsupportedOp for a backend that is neither Gloo nor NCCL, MeshMismatchError that names
+                    the ranks that do not watch, or that watch otherwise.
     """
     if not CAN_WATCH:
         raise UnsupportedOp(
@@ -69,13 +73,14 @@ def watch(
             expected="torch 2.14 or newer",
             hint="meshcomm.init(device_mesh), whose own calls are watched on any torch",
         )
-    return Watch(validate_calls, reports, tells_s)
+    MeshConfig(dims={"all": -1}, validate_calls=validate_calls, reports=reports)
+    return Watch(validate_calls, reports, seconds_of(tells_s, lambda: "meshcomm.watch, tells_s"))
 
 
 def watch_if_possible(prints: bool) -> None:
     """As `watch`, for a program that has not asked for it: on an older torch it is left alone. prints: its stats, at its end."""
     if CAN_WATCH:
-        Watch(64, "meshcomm-reports", 60.0, prints)
+        Watch(64, "meshcomm-reports", 60.0, asked=False, prints=prints)
 
 
 def gives_way() -> None:
@@ -89,10 +94,16 @@ class Watch:
     """Watches the groups of a program until `close`. Made by `meshcomm.watch`."""
 
     def __init__(
-        self, validate_calls: int | Literal["always"], reports: str, tells_s: float, prints: bool = False
+        self,
+        validate_calls: int | Literal["always"],
+        reports: str,
+        tells_s: float,
+        *,
+        asked: bool = True,
+        prints: bool = False,
     ) -> None:
-        self._compared, self._reports, self._prints = validate_calls, reports, prints
-        self._tells_s = tells_s
+        self._compared, self._reports, self._tells_s = validate_calls, reports, tells_s
+        self._asked, self._prints = asked, prints
         self._watchdog: Watchdog | None = None
         self._outside: OutsideGroups | None = None
         self._began = time.perf_counter()
@@ -104,7 +115,7 @@ class Watch:
             self._begin()
 
     def stats(self) -> Stats:
-        """Calls and bytes of this rank on each of the groups, as `Mesh.stats` has them."""
+        """Calls and bytes of this rank on each of the groups, as `Mesh.stats` has them, while the default group lives."""
         from meshcomm.mesh.stats import stats_of_groups
 
         recorders = [] if self._outside is None else self._outside.recorders
@@ -127,15 +138,23 @@ class Watch:
     ) -> None:
         found = None if error is None or self._watchdog is None else self._watchdog.explain(error)
         self.close()
-        if found is not None:
-            raise found.with_traceback(trace) from error
+        if found is not None and error is not None:
+            raise caused_by(found, error)
 
     def _begin(self) -> None:
-        """The default group is there. Raises MeshMismatchError where other ranks do not watch, or watch otherwise."""
+        """The default group is there. Raises as `watch` says."""
         if self._watchdog is not None or dist.get_world_size() == 1:
             return
         backend = backend_of(default_group())
         if not any(each in backend for each in ("gloo", *STREAM_ORDERED)):
+            # In a dry run there is nobody to watch.
+            if self._asked and backend != "fake":
+                raise UnsupportedOp(
+                    f"groups of the backend {backend} cannot be watched",
+                    given=f"a default group of {backend}",
+                    expected="gloo or nccl",
+                    hint='init_process_group("gloo"), or leave meshcomm.watch() out',
+                )
             return
         rank, ranks, launch = dist.get_rank(), range(dist.get_world_size()), launch_here()
         device = torch.device("cpu")

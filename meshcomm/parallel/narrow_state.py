@@ -26,8 +26,8 @@ class NarrowState(torch.optim.Optimizer):
     kind: ClassVar[type[torch.optim.Optimizer]]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """As torch.optim's. A closure is not taken."""
+    def step(self) -> None:  # type: ignore[override]
+        """As torch.optim's, without a closure."""
         step, groups = inspect.unwrap(self.kind.step), self.param_groups
         try:
             for group in groups:
