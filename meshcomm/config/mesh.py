@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, PrivateAttr
 
@@ -84,6 +84,69 @@ class MeshConfig(Section):
     Default "meshcomm-reports"; "": none."""
     options: FrozenTable[DimOptions] = Field(default_factory=Table)
     """Name of a dim, merged dim or view's dim -> its own options. Default: none."""
+
+    @classmethod
+    def from_megatron(
+        cls,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
+        order: str = "tp-cp-ep-dp-pp",
+        **keys: Any,
+    ) -> MeshConfig:
+        """The mesh of Megatron-Core's `initialize_model_parallel`: dims pp, dp, cp, tp and, for experts, a view edp, ep, etp.
+
+        order: dims from the innermost to the outermost, as Megatron's. dp and edp are what is left of the world. etp:
+        None: tp. keys: further keys of `[mesh]`, as `merge={"dp_cp": ("dp", "cp")}`. Ranks are those of Megatron-Core
+        0.16's RankGenerator. Raises ConfigError.
+
+        >>> mesh = MeshConfig.from_megatron(tp=2, pp=2, ep=2, etp=1)
+        >>> mesh.sizes(8), mesh.layout(8).views["expert"]["edp"]
+        ({'pp': 2, 'dp': 2, 'cp': 1, 'tp': 2}, 2)
+        """
+        sizes = {"tp": tp, "cp": cp, "ep": ep, "dp": -1, "pp": pp}
+        names = str(order).split("-")
+        missing = [name for name in sizes if name not in names]
+        if sorted({*names, *missing}) != sorted(sizes) or len(names) + len(missing) != len(sizes):
+            what = "not an order of Megatron's dims"
+            expected = f'some of {", ".join(sizes)}, each once, joined by "-"'
+            unknown = Problem("order", what, expected, ('order="tp-cp-ep-dp-pp"',), f"{order!r}")
+            raise report("MeshConfig.from_megatron", [unknown])
+        # What Megatron's order leaves out is outermost.
+        outermost = [*reversed(missing), *reversed(names)]
+        dense = {name: sizes[name] for name in outermost if name != "ep"}
+        if ep == 1 and etp is None:
+            return cls(dims=dense, **keys)
+        expert = {
+            "dp": ("edp", -1),
+            "tp": ("etp", tp if etp is None else etp),
+            "ep": ("ep", ep),
+            "pp": ("pp", pp),
+        }
+        view = dict(expert[name] for name in outermost if name != "cp")
+        return cls(dims=dense, views={**keys.pop("views", {}), "expert": view}, **keys)
+
+    @classmethod
+    def from_parallel_dims(cls, dims: Any, **keys: Any) -> MeshConfig:
+        """The mesh of torchtitan's `ParallelDims`, with its flattened meshes as merged dims, and a view for experts.
+
+        dims: has dp_replicate, dp_shard, cp, tp, pp, ep and world_size. keys: further keys of `[mesh]`.
+
+        >>> from types import SimpleNamespace
+        >>> one = SimpleNamespace(pp=1, dp_replicate=2, dp_shard=2, cp=1, tp=2, ep=1, world_size=8)
+        >>> MeshConfig.from_parallel_dims(one).merge["fsdp"]
+        ('dp_shard', 'cp')
+        """
+        names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        merge = {"batch": names[1:3], "loss": names[1:4], "fsdp": names[2:4], **keys.pop("merge", {})}
+        views = dict(keys.pop("views", {}))
+        if dims.ep > 1:
+            views["expert"] = {"pp": dims.pp, "dp_replicate": dims.dp_replicate, "efsdp": -1, "ep": dims.ep}
+        sizes = {name: getattr(dims, name) for name in names}
+        return cls(dims=sizes, merge=merge, views=views, **keys)
 
     # Set while the mesh is checked against a number of processes.
     _world: int | None = PrivateAttr(None)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.comm.diagnosis import INTERFACES, Reason, first_line, reason_of
 from meshcomm.config.write import toml
@@ -33,12 +32,12 @@ def create_transports(
     device: torch.device,
     whole_world: bool,
     create: Callable[[Group, bool], Transport],
-    existing: DeviceMesh | None = None,
+    existing: Mapping[str, dist.ProcessGroup],
 ) -> dict[str, Transport]:
     """One transport for every name of the plan, in plan order.
 
     Called by: every rank of the plan's layout. create: makes one group; its second argument says whether NCCL may split
-    the world for it. existing: whose groups are used instead of new ones if their ranks are in coord order.
+    the world for it. existing: groups that are used instead of new ones, by name; the same names on all ranks.
     Raises CommunicationError naming the group.
     """
     mine = {group.name: group for group in plan.for_rank(rank).groups}
@@ -47,24 +46,14 @@ def create_transports(
         name, group = family.name, mine.get(family.name)
         if group is None:
             transports[name] = SoloTransport(device, family.options.backend)
-        elif existing is not None and _lends(existing, plan, name):
-            handle = existing.get_group(name)
-            transports[name] = ProcessGroupTransport(handle, group.options.backend, device, owned=False)
+        elif name in existing:
+            handle = existing[name]
+            transports[name] = ProcessGroupTransport(handle, backend_of(handle), device, owned=False)
         elif family.shares is not None:
             transports[name] = transports[family.shares]
         else:
             transports[name] = create(group, whole_world and _can_split(plan, group))
     return transports
-
-
-def _lends(existing: DeviceMesh, plan: Plan, name: str) -> bool:
-    """Whether `existing` has all groups along `name`, with their ranks in the order of the coords: the same on all ranks."""
-    if name not in plan.layout.dims:
-        return False
-    place = (existing.mesh_dim_names or ()).index(name)
-    lent = existing.mesh.movedim(place, -1).reshape(-1, existing.mesh.shape[place]).tolist()
-    # torch's groups have their ranks in ascending order.
-    return sorted(map(sorted, lent)) == sorted(plan.layout.groups(name).tolist())
 
 
 # Gloo's word for an address that a coord of the group has not put into the store.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -37,6 +37,7 @@ from meshcomm.mesh.environment import (
     refuse_conflict,
     with_variables,
 )
+from meshcomm.mesh.existing import Existing, of_device_meshes, of_groups
 from meshcomm.mesh.groups import create_transports, open_group
 from meshcomm.mesh.launched import end_by, launch_here, reports_of
 from meshcomm.mesh.mesh import Mesh
@@ -59,7 +60,7 @@ _PREFIX: Final = "meshcomm/prefix"
 
 
 def init(
-    config: Source | None = None,
+    config: Source | DeviceMesh | list[DeviceMesh] | tuple[DeviceMesh, ...] | None = None,
     *,
     dims: Mapping[str, int] | None = None,
     merge: Mapping[str, Sequence[str]] | None = None,
@@ -80,11 +81,12 @@ def init(
     """Join the job and create this rank's groups.
 
     Args:
-        config: a config file, a Config or MeshConfig, or a torch DeviceMesh whose groups are
-            used. None: the keyword arguments, or the config of `meshcomm run`. If that one would
-            go unused, as the first mesh of the program says other things, init refuses.
+        config: a config file, a Config or MeshConfig; or torch DeviceMeshes, whose groups are used: the first gives the
+            dims, each further one a view, and dims that were flattened are merged dims. None: the keyword arguments, or
+            the config of `meshcomm run`. If that one would go unused, as the first mesh of the program says other
+            things, init refuses.
         dims, merge, views, options, rank_order, ranks, device, backend, timeout_s, validate_calls,
-            warm_up: the keys of `[mesh]`; they stand in place of a config.
+            warm_up: the keys of `[mesh]`; they stand in place of a config, or add to DeviceMeshes.
         overrides: as `--set`, for a config.
         store, rank, world_size: meet through this store instead of the launcher's.
 
@@ -108,7 +110,46 @@ def init(
         validate_calls=validate_calls,
         warm_up=warm_up,
     )
+    if isinstance(config, (DeviceMesh, list, tuple)):
+        meshes = (config,) if isinstance(config, DeviceMesh) else config
+        return Opening(None, keys, overrides, existing=partial(of_device_meshes, meshes, keys)).run()
     return Opening(config, keys, overrides, store=store, rank=rank, world_size=world_size).run()
+
+
+def from_groups(
+    groups: Mapping[str, dist.ProcessGroup],
+    *,
+    merge: Mapping[str, Sequence[str]] | None = None,
+    views: Mapping[str, Mapping[str, int]] | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    device: str | None = None,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+    validate_calls: int | Literal["always"] | None = None,
+    warm_up: bool | None = None,
+) -> Mesh:
+    """A mesh over process groups that a framework has made, as Megatron-Core's parallel_state.
+
+        mesh = meshcomm.from_groups({"tp": get_tensor_model_parallel_group(), "dp": ..., "pp": ...})
+
+    groups:    name -> this rank's group. Together the names lead through all ranks; names whose groups are those of
+               several others, as "dp_cp", become merged dims, and another grid of the same ranks a view.
+    others:    the keys of `[mesh]`, as for `init`; what they ask for in addition gets groups of its own.
+    Called by: every process of the job, with the same names in the same order.
+    Raises:    LaunchError before the default group; LayoutError where the groups are not those of one grid;
+               MeshMismatchError, which every rank gets when one differs.
+    """
+    keys = given_keys(
+        merge=merge,
+        views=views,
+        options=options,
+        device=device,
+        backend=backend,
+        timeout_s=timeout_s,
+        validate_calls=validate_calls,
+        warm_up=warm_up,
+    )
+    return Opening(None, keys, (), existing=partial(of_groups, groups, keys)).run()
 
 
 @final
@@ -116,7 +157,8 @@ class Opening:
     """Makes a mesh in four steps: meet the other ranks, agree with them, start torch's default group, create the groups.
 
     A process without a usable configuration still meets the others, so that they get the error instead of waiting.
-    keys: the given keys of `[mesh]`. store, rank, world_size: where the program says how to meet.
+    keys: the given keys of `[mesh]`. existing: finds the groups that the mesh is over, and in place of keys what they
+    amount to. store, rank, world_size: where the program says how to meet.
     """
 
     def __init__(
@@ -125,17 +167,20 @@ class Opening:
         keys: dict[str, Any],
         overrides: Sequence[str],
         *,
-        store: dist.Store | None,
-        rank: int | None,
-        world_size: int | None,
+        existing: Callable[[], Existing] | None = None,
+        store: dist.Store | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         self._given_store, self._rank, self._world_size = store, rank, world_size
-        self._existing = config if isinstance(config, DeviceMesh) else None
+        self._existing: Mapping[str, dist.ProcessGroup] = {}
         self._world = WORLD.get()
         self._pretended = PRETENDED.get()
         self._launch = launch_here() if self._world is None else self._world.launch
         self._failure: MeshcommError | None = None
         try:
+            if existing is not None:
+                (config, self._existing), keys = existing(), {}
             self._settings = settings_of(config, keys, overrides)
         except MeshcommError as error:
             if self._launch.world_size == 1:
@@ -325,9 +370,10 @@ class Opening:
         watch = None
         if meeting.rank in plan.layout:
             whole_world = self._world is None and plan.layout.world_size == meeting.world_size
-            create, existing = self._open_group, self._existing
             self._transports.update(
-                create_transports(plan, meeting.rank, self._device, whole_world, create, existing)
+                create_transports(
+                    plan, meeting.rank, self._device, whole_world, self._open_group, self._existing
+                )
             )
             watch = self._watch(compared)
         roles = getattr(settings, "parallel", None)

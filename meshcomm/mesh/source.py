@@ -12,15 +12,11 @@ from math import prod
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
 from meshcomm.config.mesh import DimOptions, MeshConfig
 from meshcomm.config.process import NetworkConfig, ProcessConfig, TopologyConfig
-from meshcomm.errors import LaunchError, LayoutError, MeshcommError
+from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.layout import Plan
-from meshcomm.layout.sizes import fold, toml_dims
-from meshcomm.transport.torch_private import root_of
+from meshcomm.layout.sizes import toml_dims
 
 if TYPE_CHECKING:
     from meshcomm.config import Config
@@ -28,7 +24,7 @@ if TYPE_CHECKING:
 CONFIG_VARIABLE: Final = "MESHCOMM_CONFIG"
 OVERRIDES_VARIABLE: Final = "MESHCOMM_SET"
 
-Source: TypeAlias = "str | PathLike[str] | Config | MeshConfig | DeviceMesh | Mapping[str, Any]"
+Source: TypeAlias = "str | PathLike[str] | Config | MeshConfig | Mapping[str, Any]"
 
 
 class MeshOnly(NamedTuple):
@@ -59,6 +55,15 @@ def given_keys(**keys: Any) -> dict[str, Any]:
         if isinstance(given[name], Iterable):
             given[name] = tuple(given[name])
     return given
+
+
+def mesh_of(given: Mapping[str, Any]) -> MeshConfig:
+    """The `[mesh]` of these keys. Raises ConfigError."""
+    options = given.get("options")
+    if isinstance(options, Mapping):  # what is none is refused with everything else that is wrong
+        made = {name: DimOptions(**own) if isinstance(own, Mapping) else own for name, own in options.items()}
+        given = {**given, "options": made}
+    return MeshConfig(**given)
 
 
 def settings_of(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Settings:
@@ -165,7 +170,7 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
             expected="one of the two",
             hint='overrides=["mesh.dims.tp=4"] changes a config',
         )
-    if config is not None and not isinstance(config, (MeshConfig, DeviceMesh)):
+    if config is not None and not isinstance(config, MeshConfig):
         from meshcomm.config import load_config
 
         return load_config(config, overrides)
@@ -179,13 +184,7 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
         )
     if isinstance(config, MeshConfig):
         return MeshOnly(config)
-    if isinstance(config, DeviceMesh):
-        return MeshOnly(_mesh_config(config))
-    options = given.get("options")
-    if isinstance(options, Mapping):  # what is none is refused with everything else that is wrong
-        made = {name: DimOptions(**own) if isinstance(own, Mapping) else own for name, own in options.items()}
-        given = {**given, "options": made}
-    return MeshOnly(MeshConfig(**given))
+    return MeshOnly(mesh_of(given))
 
 
 def _refuse_unused(path: str, own: Settings) -> None:
@@ -215,34 +214,3 @@ def _same(asked: Any, own: Any) -> bool:
     if isinstance(asked, Mapping) and isinstance(own, Mapping):
         return list(asked) == list(own) and all(_same(asked[name], own[name]) for name in asked)
     return bool(asked == own) or -1 in (asked, own)
-
-
-def _mesh_config(device_mesh: DeviceMesh) -> MeshConfig:
-    names = device_mesh.mesh_dim_names
-    if not names:
-        raise LayoutError(
-            "the DeviceMesh has no names for its dims",
-            given=f"a DeviceMesh of shape {tuple(device_mesh.shape)}",
-            expected="mesh_dim_names",
-            hint='init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))',
-        )
-    root = root_of(device_mesh)
-    if root.mesh.numel() != device_mesh.mesh.numel():
-        sizes = ", ".join(
-            f"{name}={size}" for name, size in zip(root.mesh_dim_names or (), root.shape, strict=False)
-        )
-        raise LayoutError(
-            "the DeviceMesh is a slice: each rank's holds other ranks, and a mesh is the same on all of them",
-            given=f"a slice along {', '.join(names)} of the DeviceMesh {sizes}; here it has the ranks "
-            f"{fold(device_mesh.mesh.flatten().tolist())}",
-            expected="the DeviceMesh that it was cut from",
-            hint="mesh = meshcomm.init(device_mesh), without [...]; "
-            f'its calls take the dims by name: mesh.all_reduce("{names[0]}", x)',
-        )
-    order = tuple(device_mesh.mesh.flatten().tolist())
-    return MeshConfig(
-        dims=dict(zip(names, device_mesh.shape, strict=True)),
-        rank_order=order,
-        ranks=tuple(sorted(order)) if len(order) != dist.get_world_size() else None,
-        device=device_mesh.device_type,
-    )

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar, final
 from unittest.mock import patch
@@ -176,6 +177,20 @@ def on_default_group(begins: Callable[[], None], ends: Callable[[], None]) -> Ca
     def end() -> None:
         if _C10D._is_barrier_after_init is made:
             _C10D._is_barrier_after_init, _C10D._update_default_pg = _MADE, _SET
+
+    return end
+
+
+_NEW_GROUP: Any = c10d._new_group_with_tag
+
+
+def instead_of_new_group(function: Callable[..., Any]) -> Callable[[], None]:
+    """Make `dist.new_group` return what `function` does, which gets torch's own first; returns what takes that back."""
+    _C10D._new_group_with_tag = given = partial(function, _NEW_GROUP)
+
+    def end() -> None:
+        if _C10D._new_group_with_tag is given:
+            _C10D._new_group_with_tag = _NEW_GROUP
 
     return end
 
@@ -368,6 +383,12 @@ def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh
 
 # The DeviceMesh that a slice was cut from; of what is no slice itself.
 root_of: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
+
+
+def flattened_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
+    """This rank's groups along the dims that were flattened of a DeviceMesh, by name."""
+    flat: Mapping[str, DeviceMesh] = getattr(root_of(mesh), "_flatten_mapping", {})
+    return {name: each.get_group() for name, each in flat.items() if each.get_coordinate() is not None}
 
 
 def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -1,0 +1,124 @@
+"""Let the groups that a program makes by torch share communicators, as the groups of a mesh do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, final
+from weakref import ref
+
+import torch.distributed as dist
+
+from meshcomm.errors import CommunicationError
+from meshcomm.layout.sizes import fold
+from meshcomm.transport.torch_private import (
+    SoloGroup,
+    backend_of,
+    default_group,
+    group_named,
+    groups_by_name,
+    instead_of_new_group,
+)
+
+
+def adopt() -> Adopted:
+    """From now on equal groups of `dist.new_group`, and so of a DeviceMesh, are one group; one of a single rank copies.
+
+        meshcomm.adopt()
+        mesh = init_device_mesh("cuda", (2, 1, 4), mesh_dim_names=("dp", "cp", "tp"))     # and nothing else changes
+
+    Equal: the same ranks in the same order, backend, timeout and device, and no `pg_options`. A rank then has fewer
+    communicators, and their memory and start-up. What else changes: calls on groups that share run in the order in which
+    they are made, as on one communicator. Groups that NCCL splits off the default group (`device_id` given) stay as torch
+    makes them.
+
+    Called by: every process of the job, at the same point of the program.
+    Raises:    nothing here; later, CommunicationError where the program asks for a group again that it has destroyed.
+    """
+    return Adopted()
+
+
+@final
+class Adopted:
+    """What `meshcomm.adopt` started, until `close`: how many groups this rank asked for, and what it got.
+
+    asked, made, shared, solo: counts; a group of a single rank is solo.
+    """
+
+    def __init__(self) -> None:
+        self.asked = self.made = self.shared = self.solo = 0
+        # Neither the default group nor a group outlives the program's use of it because of this.
+        self._world: Callable[[], Any] = lambda: None
+        self._names: dict[tuple[Any, ...], str | None] = {}
+        self._end = instead_of_new_group(self._new_group)
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.asked} groups asked for: {self.made} made, {self.shared} shared, {self.solo} of one rank"
+        )
+
+    def close(self) -> None:
+        """Let torch make groups as before; those that there are stay. Harmless when repeated."""
+        self._end()
+
+    def _new_group(
+        self,
+        make: Callable[..., Any],
+        ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        options: object | None = None,
+        tag: str | None = None,
+        use_local_synchronization: bool = False,
+        group_desc: str | None = None,
+        device_id: Any = None,
+        sort_ranks: bool = True,
+        **others: Any,
+    ) -> Any:
+        """As torch's `_new_group_with_tag`; every rank takes the same way, as they pass the same arguments."""
+        world = default_group()
+        if world is not self._world():
+            self._world, self._names = ref(world), {}
+        listed = list(range(world.size()) if ranks is None else map(int, ranks))
+        order = sorted(listed) if sort_ranks else listed
+        inside = dist.get_rank() in order
+        given = {} if sort_ranks else {"sort_ranks": False}
+        self.asked += inside
+        # Names of groups are counted on all ranks: those of a group that only its ranks make are none of these.
+        backed = str(backend or backend_of(world)).lower()
+        key = tuple(order), timeout, backed, use_local_synchronization, str(device_id)
+        if len(order) == 1 and 0 <= order[0] < world.size():
+            if not inside:
+                return dist.GroupMember.NON_GROUP_MEMBER
+            self.solo += 1
+            return SoloGroup(f"adopted/{group_desc or 'solo'}/{self.asked}/{order[0]}", order[0])
+        equal = options is None and tag is None and not others
+        if equal and key in self._names:
+            name = self._names[key]
+            if name is None:
+                return dist.GroupMember.NON_GROUP_MEMBER
+            if name not in groups_by_name():
+                raise CommunicationError(
+                    f"rank {dist.get_rank()} asked again for a group that it had destroyed",
+                    given=f"ranks {fold(order)}, {group_desc or 'no description'}",
+                    expected="groups that live as long as the default group, after meshcomm.adopt()",
+                    hint="leave out its destroy_process_group, or adopt",
+                )
+            self.shared += 1
+            return group_named(name)
+        made = make(
+            ranks,
+            timeout,
+            backend,
+            options,
+            tag,
+            use_local_synchronization=use_local_synchronization,
+            group_desc=group_desc,
+            device_id=device_id,
+            **given,
+            **others,
+        )
+        self.made += inside
+        if equal:
+            self._names[key] = str(made.group_name) if inside else None
+        return made

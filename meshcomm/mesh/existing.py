@@ -1,0 +1,250 @@
+"""A mesh over process groups that the program has made: DeviceMeshes, or this rank's groups by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshcomm.config.mesh import MeshConfig
+from meshcomm.errors import LaunchError, LayoutError
+from meshcomm.layout import Layout
+from meshcomm.layout.layout import Digits
+from meshcomm.layout.sizes import fold
+from meshcomm.mesh.source import mesh_of
+from meshcomm.transport.torch_private import backend_of, flattened_of, ranks_of, root_of, without_modes
+
+# Keys of `[mesh]` that the groups themselves decide.
+_DECIDED: Final = ("dims", "rank_order", "ranks")
+
+
+class Existing(NamedTuple):
+    """The `[mesh]` that existing groups amount to, and this rank's groups by name; names without a usable one get new groups."""
+
+    mesh: MeshConfig
+    groups: Mapping[str, dist.ProcessGroup]
+
+
+def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> Existing:
+    """The first gives the dims, each further one a view; dims that were flattened are merged dims.
+
+    given: further keys of `[mesh]`. Raises LayoutError where they are slices, or do not fit each other.
+    """
+    _refuse(given, (*_DECIDED, "device"), "a DeviceMesh")
+    if not meshes or not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
+        raise LayoutError(
+            "init was given a list that is not one of DeviceMeshes",
+            given=f"{list(meshes)!r}",
+            expected="one or more torch DeviceMeshes",
+            hint='meshcomm.init(dims={"dp": 2, "tp": 4}) for a mesh with groups of its own',
+        )
+    with without_modes():
+        grids = [mesh.mesh.flatten().tolist() for mesh in meshes]
+        for mesh in meshes:
+            _check(mesh)
+    first, order = meshes[0], tuple(grids[0])
+    dims = dict(zip(first.mesh_dim_names or (), first.shape, strict=True))
+    views, groups = dict(given.get("views", {})), _groups(first)
+    for mesh, grid in zip(meshes[1:], grids[1:], strict=True):
+        if tuple(grid) != order or mesh.device_type != first.device_type:
+            raise LayoutError(
+                "the DeviceMeshes are not factorisations of the same ranks",
+                given=f"{first} of ranks {fold(order)}, and {mesh} of ranks {fold(grid)}",
+                expected="the same ranks in the same order, and one device type",
+                hint="a mesh each: meshcomm.init(first), meshcomm.init(second)",
+            )
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        if new := [name for name in sizes if name not in dims]:
+            views["_".join((*new, "view"))] = sizes
+        groups = {**_groups(mesh), **groups}
+    merge = dict(given.get("merge", {}))
+    whole = Layout(dims, order)
+    taken = {*dims, *merge, *(name for sizes in views.values() for name in sizes)}
+    for name, group in flattened_of(first).items():
+        parts = _parts(whole, _digits(map(whole.position, ranks_of(group))))
+        if name not in taken and parts is not None and len(parts) > 1:
+            merge[name], groups[name] = parts, group
+    part = None if len(order) == dist.get_world_size() else tuple(sorted(order))
+    found = {"dims": dims, "rank_order": order, "ranks": part, "device": first.device_type}
+    return _existing({**given, **found, "merge": merge, "views": views}, groups)
+
+
+def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any]) -> Existing:
+    """Dims, merged dims and views from the ranks that this rank shares each group with.
+
+    Every rank finds the same, or the ranks' comparison before the mesh is opened names those that differ.
+    Raises LayoutError where the groups are not those of a grid of all ranks.
+    """
+    _refuse(given, _DECIDED, "groups")
+    if not dist.is_initialized():
+        raise LaunchError(
+            "from_groups came before torch's default group, or after its end",
+            given="torch.distributed is not initialised",
+            expected="groups of dist.new_group, of a DeviceMesh or of a framework",
+            hint="dist.init_process_group first; meshcomm.init(dims=...) makes groups of its own",
+        )
+    world = dist.get_world_size()
+    lists = {name: _ranks(name, group) for name, group in groups.items()}
+    digits = {name: _digits(ranks) for name, ranks in lists.items()}
+    for name, found in digits.items():
+        if found is None or any(min(lists[name]) // stride % size for size, stride in found):
+            raise LayoutError(
+                f'the ranks along "{name}" are not evenly spaced',
+                given=f"ranks {fold(lists[name])}",
+                expected="ranks that one or more dims of a row-major grid of all ranks lead through",
+                hint="meshcomm.init(DeviceMesh(...)) takes ranks in any order",
+            )
+    single = {name: found[0] for name, found in digits.items() if found is not None and len(found) == 1}
+    base = max(_chains(single, world), key=len, default=None)
+    if base is None:
+        raise _incomplete(single, world, lists)
+    dims = {name: 1 for name, found in digits.items() if not found}
+    dims.update((name, single[name][0]) for name in base)
+    layout, merge, views = Layout(dims), dict(given.get("merge", {})), dict(given.get("views", {}))
+    placed = {*dims, *merge}
+    for name, found in digits.items():
+        if name in placed:
+            continue
+        parts = _parts(layout, found)
+        if parts is not None and len(parts) > 1:
+            merge[name] = parts
+            continue
+        chains = (chain for chain in _chains(single, world) if name in chain)
+        chain = max(chains, key=lambda chain: len({*chain} - placed), default=None)
+        if chain is None:
+            raise _incomplete(single, world, lists, name)
+        new = tuple(each for each in chain if each not in placed)
+        views["_".join((*new, "view"))] = {each: single[each][0] for each in chain}
+        placed.update(new)
+    return _existing({**given, "dims": dims, "merge": merge, "views": views}, groups)
+
+
+def _existing(keys: dict[str, Any], groups: Mapping[str, dist.ProcessGroup]) -> Existing:
+    """With those groups that carry their calls: torch sorts the ranks of a group, and a backend may be "fake" by request."""
+    mesh = mesh_of({name: value for name, value in keys.items() if value is not None})
+    layout = mesh.layout(dist.get_world_size())
+    fake = dist.get_backend() == "fake"
+    usable = {
+        name: group
+        for name, group in groups.items()
+        if (np.diff(layout.groups(name)) > 0).all() and (fake or backend_of(group) != "fake")
+    }
+    return Existing(mesh, usable)
+
+
+def _refuse(given: Mapping[str, Any], decided: Iterable[str], source: str) -> None:
+    if both := [name for name in decided if name in given]:
+        raise LaunchError(
+            f"init got {source}, and arguments that say the same things",
+            given=f"{source} and {', '.join(both)}",
+            expected="merge, views, options, timeout_s, validate_calls or warm_up in addition",
+            hint=f"leave out {', '.join(both)}",
+        )
+
+
+def _groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
+    # A rank outside of a DeviceMesh has no groups of it.
+    names = mesh.mesh_dim_names or ()
+    return {} if mesh.get_coordinate() is None else {name: mesh.get_group(name) for name in names}
+
+
+def _check(device_mesh: DeviceMesh) -> None:
+    names = device_mesh.mesh_dim_names
+    if not names:
+        raise LayoutError(
+            "the DeviceMesh has no names for its dims",
+            given=f"a DeviceMesh of shape {tuple(device_mesh.shape)}",
+            expected="mesh_dim_names",
+            hint='init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))',
+        )
+    root = root_of(device_mesh)
+    if root.mesh.numel() != device_mesh.mesh.numel():
+        sizes = ", ".join(
+            f"{name}={size}" for name, size in zip(root.mesh_dim_names or (), root.shape, strict=False)
+        )
+        raise LayoutError(
+            "the DeviceMesh is a slice: each rank's holds other ranks, and a mesh is the same on all of them",
+            given=f"a slice along {', '.join(names)} of the DeviceMesh {sizes}; here it has the ranks "
+            f"{fold(device_mesh.mesh.flatten().tolist())}",
+            expected="the DeviceMesh that it was cut from",
+            hint="mesh = meshcomm.init(device_mesh), without [...]; "
+            f'its calls take the dims by name: mesh.all_reduce("{names[0]}", x)',
+        )
+
+
+def _ranks(name: str, group: Any) -> list[int]:
+    if not isinstance(group, dist.ProcessGroup):
+        raise LayoutError(
+            f'this rank has no process group along "{name}"',
+            given=f"{group!r}, a {type(group).__name__}, on rank {dist.get_rank()}",
+            expected="a torch ProcessGroup that this rank is in",
+            hint="name only groups that every rank has one of; dist.group.WORLD is the default group",
+        )
+    return ranks_of(group)
+
+
+def _digits(ranks: Iterable[int]) -> Digits | None:
+    """The (size, stride) pairs that lead through `ranks`, canonical; None where there are none such."""
+    places = np.array(sorted(ranks))
+    digits: list[tuple[int, int]] = []
+    while len(places) > 1:
+        steps = np.diff(places)
+        uneven = np.flatnonzero(steps != steps[0])
+        size = int(uneven[0]) + 1 if len(uneven) else len(places)
+        if len(places) % size:
+            return None
+        blocks = places.reshape(-1, size)
+        if (np.diff(blocks) != steps[0]).any():
+            return None
+        digits.insert(0, (size, int(steps[0])))
+        places = blocks[:, 0]
+    return Digits(digits)
+
+
+def _parts(layout: Layout, digits: Digits | None) -> tuple[str, ...] | None:
+    """The dims of the base that together lead through the same ranks, in the base's order."""
+    names = [name for name, size in layout.dims.items() if size > 1]
+    for count in range(len(names) + 1):
+        for parts in combinations(names, count):
+            if Digits(digit for name in parts for digit in layout.digits(name)).canonical() == digits:
+                return parts
+    return None
+
+
+def _chains(single: Mapping[str, tuple[int, int]], world: int, stride: int = 1) -> Iterator[tuple[str, ...]]:
+    """Names whose strides follow from each other's sizes, outermost first, from `stride` to all ranks."""
+    if stride == world:
+        yield ()
+    for name, (size, own) in single.items():
+        if own == stride and world % (stride * size) == 0:
+            for outer in _chains(single, world, stride * size):
+                yield (*outer, name)
+
+
+def _incomplete(
+    single: Mapping[str, tuple[int, int]],
+    world: int,
+    lists: Mapping[str, Sequence[int]],
+    name: str | None = None,
+) -> LayoutError:
+    def reach(stride: int) -> int:
+        nexts = (
+            stride * size for size, own in single.values() if own == stride and world % (stride * size) == 0
+        )
+        return max(map(reach, nexts), default=stride)
+
+    stride = reach(1)
+    along = f'along "{name}" and its neighbours' if name is not None else "named"
+    missing = world // stride
+    return LayoutError(
+        f"the groups {along} do not lead through all {world} ranks",
+        given="; ".join(f"{each}: ranks {fold(ranks)}" for each, ranks in lists.items()),
+        expected=f"groups along dims whose sizes multiply to {world}",
+        hint=f"name the groups of the other dims, too; {missing} ranks that are {stride} apart, say"
+        if missing > 1
+        else "name the groups of the other dims of its view, too",
+    )
