@@ -18,34 +18,18 @@ from pathlib import Path
 import pytest
 
 import meshcomm
+from tests.documents import copy_of_the_repository, done, files_of_the_repository
 
 ROOT = Path(__file__).parents[2]
-
-
-def done(words: list[str], cwd: Path) -> str:
-    """What a command printed; it has to succeed."""
-    ended = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
-
-
-def files_of_the_repository() -> list[str]:
-    """All that is in git, or would be after `git add`."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("needs a clone: git says which files belong to the repository")
-    listed = done(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], ROOT)
-    return sorted(name for name in set(listed.split("\0")) if name and (ROOT / name).exists())
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked sdist. Built from a copy: setuptools leaves its build folder beside the source."""
     folder = tmp_path_factory.mktemp("sdist")
-    for name in files_of_the_repository():
-        (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / "copy" / name)
+    copied = copy_of_the_repository(folder / "copy")
     build = f"from setuptools import build_meta; print(build_meta.build_sdist({str(folder)!r}))"
-    done([sys.executable, "-c", build], folder / "copy")
+    done([sys.executable, "-c", build], copied)
     (packed,) = folder.glob("*.tar.gz")
     shutil.unpack_archive(packed, folder, filter="data")
     return folder / packed.name.removesuffix(".tar.gz")
