@@ -18,17 +18,21 @@ if TYPE_CHECKING:
     from meshcomm.config import Config, TopologyConfig
 
 Facts = dict[str, Any]
-# How torchrun, Slurm, Open MPI, MPICH and MVAPICH number the processes of a host.
+# How torchrun, Slurm, Open MPI, MPICH, MVAPICH, jsrun, Flux and PALS number the processes of a host.
 _LOCAL_RANKS: Final = (
     "LOCAL_RANK",
     "SLURM_LOCALID",
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
     "MV2_COMM_WORLD_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "FLUX_TASK_LOCAL_ID",
+    "PALS_LOCAL_RANKID",
 )
 
 # Every command under what one wants to do, in the order in which `--help` and the reference list them.
 GROUPS: Final = {
+    "Begin": ("new",),
     "Start ranks": ("run", "train", "simulate"),
     "Look at a mesh": ("plan", "lint", "view", "schema"),
     "Find out what went wrong": ("report", "doctor", "parity"),

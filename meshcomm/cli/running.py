@@ -1,9 +1,11 @@
-"""Commands that run ranks, real ones or not: train, run, simulate, parity, dryrun."""
+"""Commands that begin a project, or run ranks, real ones or not: new, train, run, simulate, parity, dryrun."""
 
 from __future__ import annotations
 
+from importlib.resources import files
+from os.path import lexists
 from pathlib import Path
-from typing import Annotated, Any, final
+from typing import Annotated, Any, Final, final
 
 import typer
 from typer.core import TyperCommand
@@ -28,6 +30,12 @@ Second = Annotated[
     ),
 ]
 
+# What `meshcomm new` writes, from which file of the folder starter, and the command for it.
+_STARTER: Final = {
+    "config.toml": ("config.toml", "meshcomm train"),
+    "hello.py": ("hello.py.txt", "meshcomm run --world-size 8"),
+}
+
 
 @final
 class ScriptCommand(TyperCommand):
@@ -37,6 +45,40 @@ class ScriptCommand(TyperCommand):
         """Take no option behind the first word that ends in .py."""
         script = next((place for place, word in enumerate(args) if word.endswith(".py")), len(args))
         return super().parse_args(ctx, [*args[:script], "--", *args[script:]])
+
+
+@app.command()
+def new(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="Made if it is not there. Default: this one.")
+    ] = Path(),
+) -> None:
+    """Write config.toml, a training for 8 processes on the CPU, and hello.py, a script on the same mesh.
+
+    Never overwrites: where FOLDER has one of them, nothing is written.
+    """
+    paths = {folder / name: starter for name, starter in _STARTER.items()}
+    if there := [str(path) for path in paths if lexists(path)]:
+        raise LaunchError(
+            f"meshcomm new overwrites nothing, and {' and '.join(there)} {'exist' if there[1:] else 'exists'}",
+            given=str(folder),
+            expected=f"a folder without {' and '.join(_STARTER)}",
+            hint=f"meshcomm new {folder / 'demo'}",
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, (starter, _) in paths.items():
+            with path.open("x", encoding="utf-8", newline="\n") as file:
+                file.write((files("meshcomm.cli") / "starter" / starter).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LaunchError(
+            f"{folder}: cannot be written: {(error.strerror or str(error)).lower()}",
+            given=str(folder),
+            expected="a folder that can be written, or be made",
+            hint="meshcomm new in another folder",
+        ) from None
+    for path, (_, command) in paths.items():
+        typer.echo(f"{command} {path}")
 
 
 @app.command()

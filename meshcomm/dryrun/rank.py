@@ -180,7 +180,7 @@ def counted_step(
             "a dry run has to know what is trained",
             given=f"{config.source} without [model] and [data]",
             expected="both: their sizes are what memory and bytes follow from",
-            hint="configs/quickstart.toml has both",
+            hint="meshcomm new writes a config that has both",
         )
     hollow, passes = mode is Hollow, Passes()
     ledger = passes.ledger(hollow)

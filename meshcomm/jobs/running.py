@@ -33,7 +33,7 @@ def train(config: Path, overrides: Sequence[str], world: int | None, max_restart
             if settings.train
             else "a mesh without [parallel], [model], [data] and [train]",
             expected="all four sections, or meshcomm run with a script that makes a meshcomm.train.Trainer",
-            hint="configs/quickstart.toml has them all",
+            hint="meshcomm new writes a config that has them all",
         )
     if world is not None:
         settings.resolved(world)

@@ -154,7 +154,7 @@ def sections(mesh: Mesh, config: Config) -> Sections:
             "this configuration describes a mesh and no training",
             given=f"{config.source} without [parallel] and [train]",
             expected="both, and [model] and [data] where they do not come from code",
-            hint="configs/quickstart.toml has all four",
+            hint="meshcomm new writes a config that has all four",
         )
     return Sections(known.parallel, known.model, known.data, known.train)
 

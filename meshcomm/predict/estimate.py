@@ -130,7 +130,7 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
             f"{settings.source} says nothing about training",
             given="a mesh without [parallel], [model], [data] and [train]",
             expected="all four sections: bytes and memory follow from them",
-            hint="configs/quickstart.toml has them all",
+            hint="meshcomm new writes a config that has them all",
         )
     model, mesh = model.sized("bytes and memory"), settings.mesh
     named = {"model.lora": model.lora, "train.frozen": train.frozen}

@@ -438,5 +438,5 @@ def _no_training(config: Config) -> ConfigError:
         f"{config.source} says nothing about training",
         given="a mesh without [parallel], [model], [data] and [train]",
         expected="all four sections",
-        hint="configs/quickstart.toml has them all",
+        hint="meshcomm new writes a config that has them all",
     )

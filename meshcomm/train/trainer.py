@@ -384,7 +384,7 @@ def _configured(config: Config, known: Sections) -> Model:
             "no model is given, and the configuration names none",
             given=f"{config.source} without [model]",
             expected="one of both",
-            hint="Trainer(mesh, config, model), or [model] and [data] as in configs/quickstart.toml",
+            hint="Trainer(mesh, config, model), or [model] and [data] as in the config that meshcomm new writes",
         )
     return model_of(known.model, known.data, known.train)
 

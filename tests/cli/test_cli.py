@@ -19,6 +19,7 @@ from meshcomm.cli.app import GROUPS, app
 from meshcomm.config import load_config
 from meshcomm.layout import Layout, Plan
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
 import meshcomm
@@ -74,7 +75,16 @@ def test_the_versions_are_printed() -> None:
 
 
 @pytest.mark.parametrize(
-    "variable", ["LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"]
+    "variable",
+    [
+        "LOCAL_RANK",
+        "SLURM_LOCALID",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "MPI_LOCALRANKID",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "FLUX_TASK_LOCAL_ID",
+        "PALS_LOCAL_RANKID",
+    ],
 )
 def test_the_first_rank_of_a_host_reports_a_wrong_config_for_all(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -88,6 +98,40 @@ def test_the_first_rank_of_a_host_reports_a_wrong_config_for_all(
             assert done.exit_code == 2 and ("mesh.dims" in done.stderr) == (local_rank == 0), done.stderr
     # What may be wrong on one rank alone is reported by that rank.
     assert "there is no script" in meshcomm("run", "nothing.py").stderr
+
+
+# -- the first files ----------------------------------------------------------------------------------
+
+
+def test_new_writes_the_quickstart_and_the_hello_of_the_readme(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "demo"
+    done = meshcomm("new", str(folder))
+    assert done.exit_code == 0 and str(folder / "hello.py") in done.stdout
+    assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "hello.py"]
+    assert (folder / "config.toml").read_text() == (ROOT / "configs" / "quickstart.toml").read_text()
+    shown = re.search(r"<!-- file: hello.py -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert shown is not None and (folder / "hello.py").read_text() == shown[1]
+
+
+@pytest.mark.parametrize("name", ["config.toml", "hello.py"])
+def test_new_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("mine")
+    done = meshcomm("new")
+    assert done.exit_code == 2 and done.stderr == (
+        f"meshcomm new overwrites nothing, and {name} exists\n"
+        "  given:    .\n"
+        "  expected: a folder without config.toml and hello.py\n"
+        "  try:      meshcomm new demo\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "mine"
+    # A link that leads nowhere is there too.
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("nowhere")
+    done = meshcomm("new")
+    assert done.exit_code == 2 and f"{name} exists" in done.stderr
+    in_a_file = meshcomm("new", __file__)
+    assert in_a_file.exit_code == 2 and "cannot be written" in in_a_file.stderr and "try:" in in_a_file.stderr
 
 
 # -- a script's own options --------------------------------------------------------------------------
@@ -125,7 +169,7 @@ def test_world_is_a_second_name_of_world_size_in_every_command_that_takes_it() -
     assert len(taken) > 10 and all(opts == ["--world-size", "--world"] for opts in taken)
     # What it refuses was read.
     assert "Invalid value for '--world-size' / '--world'" in meshcomm("bench", "--world", "1").stderr
-    config, nodes = Path(__file__).parents[2] / "configs/quickstart.toml", "topology.ranks_per_node=4"
+    config, nodes = ROOT / "configs/quickstart.toml", "topology.ranks_per_node=4"
     words = ("tune", str(config), "--json", "--set", nodes)
     both = [meshcomm(*words, name, "4").stdout for name in ("--world-size", "--world")]
     assert both[0] == both[1] and json.loads(both[0])["world_size"] == 4

@@ -19,6 +19,7 @@ NOISE = bytes(range(255, -1, -1))
 
 # What each command is given beside the wrong file, where it wants more; "FILE" stands for the file.
 WORDS: dict[str, list[list[str]]] = {
+    "new": [],  # it makes a missing folder; tests/cli/test_cli.py
     "run": [["FILE", "good.py"], ["--world-size", "2", "FILE"], [QUICK, "FILE"]],
     "train": [["FILE"]],
     "simulate": [["FILE", "good.py"], ["--world-size", "2", "FILE"], [QUICK, "FILE"]],
@@ -94,7 +95,7 @@ def test_a_wrong_file_is_an_error_that_names_it(folder: Path, command: str, kind
 
 @pytest.mark.parametrize("world", ["0", "-1", "7", "99999999999", "many"])
 def test_a_world_that_does_not_fit_is_an_error(folder: Path, world: str) -> None:
-    with_world = [name for name in WORDS if name not in ("schema", "report", "export", "view")]
+    with_world = [name for name in WORDS if name not in ("new", "schema", "report", "export", "view")]
     for command in (*with_world, "view"):
         script = ["good.py"] * (command in ("run", "simulate"))
         export = ["--export", "out.html"] * (command == "view")

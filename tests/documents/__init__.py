@@ -1,13 +1,18 @@
-"""What the tests of the documentation share: a page's blocks, how each kind is run, and the tools that make pages."""
+"""What the tests of the documentation share: a page's blocks, how each kind is run, the tools, and what is in git."""
 
 from __future__ import annotations
 
 import importlib.util
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-TOOLS = Path(__file__).parents[2] / "docs" / "tools"
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+TOOLS = _ROOT / "docs" / "tools"
 
 
 def tool(name: str) -> Any:
@@ -20,3 +25,26 @@ def tool(name: str) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def done(words: list[str], cwd: Path) -> str:
+    """What a command printed; it has to succeed."""
+    ended = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def files_of_the_repository() -> list[str]:
+    """All that is in git, or would be after `git add`."""
+    if not (_ROOT / ".git").exists():
+        pytest.skip("needs a clone: git says which files belong to the repository")
+    listed = done(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], _ROOT)
+    return sorted(name for name in set(listed.split("\0")) if name and (_ROOT / name).exists())
+
+
+def copy_of_the_repository(folder: Path) -> Path:
+    """`folder`, made, with every file of the repository and nothing else."""
+    for name in files_of_the_repository():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(_ROOT / name, folder / name, follow_symlinks=False)
+    return folder

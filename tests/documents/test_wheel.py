@@ -1,35 +1,47 @@
-"""The built wheel, installed by itself outside the repository: complete, and it works from there."""
+"""The sdist and its wheel: complete, and the wheel works by itself outside the repository."""
 
 from __future__ import annotations
 
+import email
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import meshcomm
+from tests.documents import copy_of_the_repository, done, files_of_the_repository
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Built from a copy: setuptools leaves its build folder beside the source.
-    source = tmp_path_factory.mktemp("source")
-    shutil.copytree(ROOT / "meshcomm", source / "meshcomm", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    out = tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked sdist. Built from a copy: setuptools leaves its build folder beside the source."""
+    folder = tmp_path_factory.mktemp("sdist")
+    copied = copy_of_the_repository(folder / "copy")
+    build = f"from setuptools import build_meta; print(build_meta.build_sdist({str(folder)!r}))"
+    done([sys.executable, "-c", build], copied)
+    (packed,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(packed, folder, filter="data")
+    return folder / packed.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist, as pip does."""
+    out, built = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("build") / "source"
+    shutil.copytree(source, built)
     build = ["pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), "."]
-    done = subprocess.run(
-        [sys.executable, "-m", *build], cwd=source, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done([sys.executable, "-m", *build], built)
     (found,) = out.glob("*.whl")
     return found
 
@@ -44,8 +56,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = folder / "bin" / "python"
     install = ["pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)]
-    done = subprocess.run([sys.executable, "-m", *install], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done([sys.executable, "-m", *install], folder)
     return folder / "bin"
 
 
@@ -62,17 +73,38 @@ def call(installed: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess
     )
 
 
+def test_the_sdist_has_every_file_of_the_repository(source: Path) -> None:
+    inside = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    made = {"PKG-INFO", "setup.cfg"} | {name for name in inside if name.startswith("meshcomm.egg-info/")}
+    assert inside - made == set(files_of_the_repository())
+
+
 def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         inside = {name for name in file.namelist() if ".dist-info/" not in name}
-    package = ROOT / "meshcomm"
-    files = {
-        str(path.relative_to(ROOT))
-        for path in package.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert inside == files
-    assert "meshcomm/py.typed" in inside
+    assert inside == {name for name in files_of_the_repository() if name.startswith("meshcomm/")}
+    assert {"meshcomm/py.typed", "meshcomm/cli/starter/config.toml"} <= inside
+
+
+def test_the_page_of_the_package_stands_alone(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+        page = email.message_from_string(file.read(name).decode())
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    assert page["Version"] == meshcomm.__version__ and f"Repository, {address}" in page.get_all(
+        "Project-URL", []
+    )
+    assert page["Description-Content-Type"] == "text/markdown"
+    shown, readme = page.get_payload(), (ROOT / "README.md").read_text()
+    assert isinstance(shown, str)
+    links = re.findall(r"(!?)\[[^\]\n]*\]\(([^)\s]+)\)", shown)
+    assert len(links) == len(re.findall(r"\]\([^)\s]+\)", readme)) > 30
+    for image, link in links:
+        start = f"{address}/{'raw' if image else 'blob'}/v{meshcomm.__version__}/"
+        assert link.startswith(start), link
+        assert (ROOT / link.removeprefix(start).partition("#")[0]).is_file(), link
+    # What is no link is as in the clone.
+    assert re.sub(r"\]\(\S+?\)", "", shown) == re.sub(r"\]\(\S+?\)", "", readme)
 
 
 def test_it_works_outside_the_repository(installed: Path, tmp_path: Path) -> None:
@@ -92,5 +124,18 @@ def test_it_works_outside_the_repository(installed: Path, tmp_path: Path) -> Non
 
 
 def test_its_pytest_plugin_is_found(installed: Path, tmp_path: Path) -> None:
-    done = call(installed, tmp_path, "python", "-m", "pytest", "--markers")
-    assert "@pytest.mark.mesh(via=" in done.stdout, done.stdout + done.stderr
+    shown = call(installed, tmp_path, "python", "-m", "pytest", "--markers")
+    assert "@pytest.mark.mesh(via=" in shown.stdout, shown.stdout + shown.stderr
+
+
+def test_a_project_begins_away_from_the_clone(installed: Path, tmp_path: Path) -> None:
+    made = call(installed, tmp_path, "meshcomm", "new", "demo")
+    assert made.stdout == "meshcomm train demo/config.toml\nmeshcomm run --world-size 8 demo/hello.py\n", (
+        made.stderr
+    )
+    short = "train.steps=2", "train.warmup_steps=1", "mesh.dims={ pp = 1, dp = 2, tp = 1 }"
+    sets = [word for change in short for word in ("--set", change)]
+    trained = call(installed, tmp_path, "meshcomm", "train", "demo/config.toml", *sets)
+    assert trained.returncode == 0 and (tmp_path / "runs" / "quickstart").is_dir(), trained.stderr
+    ran = call(installed, tmp_path, "meshcomm", "run", "--world-size", "8", "demo/hello.py")
+    assert "rank 5 (pp=1 dp=0 tp=1): sum over dp 12, tp ring 4\n" in ran.stdout, ran.stderr
