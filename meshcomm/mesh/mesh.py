@@ -673,7 +673,12 @@ class Mesh(AlongDims):
         """What rich prints: the same table at the console's width."""
         from meshcomm.show.plan import plan_view
 
-        return plan_view(self.plan, self.rank if self.is_member else None, self.topology)
+        existing = {
+            name: {"backend": each.name, "timeout_s": each.timeout_s}
+            for name, each in self._transports.items()
+            if isinstance(each, ProcessGroupTransport) and not each.owned
+        }
+        return plan_view(self.plan, self.rank if self.is_member else None, self.topology, existing)
 
     # -- inside ---------------------------------------------------------------------------------
 

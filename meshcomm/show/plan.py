@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -155,9 +157,19 @@ def _machine(layout: Layout, rank: int, topology: TopologyConfig) -> Facts | Non
     }
 
 
-def plan_view(plan: Plan, rank: int | None = None, topology: TopologyConfig | None = None) -> View:
-    """Everything that `plan_facts` says, for a rich console."""
-    return page_view(plan_page(plan_facts(plan, rank, topology)))
+def plan_view(
+    plan: Plan,
+    rank: int | None = None,
+    topology: TopologyConfig | None = None,
+    existing: Mapping[str, Facts] = MappingProxyType({}),
+) -> View:
+    """Everything that `plan_facts` says, for a rich console. existing: backend and timeout_s of groups that the program made, by name."""
+    facts = plan_facts(plan, rank, topology)
+    for dim in facts["dims"]:
+        if dim["name"] in existing:
+            dim.update(existing[dim["name"]], created=False, shares="the program")
+    facts["groups_per_rank"] = sum(dim["created"] for dim in facts["dims"])
+    return page_view(plan_page(facts))
 
 
 def plan_page(facts: Facts) -> list[PagePart]:

@@ -47,7 +47,7 @@ class ProcessGroupTransport(Transport):
         # As the plan says it, and as torch has it then: who creates a group may add to it.
         self._planned = timeout_s, timeout_of(group, device)
         self.any_source = self.name in ("gloo", "mpi")
-        self._owned = owned
+        self.owned = owned
         self.ordered = self.name in STREAM_ORDERED
         self._methods: dict[str, Callable[..., Work]] = {}
 
@@ -128,7 +128,7 @@ class ProcessGroupTransport(Transport):
         work.wait()
 
     def abort(self) -> None:
-        if self.ordered and self._owned:
+        if self.ordered and self.owned:
             self.group.abort()
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class ProcessGroupTransport(Transport):
 
         What is kept of a failed call, a traceback say, holds this object for longer than the mesh lives.
         """
-        if self._owned:
+        if self.owned:
             give_back(self.group)
         self._methods.clear()
         del self.group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -58,6 +59,8 @@ def test_megatrons_groups_by_name() -> None:
         assert mesh.layout.merge["mp"] == ("pp", "tp") and mesh.group("mp") is groups["mp"]
         assert all(mesh.group(name) is groups[name] for name in AS_MEGATRON if name != "cp")
         assert mesh.all_reduce("model", torch.ones(1)).item() == 4
+        assert "17 groups, 1 created per rank" in str(mesh)
+        assert re.search(r"dp +dim +2 +2 +4 +gloo +1800 s +the program", str(mesh))
         assert len(groups_by_name()) <= before + 2  # of "model", and the group of one rank
     # The program's groups are left as they were.
     x = torch.ones(1)
