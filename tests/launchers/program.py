@@ -1,6 +1,6 @@
 """What the launchers start: sums along both dims of a mesh of four ranks, and the rank that kills itself on the way.
 
-python program.py [--tag N] [--calls N] [--pause S] [--dies RANK]
+python program.py [--tag N] [--calls N] [--pause S] [--dies RANK] [--show 1]
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=60)
     parser.add_argument("--pause", type=float, default=0.01)
     parser.add_argument("--dies", type=int, default=-1)
+    parser.add_argument("--show", type=int, default=0)
     given = parser.parse_args()
     with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
         say(f"rank {mesh.rank} of {mesh.world_size} on {socket.gethostname()}")
+        if given.show and mesh.rank == 0:
+            say(str(mesh))
         for call in range(given.calls):
             if call == given.calls // 2 and mesh.rank == given.dies:
                 say(f"rank {mesh.rank} is killed")

@@ -153,6 +153,13 @@ class Cluster:
             time.sleep(0.2)
 
 
+def named_dim(job: Job) -> str:
+    """The warning that names the dim."""
+    text = "tp crosses nodes, as the ranks of a node are not neighbours"
+    assert job.text.count(text) == 1, job.text
+    return f"one warning: {text}"
+
+
 @contextmanager
 def cluster() -> Iterator[Cluster]:
     """Slurm on two hosts; at the end of the block nothing of it is left."""
@@ -186,6 +193,17 @@ def main() -> int:
             job.await_line("put srun in front")
             job.end()
             case.said = next(line for _, line in job.lines if "put srun in front" in line).strip()
+        with checks.case("srun -m cyclic script.py", slurm.busy) as case:
+            job = case.start(srun("-m", "cyclic", *_FOUR, *program(show=1))).end()
+            summed(job)
+            links = {row[0]: row[-1] for _, line in job.lines if (row := line.split())[1:2] == ["dim"]}
+            assert links == {"dp": "node", "tp": "network"}, job.text
+            assert "mesh.rank_order = [0, 2, 1, 3]" in job.text, job.text
+            case.said = f"links {links}, and {named_dim(job)}"
+        with checks.case("srun -m cyclic meshcomm doctor", slurm.busy) as case:
+            (slurm.folder / "mesh.toml").write_text("[mesh]\ndims = { dp = 2, tp = 2 }\ndevice = 'cpu'\n")
+            doctor = [sys.executable, "-m", "meshcomm", "doctor", "mesh.toml"]
+            case.said = named_dim(case.start(srun("-m", "cyclic", *_FOUR, *doctor)).end())
         with checks.case("rank 2 killed", slurm.busy) as case:
             case.said = named(case.start(srun(*_FOUR, *program(dies=2))).end(), _LOST, "another rank")
         with checks.case("two steps of one job at once", slurm.busy) as case:
