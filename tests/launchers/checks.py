@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Final, final
 
 ROOT: Final = Path(__file__).parents[2]
-PROGRAM: Final = str(Path(__file__).with_name("program.py"))
+PROGRAMS: Final = Path(__file__).with_name("programs")
 LIMIT_S: Final = 120.0
 # Every process of a check inherits it, and is found by it.
 _MARK: Final = "LAUNCHER_CHECK"
@@ -135,9 +135,9 @@ class Checks:
 
 
 def program(**options: float) -> list[str]:
-    """The command of `program.py`, as in `program(dies=2)`."""
+    """The command of `sums.py`, as in `program(dies=2)`."""
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, PROGRAM, *words]
+    return [sys.executable, str(PROGRAMS / "sums.py"), *words]
 
 
 def summed(job: Job, *tags: int) -> str:

@@ -1,6 +1,6 @@
 """What the launchers start: sums along both dims of a mesh of four ranks, and the rank that kills itself on the way.
 
-python program.py [--tag N] [--calls N] [--pause S] [--dies RANK] [--show 1]
+python sums.py [--tag N] [--calls N] [--pause S] [--dies RANK] [--show 1]
 """
 
 from __future__ import annotations

@@ -1,0 +1,62 @@
+"""torchrun with an agent on each of two hosts in network namespaces, and accelerate: python -m tests.launchers.agents"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from tests.launchers.checks import Case, Checks, Job, environment, install, named, program, summed, version
+from tests.two_hosts.hosts import Host, Link, two_hosts
+
+_TORCHRUN: Final = (
+    *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"),
+    *("--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29400"),
+)
+_LOST: Final = r"rank 2 does not answer"
+
+
+def main() -> int:
+    """All checks; 0 where they passed."""
+    install("iproute2")
+    quiet = {"RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    checks = Checks(f"torchrun of torch {torch.__version__}, 2 agents", quiet)
+    with tempfile.TemporaryDirectory() as name, two_hosts(Path(name), Link()) as hosts:
+
+        def start(case: Case, host: Host, **options: float) -> Job:
+            # Without Python's own name: torchrun puts it in front.
+            return case.start(host.command([*_TORCHRUN, *program(**options)[1:]], Path(name)))
+
+        with checks.case("script.py") as case:
+            jobs = [start(case, host) for host in hosts]
+            for job in jobs:
+                job.end()
+                jobs[0].lines += job.lines if job is not jobs[0] else []
+            case.said = summed(jobs[0])
+        with checks.case("rank 2 killed") as case:
+            here, there = (start(case, host, dies=2) for host in hosts)
+            # The agents number their hosts as they come.
+            jobs = sorted((here.end(), there.end()), key=lambda job: "rank 2 is killed" in job.text)
+            killed = next(line for line in jobs[1].lines if line[1] == "rank 2 is killed")
+            jobs[0].lines.insert(0, killed)
+            case.said = named(jobs[0], _LOST, "a rank of the other host")
+    failed = checks.code()
+    python = environment("accelerate", "accelerate")
+    command = [str(python.with_name("accelerate")), "launch", "--cpu", "--num_processes", "4"]
+    checks = Checks(
+        f"accelerate {version(str(python), '-c', 'import accelerate; print(accelerate.__version__)')}", quiet
+    )
+    with checks.case("launch --cpu --num_processes 4 script.py") as case:
+        case.said = summed(case.start([*command, *program()[1:]]).end())
+    with checks.case("launch --cpu --num_processes 4, rank 2 killed") as case:
+        case.said = named(
+            case.start([*command, *program(dies=2)[1:]]).end(), r"rank\s*: 2|rank: 2", "torchrun's agent"
+        )
+    return checks.code() or failed
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
