@@ -1,4 +1,4 @@
-"""torchrun with an agent on each of two hosts in network namespaces, and accelerate: python -m tests.launchers.agents"""
+"""torchrun with an agent on each of two hosts in network namespaces, accelerate, and Lightning: python -m tests.launchers.agents"""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from typing import Final
 
 import torch
 
-from tests.launchers.checks import Case, Checks, Job, environment, install, named, program, summed, version
+from tests.launchers.checks import (
+    PROGRAMS,
+    Case,
+    Checks,
+    Job,
+    environment,
+    install,
+    named,
+    program,
+    summed,
+    version,
+)
 from tests.two_hosts.hosts import Host, Link, two_hosts
 
 _TORCHRUN: Final = (
@@ -45,7 +56,7 @@ def main() -> int:
             case.said = named(jobs[0], _LOST, "a rank of the other host")
     failed = checks.code()
     python = environment("accelerate", "accelerate")
-    command = [str(python.with_name("accelerate")), "launch", "--cpu", "--num_processes", "4"]
+    command = [str(python), "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "4"]
     checks = Checks(
         f"accelerate {version(str(python), '-c', 'import accelerate; print(accelerate.__version__)')}", quiet
     )
@@ -55,6 +66,16 @@ def main() -> int:
         case.said = named(
             case.start([*command, *program(dies=2)[1:]]).end(), r"rank\s*: 2|rank: 2", "torchrun's agent"
         )
+    failed = checks.code() or failed
+    python = environment("lightning", "lightning")
+    checks = Checks(
+        f"Lightning {version(str(python), '-c', 'import lightning; print(lightning.__version__)')}", quiet
+    )
+    command = [str(python), str(PROGRAMS / "on_lightning.py")]
+    with checks.case("Trainer of 4 processes, mesh in on_fit_start") as case:
+        case.said = summed(case.start(command).end())
+    with checks.case("Trainer of 4 processes, rank 2 killed") as case:
+        case.said = named(case.start([*command, "--dies", "2"]).end(), _LOST, "another rank")
     return checks.code() or failed
 
 

@@ -15,12 +15,12 @@ import torch
 RANKS, CALLS = 4, 60
 
 
-def sums(rank: int, dies: int, **where: object) -> None:
+def sums(number: int, dies: int, **where: object) -> None:
     """What sums.py does, in a process of Ray."""
     import meshcomm
 
     with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30, **where) as mesh:
-        assert mesh.rank == rank
+        assert mesh.rank == number
         for call in range(CALLS):
             if call == CALLS // 2 and mesh.rank == dies:
                 print(f"rank {mesh.rank} is killed", flush=True)
