@@ -19,7 +19,7 @@ from tests.launchers.checks import (
     named,
     program,
     summed,
-    version,
+    version_in,
 )
 from tests.two_hosts.hosts import Host, Link, two_hosts
 
@@ -57,9 +57,7 @@ def main() -> int:
     failed = checks.code()
     python = environment("accelerate", "accelerate")
     command = [str(python), "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "4"]
-    checks = Checks(
-        f"accelerate {version(str(python), '-c', 'import accelerate; print(accelerate.__version__)')}", quiet
-    )
+    checks = Checks(f"accelerate {version_in(python, 'accelerate')}", quiet)
     with checks.case("launch --cpu --num_processes 4 script.py") as case:
         case.said = summed(case.start([*command, *program()[1:]]).end())
     with checks.case("launch --cpu --num_processes 4, rank 2 killed") as case:
@@ -68,9 +66,7 @@ def main() -> int:
         )
     failed = checks.code() or failed
     python = environment("lightning", "lightning")
-    checks = Checks(
-        f"Lightning {version(str(python), '-c', 'import lightning; print(lightning.__version__)')}", quiet
-    )
+    checks = Checks(f"Lightning {version_in(python, 'lightning')}", quiet)
     command = [str(python), str(PROGRAMS / "on_lightning.py")]
     with checks.case("Trainer of 4 processes, mesh in on_fit_start") as case:
         case.said = summed(case.start(command).end())

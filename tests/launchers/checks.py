@@ -179,6 +179,11 @@ def install(*packages: str) -> None:
             subprocess.run(["apt-get", *words], check=True, stdout=subprocess.DEVNULL)
 
 
+def version_in(python: Path, package: str) -> str:
+    """The version of a package in a virtual environment."""
+    return version(str(python), "-c", f"from importlib.metadata import version; print(version({package!r}))")
+
+
 def environment(name: str, *packages: str) -> Path:
     """The Python of a virtual environment of this name, with `packages` beside those of this one; made if it is missing.
 

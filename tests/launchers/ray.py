@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from tests.launchers.checks import PROGRAMS, Checks, environment, named, program, summed, version
+from tests.launchers.checks import PROGRAMS, Checks, environment, named, program, summed, version_in
 
 _ACTORS: Final = str(PROGRAMS / "on_ray.py")
 _PARTS: Final = "--world-size", "4", "--cpus-per-rank", "0.25"
@@ -20,12 +20,10 @@ _PARTS: Final = "--world-size", "4", "--cpus-per-rank", "0.25"
 
 def main() -> int:
     """All checks; 0 where they passed."""
-    python = str(environment("ray", "ray[train]"))
-    checks = Checks(
-        f"Ray {version(python, '-c', 'import ray; print(ray.__version__)')}", {"RAY_DEDUP_LOGS": "0"}
-    )
+    python = environment("ray", "ray[train]")
+    checks = Checks(f"Ray {version_in(python, 'ray')}", {"RAY_DEDUP_LOGS": "0"})
     words = program()[1:]
-    start = [python, "-m", "meshcomm.launch.ray", *_PARTS, "run", *words]
+    start = [str(python), "-m", "meshcomm.launch.ray", *_PARTS, "run", *words]
     with checks.case("meshcomm.launch.ray run script.py") as case:
         case.said = summed(case.start(start).end())
     with checks.case("meshcomm.launch.ray, rank 2 killed") as case:
@@ -41,10 +39,10 @@ def main() -> int:
         case.said = named(job.end(), "meshcomm: rank 2 lost its actor", "the driver")
     for kind in ("actors", "trainer"):
         with checks.case(f"{kind} of Ray that call meshcomm.init") as case:
-            case.said = summed(case.start([python, _ACTORS, kind]).end())
+            case.said = summed(case.start([str(python), _ACTORS, kind]).end())
         with checks.case(f"{kind}, rank 2 killed") as case:
             case.said = named(
-                case.start([python, _ACTORS, kind, "--dies", "2"]).end(),
+                case.start([str(python), _ACTORS, kind, "--dies", "2"]).end(),
                 r"rank 2 does not answer",
                 "another rank",
             )
