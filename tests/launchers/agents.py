@@ -56,14 +56,18 @@ def main() -> int:
             case.said = named(jobs[0], _LOST, "a rank of the other host")
     failed = checks.code()
     python = environment("accelerate", "accelerate")
-    command = [str(python), "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "4"]
+    launch = [str(python), "-m", "accelerate.commands.launch", "--num_processes", "4"]
     checks = Checks(f"accelerate {version_in(python, 'accelerate')}", quiet)
+    with checks.case("launch --multi_gpu --num_processes 4 script.py, on CPUs") as case:
+        case.said = summed(case.start([*launch, "--multi_gpu", *program()[1:]]).end())
+    with checks.case("launch --multi_gpu --num_processes 4, rank 2 killed") as case:
+        job = case.start([*launch, "--multi_gpu", *program(dies=2)[1:]]).end()
+        case.said = named(job, r"local_rank: 2", "torchrun's agent")
     with checks.case("launch --cpu --num_processes 4 script.py") as case:
-        case.said = summed(case.start([*command, *program()[1:]]).end())
-    with checks.case("launch --cpu --num_processes 4, rank 2 killed") as case:
-        case.said = named(
-            case.start([*command, *program(dies=2)[1:]]).end(), r"rank\s*: 2|rank: 2", "torchrun's agent"
-        )
+        # It starts one process and says nothing.
+        job = case.start([*launch, "--cpu", *program()[1:]]).end()
+        job.await_line("the mesh needs 4 processes, and no launcher has started this one")
+        case.said = "one process, refused: the mesh needs 4 processes"
     failed = checks.code() or failed
     python = environment("lightning", "lightning")
     checks = Checks(f"Lightning {version_in(python, 'lightning')}", quiet)

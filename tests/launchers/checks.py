@@ -24,7 +24,7 @@ LIMIT_S: Final = 240.0
 # Every process of a check inherits it, and is found by it.
 _MARK: Final = "LAUNCHER_CHECK"
 # What is found right after a job has ended may be about to end itself.
-_SETTLES_S: Final = 5.0
+_SETTLES_S: Final = 20.0
 _KILLED: Final = re.compile(r"rank (\d+) is killed")
 
 
