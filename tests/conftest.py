@@ -15,8 +15,8 @@ from meshcomm.testing import Pool
 from meshcomm.train.parity import Difference
 from tests.train.parity_page import write_page
 
-# It needs a package that nothing else does.
-collect_ignore = ["benchmarks/torchtitan.py"]
+# They need packages that nothing else does.
+collect_ignore = ["benchmarks/torchtitan.py", "launchers"]
 
 # torch's store looks up the name of every address that connects. A name server that does not answer
 # must not cost each test five seconds; read when the first name is looked up, so set before that.

@@ -1,6 +1,7 @@
 """docs/reference/support.md from the table that refuses calls: `python docs/tools/support.py` writes it.
 
-The table of torch's versions in it is kept; docs/tools/torch_versions.py fills that one.
+The table of torch's versions in it is kept, which docs/tools/torch_versions.py fills, and that of launchers, which is written
+by hand from what `python -m tests.launchers.slurm` and its like print.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from meshcomm.transport.support import REDUCED, WIDENED, name_of, reduce_refusal
 
 PAGE: Final = Path(__file__).parents[1] / "reference" / "support.md"
 _VERSIONS: Final = ("<!-- torch versions -->\n", "<!-- end of torch versions -->\n")
+_LAUNCHERS: Final = ("<!-- launchers tried -->\n", "<!-- end of launchers tried -->\n")
 
 
 # Which device's tensors a backend carries, and what it lacks there. Of gloo, mpi, nccl and xccl as torch's documentation
@@ -45,7 +47,9 @@ def carries(backend: str, device: str, operation: str) -> str:
 def page() -> str:
     """Markdown, made from the table that the checks use."""
     before = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    versions = before.partition(_VERSIONS[0])[2].partition(_VERSIONS[1])[0]
+    versions, launchers = (
+        before.partition(first)[2].partition(last)[0] for first, last in (_VERSIONS, _LAUNCHERS)
+    )
     lines = [
         "# Versions of torch, backends, and what each of them reduces",
         "",
@@ -60,6 +64,14 @@ def page() -> str:
         f"{_VERSIONS[0]}{versions}{_VERSIONS[1]}",
         "Tried on two cores beside other work. What failed passed when it was run alone on the same version after its mend: on 2.11 and 2.12 three tests for want of setuptools 77, one for the path in which",
         "Gloo was built, on 2.11 one for the strides of a pipeline's input; two of a compiled `mesh.rearrange`, which compiles there since. On 2.12 and 2.13 one that the load had kept waiting passed as it was; on 2.14 one had counted what another test left behind, which it collects now.",
+        "",
+        "## Launchers",
+        "",
+        "Started for real in November 2026, four ranks on two cores beside other work (Debian 12, torch 2.15), by `python -m tests.launchers.mpi`, `.slurm`, `.ray` and `.agents`.",
+        "Each runs a script, kills a rank by SIGKILL, and looks for processes that are left: there were none.",
+        "",
+        f"{_LAUNCHERS[0]}{launchers}{_LAUNCHERS[1]}",
+        "`accelerate launch --cpu --num_processes 4` starts one process, which `meshcomm.init` refuses for a mesh of four.",
         "",
         *_backends(),
         "## What each backend reduces",

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from meshcomm.config import Config, NetworkConfig, ProcessConfig
+from meshcomm.config import Config, NetworkConfig, ProcessConfig, TopologyConfig
 from meshcomm.doctor import host
 from meshcomm.doctor.examine import examine, versions
 from meshcomm.doctor.finding import Facts, Finding, exit_code
@@ -24,6 +24,8 @@ from meshcomm.mesh.devices import choose_device
 from meshcomm.mesh.environment import Launch, gloo_defaults, network_variables
 from meshcomm.mesh.exposure import ExposedRendezvous, exposed_store, is_loopback
 from meshcomm.mesh.rendezvous import meet
+from meshcomm.predict.links import discovered
+from meshcomm.predict.lint import scattered
 
 _AGREED: Final = ("meshcomm", "torch", "python")
 _SHOWN: Final = ("rank", "coords", "host", "interface", "address", "device")
@@ -57,7 +59,7 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
         return None, code
     rows, findings = _gather(store, joined.world_size, wait)
     assert examined is not None
-    findings += judge(rows)
+    findings += judge(rows, None if len(rows) < joined.world_size else settings)
     one_host = len({row["host"] for row in rows}) == 1
     at = joined.launch
     if process.init == "env" and one_host and at.address is not None and at.port is not None:
@@ -125,8 +127,8 @@ def _gather(store: Any, world_size: int, wait: timedelta) -> tuple[list[Facts], 
     return rows, findings
 
 
-def judge(rows: Sequence[Facts]) -> Iterator[Finding]:
-    """Whether these ranks can talk with each other: addresses, places and versions."""
+def judge(rows: Sequence[Facts], settings: Config | None = None) -> Iterator[Finding]:
+    """Whether these ranks can talk with each other: addresses, places and versions. settings: where all ranks have come."""
     hosts = _by(rows, "host")
     lost = [row for row in rows if is_loopback(row["address"])]
     if len(hosts) > 1 and lost:
@@ -139,13 +141,7 @@ def judge(rows: Sequence[Facts]) -> Iterator[Finding]:
             hint=f"{' or '.join(_by(lost, 'hint'))}, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
         )
     if sum(one["host"] != other["host"] for one, other in pairwise(rows)) >= len(hosts):
-        yield Finding(
-            "warn",
-            "ranks of one host are not neighbours: the last dims cross the network",
-            given="; ".join(f"{host}: {_ranks(on)}" for host, on in hosts.items()),
-            expected="ranks 0, 1, 2, ... on the first host, the next ones on the second",
-            hint="srun -m block, mpirun --map-by slot, or mesh.rank_order",
-        )
+        yield from _scattered(hosts, settings)
     for name in _AGREED:
         seen = _by(rows, name)
         if len(seen) > 1:
@@ -156,6 +152,28 @@ def judge(rows: Sequence[Facts]) -> Iterator[Finding]:
                 expected="one version on all ranks",
                 hint="the same environment on every host",
             )
+
+
+def _scattered(hosts: Mapping[str, Sequence[Facts]], settings: Config | None) -> Iterator[Finding]:
+    """hosts: whose ranks are not neighbours. Nothing where the mesh has that in mind, as by rank_order."""
+    given = "; ".join(f"{host}: {_ranks(on)}" for host, on in hosts.items())
+    nodes = {row["rank"]: node for node, on in enumerate(hosts.values()) for row in on}
+    plan = None
+    # A mesh that cannot be is a finding of `examine`.
+    with suppress(MeshcommError):
+        plan = None if settings is None else settings.plan(len(nodes))
+    if plan is None:
+        yield Finding(
+            "warn",
+            "ranks of one host are not neighbours: the last dims cross the network",
+            given=given,
+            expected="ranks 0, 1, 2, ... on the first host, the next ones on the second",
+            hint="srun -m block, mpirun --map-by slot, or mesh.rank_order",
+        )
+    elif found := scattered(
+        plan, discovered(TopologyConfig(), {}, 0, [nodes[rank] for rank in sorted(nodes)])
+    ):
+        yield Finding("warn", found.what, given, found.expected, found.hint)
 
 
 def _by(rows: Sequence[Facts], key: str) -> dict[str, list[Facts]]:

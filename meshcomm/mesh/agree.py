@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
 import socket
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -24,7 +26,7 @@ _COUNT: Final = (1 << _COUNT_BITS) - 1
 # How long the rank that waits for the others where sizes differ leaves the store alone.
 _PAUSE_S: Final = 0.01
 
-# The verdict, with the time of the host that gave it and the ranks of each host.
+# The verdict, with the time of the host that gave it, the ranks of each host, and `nodes`, packed: see Agreed.
 AGREED: Final = "agree %Y%m%d-%H%M%S"
 
 # How long ranks wait for the one that reads who came.
@@ -76,7 +78,7 @@ def agree(
         if word != "agree":
             store.set(f"facts/{mine}", text)
             raise _same_error(store, rank, partial(_mismatch, store, timeout_s, what))
-        return Agreed(said[0], int(said[1]))
+        return Agreed(said[0], int(said[1]), _unpacked(said[2]) if len(said) > 2 else ())
     except RuntimeError as error:
         lost = f"rank {rank} lost the job's store while the ranks agreed on {what}"
         raise store_failed(lost, error) from error
@@ -113,10 +115,12 @@ def _same_error(store: Any, rank: int, find: Callable[[], MeshMismatchError]) ->
 
 class Agreed(NamedTuple):
     """moment: the time, as in `20261122-142530`. ranks_per_host: ranks r with equal r // ranks_per_host are on one host;
-    0 if hosts have unequal numbers of ranks, or ranks that are not neighbours."""
+    0 if hosts have unequal numbers of ranks, or ranks that are not neighbours. nodes: then the host of each rank, as a
+    number, hosts in the order of their first ranks."""
 
     moment: str
     ranks_per_host: int
+    nodes: tuple[int, ...] = ()
 
 
 class _Arrival(NamedTuple):
@@ -156,9 +160,8 @@ def _conclude(store: Any, count: int, deadline: float) -> int:
     sizes = Counter(arrivals[rank].world_size for rank in sorted(arrivals))
     if count >= sizes.most_common(1)[0][0]:
         alike = len({each.fingerprint for each in arrivals.values()}) == 1 and len(sizes) == 1
-        agreed = (
-            f"{time.strftime(AGREED)} {_ranks_per_host([arrivals[rank].host for rank in sorted(arrivals)])}"
-        )
+        hosts = [arrivals[rank].host for rank in sorted(arrivals)]
+        agreed = f"{time.strftime(AGREED)} {_ranks_per_host(hosts) or f'0 {_packed(hosts)}'}"
         store.compare_set("verdict", "", agreed if alike else "differ")
     return min((size for size in (*sizes, 2 * count) if size > count), default=count)
 
@@ -182,6 +185,20 @@ def _ranks_per_host(hosts: Sequence[str]) -> int:
     each = len(hosts) // len(set(hosts))
     blocks = all(host == hosts[rank - rank % each] for rank, host in enumerate(hosts))
     return each if blocks and each * len(set(hosts)) == len(hosts) else 0
+
+
+def _packed(hosts: Sequence[str]) -> str:
+    """Every rank reads it: of 131,072 ranks that hosts get in turn it is 2 kB.
+
+    >>> _unpacked(_packed("baab"))
+    (0, 1, 1, 0)
+    """
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    return base64.b64encode(zlib.compress(json.dumps([numbers[host] for host in hosts]).encode())).decode()
+
+
+def _unpacked(text: str) -> tuple[int, ...]:
+    return tuple(json.loads(zlib.decompress(base64.b64decode(text))))
 
 
 def _get(store: Any, key: str, timeout_s: float) -> bytes:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -235,7 +236,11 @@ def _job_of_ranks(env: Mapping[str, str], rank: int, world: int) -> str:
 
 
 def _ray_job(env: Mapping[str, str]) -> str:
-    return f"Ray job {env['RAY_JOB_ID']}" if env.get("RAY_JOB_ID") else ""
+    """The name of Ray's job, asked of Ray: a worker that was started ahead of its job has the variable of none."""
+    job = env.get("RAY_JOB_ID", "")
+    if job and (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
+        job = ray.get_runtime_context().get_job_id()
+    return f"Ray job {job}" if job.strip("f") else ""
 
 
 def _same(env: Mapping[str, str], rank_name: str, size_name: str, rank: int, world: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -57,6 +58,10 @@ if TYPE_CHECKING:
 
 # In the default group's store: the prefix of the mesh that made the group.
 _PREFIX: Final = "meshcomm/prefix"
+
+
+class ScatteredRanks(UserWarning):
+    """A dim crosses hosts only because the ranks of a host are not neighbours."""
 
 
 def init(
@@ -204,6 +209,7 @@ class Opening:
             self._store = prefixed(self._prefix, self._meeting.store)
             facts = self._facts()
             self._agreed = self._agree(facts)
+            self._warn_of_places()
             if self._world is None:
                 self._start_default_group()
             mesh = Mesh(self._plan, self._create())
@@ -377,14 +383,13 @@ class Opening:
             )
             watch = self._watch(compared)
         roles = getattr(settings, "parallel", None)
-        per_host = None if meeting.is_fake else self._agreed.ranks_per_host
         return Runtime(
             launch=meeting.launch,
             rank=meeting.rank,
             device=self._device,
             store=self._store,
             prefix=self._prefix,
-            topology=partial(_topology, settings, per_host, self._world is not None),
+            topology=self._topology(),
             transports=self._transports,
             watch=watch,
             validate_calls=compared,
@@ -407,6 +412,20 @@ class Opening:
             transport = open_group(group, rank, store, self._prefix, self._device, split)
         self._resources.callback(transport.close)
         return transport
+
+    def _topology(self) -> Callable[[], TopologyConfig]:
+        agreed = None if self._meeting.is_fake else self._agreed
+        return partial(_topology, self._settings, agreed, self._world is not None)
+
+    def _warn_of_places(self) -> None:
+        """Where ranks do not lie in blocks on their hosts: which dims cross hosts for that. Said once."""
+        if self._world is not None or self._meeting.rank or not self._agreed.nodes:
+            return
+        from meshcomm.predict.lint import scattered
+
+        found = scattered(self._plan, self._topology()())
+        if found is not None:
+            warnings.warn(str(found), ScatteredRanks, stacklevel=4)
 
     def _watch(self, compared: int | None) -> Watching | None:
         meeting, plan = self._meeting, self._plan
@@ -434,12 +453,13 @@ class Opening:
         return watchdog
 
 
-def _topology(settings: Settings, ranks_per_host: int | None, simulated: bool) -> TopologyConfig:
+def _topology(settings: Settings, agreed: Agreed | None, simulated: bool) -> TopologyConfig:
     if simulated:
         return settings.topology
     from meshcomm.predict.links import discovered
 
-    return discovered(settings.topology, os.environ, ranks_per_host)
+    found = (None, ()) if agreed is None else (agreed.ranks_per_host, agreed.nodes)
+    return discovered(settings.topology, os.environ, *found)
 
 
 def _refused(meeting: Meeting, last: float) -> MeshcommError | None:

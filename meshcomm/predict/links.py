@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, final
 
 import numpy as np
 
@@ -43,15 +44,49 @@ class Level(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The levels of a cluster, innermost first; call_s: what each call costs beside its messages."""
+    """The levels of a cluster, innermost first; call_s: what each call costs beside its messages.
+
+    places: of each rank, see `places_of`, where ranks do not lie in blocks: levels join places instead of ranks.
+    """
 
     levels: tuple[Level, ...]
     call_s: Fraction = Fraction(0)
+    places: tuple[int, ...] = ()
 
     @property
     def ranks_per_node(self) -> int:
         """Ranks r with equal r // ranks_per_node share a node."""
         return self.levels[0].ranks
+
+
+@final
+class Placed(TopologyConfig):
+    """A topology whose nodes do not hold blocks of equally many ranks, as with `srun -m cyclic`: found by the ranks of a live mesh.
+
+    ranks_per_node: of the largest node.
+    """
+
+    nodes: tuple[int, ...]
+    """The node of each rank."""
+
+
+def places_of(topology: TopologyConfig, ranks: Ranks) -> Ranks:
+    """Ranks with equal places // ranks_per_node share a node; places % ranks_per_node number those of a node.
+
+    >>> places_of(Placed(ranks_per_node=2, nodes=(0, 1, 0, 1)), np.arange(4)).tolist()
+    [0, 2, 1, 3]
+    """
+    if not isinstance(topology, Placed):
+        return ranks
+    assert topology.ranks_per_node is not None
+    nodes = np.array(topology.nodes)
+    order = nodes.argsort(kind="stable")
+    ascending = nodes[order]
+    places = np.empty_like(nodes)
+    places[order] = ascending * topology.ranks_per_node + np.arange(len(nodes))
+    places[order] -= np.searchsorted(ascending, ascending)
+    found: Ranks = places[ranks]
+    return found
 
 
 def machine(topology: TopologyConfig) -> Machine | None:
@@ -64,7 +99,10 @@ def machine(topology: TopologyConfig) -> Machine | None:
         rack = per_node * topology.nodes_per_rack
         levels.append(_level("rack", rack, links.rack or links.network, ASSUMED_NETWORK))
     levels.append(_level("network", 0, links.network, ASSUMED_NETWORK))
-    return Machine(tuple(levels), _exact(topology.call_us) / 10**6)
+    world = np.arange(len(topology.nodes)) if isinstance(topology, Placed) else np.arange(0)
+    return Machine(
+        tuple(levels), _exact(topology.call_us) / 10**6, tuple(places_of(topology, world).tolist())
+    )
 
 
 def known_machine(topology: TopologyConfig, source: str) -> Machine:
@@ -81,17 +119,18 @@ def known_machine(topology: TopologyConfig, source: str) -> Machine:
 
 
 def discovered(
-    topology: TopologyConfig, env: Mapping[str, str], per_host: int | None = None
+    topology: TopologyConfig, env: Mapping[str, str], per_host: int | None = None, nodes: Sequence[int] = ()
 ) -> TopologyConfig:
     """`topology` with ranks_per_node and devices_per_node filled in from `env`, where a launcher says them there.
 
     What the configuration says wins. A launcher whose nodes have unequal numbers of ranks says nothing:
-    ranks then do not share nodes by r // ranks_per_node. per_host: as the ranks themselves have found it, see
-    `Agreed`; it counts where the launcher says something else, as with `srun -m cyclic`. None: they were not asked.
+    ranks then do not share nodes by r // ranks_per_node; so does `srun -m cyclic`. per_host, nodes: as the ranks
+    themselves have found it, see `Agreed`; it counts where the launcher says something else. None: they were not asked.
     """
     # As in 8(x4), or 8(x3),4: only the first says the same of all nodes.
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
-    even = re.fullmatch(r"(\d+)(?:\(x\d+\))?", tasks)
+    blocks = (env.get("SLURM_DISTRIBUTION") or "block").startswith("block")
+    even = re.fullmatch(r"(\d+)(?:\(x\d+\))?", tasks) if blocks else None
     visible = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     said = {
         "ranks_per_node": [*(env.get(name) for name in _LOCAL_SIZES), even and even[1]],
@@ -104,6 +143,9 @@ def discovered(
             found[name] = numbers[0]
     if per_host is not None and found.get("ranks_per_node", per_host) != per_host:
         found["ranks_per_node"] = per_host or None
+    if nodes and topology.ranks_per_node is None:
+        found["ranks_per_node"] = max(Counter(nodes).values())
+        return Placed(**{**dict(topology), **found, "nodes": tuple(nodes)})
     return topology.model_copy(update=found)
 
 
@@ -179,6 +221,8 @@ def span(groups: Ranks, machine: Machine) -> Span:
     """Which links groups cross. groups: global ranks, shape (number of groups, size), as `Layout.groups` gives them."""
     size = groups.shape[1]
     levels = machine.levels
+    if machine.places:
+        groups = np.array(machine.places)[groups]
     # Which unit of each level a rank is in, sorted inside each group.
     units = [np.sort(groups // level.ranks if level.ranks else 0 * groups, axis=1) for level in levels]
     distinct = np.array([1 + (np.diff(unit, axis=1) != 0).sum(axis=1) for unit in units])

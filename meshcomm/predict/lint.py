@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from meshcomm.config import Config, TopologyConfig
 from meshcomm.config.parallel import PARTS, ParallelRole
 from meshcomm.config.rules_mesh import chosen
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Layout, Plan
-from meshcomm.layout.sizes import divisors, toml_dims
-from meshcomm.predict.links import Machine, Span, machine, span
+from meshcomm.layout.sizes import divisors, ranks_text, toml_dims
+from meshcomm.predict.links import Machine, Placed, Span, machine, places_of, span
 
 # A rank's communicators should leave this share of its memory to the training, or more.
 _MEMORY_SHARE: Final = 0.1
@@ -24,6 +26,9 @@ NCCL_MB_OF_TWO: Final = 544
 NCCL_MB: Final = 688
 # Descriptors of one idle Gloo group; measured on Linux by tests/doctor.
 GLOO_DESCRIPTORS: Final = 4
+# Nodes, and ranks in order, that a finding lists.
+_NODES: Final = 4
+_ORDERED: Final = 16
 # What dims are usually called, where no [parallel] says what they do.
 _NAMES: Final[dict[str, ParallelRole]] = {part: part for part in PARTS} | {
     "tp": "tensor", "pp": "pipeline", "dp": "data", "fsdp": "shard", "dp_shard": "shard", "cp": "context",
@@ -114,8 +119,38 @@ def lint(
         case = _Case(settings, plan, topology, where, spans, roles(settings), size)
         for rule in (_devices, _last_node, _tensor, _pipeline):
             found.extend(rule(case))
+        found.extend(each for each in [scattered(plan, topology)] if each is not None)
     found.extend(_communicators(settings, plan, topology, size, descriptor_limit))
     return found
+
+
+def scattered(plan: Plan, topology: TopologyConfig) -> LintFinding | None:
+    """The dims that cross nodes only because the ranks of a node are not neighbours, and the cure."""
+    where = machine(topology)
+    if not isinstance(topology, Placed) or where is None:
+        return None
+    layout, ranks = plan.layout, np.sort(plan.layout.ranks)
+    order = ranks[places_of(topology, ranks).argsort()].tolist()
+    cured = Layout(layout.dims, rank_order=order, views=layout.views, merge=layout.merge)
+    crossing = [
+        family.name
+        for family in plan.families
+        if span(layout.groups(family.name), where).most > 1 == span(cured.groups(family.name), where).most
+    ]
+    if not crossing:
+        return None
+    nodes = np.array(topology.nodes)
+    own = {node: np.flatnonzero(nodes == node).tolist() for node in range(min(_NODES, nodes.max() + 1))}
+    more = "; ..." if nodes.max() >= _NODES else ""
+    return LintFinding(
+        "scattered-ranks",
+        f"{', '.join(crossing)} {'crosses' if len(crossing) == 1 else 'cross'} nodes, "
+        "as the ranks of a node are not neighbours",
+        "; ".join(f"node {node}: {ranks_text(found)}" for node, found in own.items()) + more,
+        "ranks 0, 1, 2, ... on the first node, the next ones on the second",
+        "srun -m block, mpirun --map-by slot, or mesh.rank_order"
+        + (f" = {order}" if len(order) <= _ORDERED else ""),
+    )
 
 
 def roles(settings: Config) -> dict[str, ParallelRole]:

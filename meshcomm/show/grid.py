@@ -21,6 +21,7 @@ from meshcomm.config import TopologyConfig
 from meshcomm.config.write import check_ending, write_whole
 from meshcomm.layout import Dims, Plan
 from meshcomm.layout.sizes import coords_text, fold
+from meshcomm.predict.links import places_of
 from meshcomm.show.page import Facts, as_text, svg_of
 from meshcomm.show.units import count
 
@@ -62,7 +63,7 @@ def grid_facts(
         layout.position(rank)
     positions = np.arange(layout.world_size, dtype=np.int64)
     per_node = None if topology is None else topology.ranks_per_node
-    nodes = None if per_node is None else layout.ranks // per_node
+    nodes = None if per_node is None or topology is None else places_of(topology, layout.ranks) // per_node
     return {
         "world_size": layout.world_size,
         "fingerprint": plan.fingerprint,

@@ -13,7 +13,7 @@ from meshcomm.config.rules_mesh import DEFAULTS
 from meshcomm.errors import LayoutError
 from meshcomm.layout import Family, Layout, Plan
 from meshcomm.layout.sizes import coords_text, fold
-from meshcomm.predict.links import Level, Machine, machine, slowest_level, span
+from meshcomm.predict.links import Level, Machine, machine, places_of, slowest_level, span
 from meshcomm.show.page import Cells, Column, Facts, Line, PagePart, View, page_view
 from meshcomm.show.units import count
 
@@ -132,7 +132,9 @@ def rank_facts(plan: Plan, rank: int, topology: TopologyConfig | None = None) ->
             "first": coord == 0,
             "last": coord == family.size - 1,
         }
-        listed.append(facts if per_node is None else {**facts, "nodes": len({r // per_node for r in ranks})})
+        if topology is not None and per_node is not None:
+            facts["nodes"] = len({*(places_of(topology, np.array(ranks)) // per_node).tolist()})
+        listed.append(facts)
     return {
         "rank": rank,
         "coords": dict(seen.coords),
@@ -147,12 +149,13 @@ def _machine(layout: Layout, rank: int, topology: TopologyConfig) -> Facts | Non
     per_node, racks = topology.ranks_per_node, topology.nodes_per_rack
     if per_node is None:
         return None
-    node = rank // per_node
-    members = np.sort(layout.ranks[layout.ranks // per_node == node])
+    place = int(places_of(topology, np.array(rank)))
+    node = place // per_node
+    members = np.sort(layout.ranks[places_of(topology, layout.ranks) // per_node == node])
     return {
         "node": node,
         "rack": None if racks is None else node // racks,
-        "local_rank": rank % per_node,
+        "local_rank": place % per_node,
         "ranks": members.tolist(),
     }
 

@@ -288,7 +288,7 @@ def test_every_rank_says_where_it_is(pool: Pool) -> None:
     assert {row["host"] for row in facts["ranks"]} == {socket.gethostname()}
 
 
-def judged(*rows: tuple[str, str, str]) -> list[str]:
+def judged(*rows: tuple[str, str, str], config: Config | None = None) -> list[str]:
     """Rows of host, address and version of torch."""
     common = {"meshcomm": "1", "python": "3", "hint": 'network.interfaces = ["eth0"]'}
     return lines(
@@ -296,7 +296,8 @@ def judged(*rows: tuple[str, str, str]) -> list[str]:
             [
                 {"rank": rank, "host": host, "address": address, "torch": version, **common}
                 for rank, (host, address, version) in enumerate(rows)
-            ]
+            ],
+            config,
         )
     )
 
@@ -307,6 +308,13 @@ def test_ranks_that_cannot_talk_with_each_other() -> None:
     assert cyclic.startswith(
         "warn | ranks of one host are not neighbours: the last dims cross the network | a: ranks 0 2; b: "
     )
+    mesh = {"mesh": {"dims": {"dp": 2, "tp": 2}}}
+    (of_mesh,) = judged(a, b, a, b, config=load_config(mesh))
+    assert of_mesh.startswith(
+        "warn | tp crosses nodes, as the ranks of a node are not neighbours | a: ranks 0 2; b: "
+    )
+    assert of_mesh.endswith("or mesh.rank_order = [0, 2, 1, 3]")
+    assert judged(a, b, a, b, config=load_config(mesh, ["mesh.rank_order = [0, 2, 1, 3]"])) == []
     assert judged(a, b) == judged(a, a, b, b) == judged(lost, lost) == []
     assert judged(a, a, lost, lost) == [
         "error | ranks 2 3 would be reached at the loopback, from other hosts"

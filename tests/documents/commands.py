@@ -26,7 +26,21 @@ NOT_RUN = {
     "view": "serves until it is stopped; tests/view/test_view.py",
 }
 # Programs that are not ours; what stands behind them is not read.
-_OTHERS = {"pytest", "pip", "cd", "export", "ip", "srun", "mpirun", "git", "properdocs", "ssh", "cat", "ls"}
+_OTHERS = {
+    "pytest",
+    "pip",
+    "cd",
+    "export",
+    "ip",
+    "srun",
+    "mpirun",
+    "mpiexec",
+    "git",
+    "properdocs",
+    "ssh",
+    "cat",
+    "ls",
+}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from meshcomm.errors import LaunchError
@@ -69,10 +72,19 @@ FLUX = env("FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_NNODE
         (TORCHRUN, "TORCHELASTIC_RUN_ID=none", Launch(*OF_TORCHRUN)),
         (TORCHRUN, "TORCHELASTIC_RUN_ID=a7", Launch(*OF_TORCHRUN, job="torchrun's run a7")),
         (TORCHRUN, "RAY_JOB_ID=02000000", Launch(*OF_TORCHRUN, job="Ray job 02000000")),
+        (TORCHRUN, "RAY_JOB_ID=ffffffff", Launch(*OF_TORCHRUN)),
     ],
 )
 def test_each_launcher(variables: dict[str, str], more: str, launch: Launch) -> None:
     assert find_launch(variables | env(more)) == launch
+
+
+def test_a_worker_that_ray_has_started_ahead_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(get_job_id=lambda: "01000000")
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    jobs = [find_launch({**TORCHRUN, "RAY_JOB_ID": job}).job for job in ("ffffffff", "01000000")]
+    assert jobs == ["Ray job 01000000"] * 2
 
 
 @pytest.mark.parametrize(

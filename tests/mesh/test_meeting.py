@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,19 +208,40 @@ def test_a_process_that_no_launcher_started(pool: Pool, monkeypatch: pytest.Monk
     assert simulated in refused(dims, {})
 
 
-def scattered(hosts: str) -> tuple[int | None, bool]:
+def scattered(hosts: str, order: list[int] | None = None) -> tuple[int | None, list[str], list[str]]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     rank = int(os.environ["RANK"])
     # What `srun -m cyclic` does on two hosts.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agree, "socket", SimpleNamespace(gethostname=lambda: hosts[rank]))
-        with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
-            return mesh.topology.ranks_per_node, "node" in str(mesh)
+        dims = {"dp": 2, "tp": 2}
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            meshcomm.init(dims=dims, device="cpu", timeout_s=30, rank_order=order) as mesh,
+        ):
+            rows = [row.split() for row in str(mesh).splitlines()]
+            links = [row[-1] for row in rows if row[1:2] == ["dim"] or row[:1] == ["node"]]
+            return mesh.topology.ranks_per_node, links, [str(each.message) for each in caught]
 
 
 def test_which_ranks_share_a_node_is_asked_of_the_ranks(pool: Pool) -> None:
-    assert pool.run(scattered, "aabb", ranks=4) == [(2, True)] * 4
-    assert pool.run(scattered, "abab", ranks=4) == [(None, False)] * 4
+    assert pool.run(scattered, "aabb", ranks=4) == [(2, ["network", "node", rank], []) for rank in "1133"]
+    (first, *others) = pool.run(scattered, "abab", ranks=4)
+    assert [first[:2], *others] == [
+        (2, ["node", "network", "2"]),
+        *((2, ["node", "network", r], []) for r in "323"),
+    ]
+    (warning,) = first[2]
+    assert warning.startswith(
+        "scattered-ranks: tp crosses nodes, as the ranks of a node are not neighbours\n"
+    )
+    assert "node 0: ranks 0 2; node 1: ranks 1 3" in warning
+    assert warning.endswith("or mesh.rank_order = [0, 2, 1, 3]")
+    # What the warning proposes.
+    cured = pool.run(scattered, "abab", [0, 2, 1, 3], ranks=4)
+    assert cured == [(2, ["network", "node", rank], []) for rank in "2323"]
+    # Half of the groups along either dim: ranks 2 3, and 1 3.
+    assert pool.run(scattered, "abbb", ranks=4)[1][:2] == (3, ["50%", "50%", "3"])
 
 
 def stale_file(path: str) -> str:

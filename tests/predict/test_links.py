@@ -17,8 +17,10 @@ from meshcomm.cli import app
 from meshcomm.config import TopologyConfig, load_config
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Layout
+from meshcomm.layout.sizes import ranks_text
 from meshcomm.predict.links import Machine, Span, discovered, known_machine, span, strided
 from meshcomm.predict.lint import footprint, lint
+from meshcomm.show.grid import grid_facts
 from meshcomm.show.plan import plan_facts
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +124,8 @@ def test_a_rack_without_a_speed_of_its_own_has_the_network_s() -> None:
         ({"SLURM_STEP_TASKS_PER_NODE": "8(x16)", "SLURM_GPUS_ON_NODE": "8"}, 8, 8),
         ({"SLURM_TASKS_PER_NODE": "8"}, 8, None),
         ({"SLURM_TASKS_PER_NODE": "8(x3),4"}, None, None),
+        ({"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_DISTRIBUTION": "block:cyclic"}, 8, None),
+        ({"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_DISTRIBUTION": "cyclic"}, None, None),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "CUDA_VISIBLE_DEVICES": "0,1, 3"}, 2, 3),
         ({"LOCAL_WORLD_SIZE": "many", "CUDA_VISIBLE_DEVICES": ""}, None, None),
     ],
@@ -146,6 +150,54 @@ def test_the_hosts_of_the_ranks_count_more_than_the_launcher(per_host: int | Non
     assert discovered(TopologyConfig(), cyclic, per_host).ranks_per_node == ranks
     assert discovered(TopologyConfig(ranks_per_node=16), cyclic, per_host).ranks_per_node == 16
     assert discovered(TopologyConfig(), {}, per_host).ranks_per_node is None
+
+
+def test_ranks_that_hosts_hold_in_any_order_against_plain_loops() -> None:
+    for seed in range(60):
+        chance = random.Random(seed)
+        sizes = {f"d{i}": chance.choice([1, 2, 2, 3, 4]) for i in range(chance.randrange(1, 4))}
+        world = int(np.prod(list(sizes.values())))
+        nodes = [chance.randrange(chance.choice([1, 2, 4])) for _ in range(world)]
+        nodes = [sorted({*nodes}).index(node) for node in nodes]
+        topology = discovered(TopologyConfig(), {}, 0, nodes)
+        assert topology.ranks_per_node == max(nodes.count(node) for node in nodes)
+        config = load_config({"mesh": {"dims": sizes}})
+        plan = config.plan(None)
+        for dim in plan_facts(plan, topology=topology)["dims"]:
+            on = [{nodes[rank] for rank in group} for group in plan.layout.groups(dim["name"]).tolist()]
+            assert dim["nodes"] == {"fewest": min(map(len, on)), "most": max(map(len, on))}
+            assert dim["crosses"]["node"] == (sum(len(each) == 1 for each in on) if dim["size"] > 1 else 0)
+        rank = chance.randrange(world)
+        place = plan_facts(plan, rank, topology)["rank"]["machine"]
+        mine = [other for other in range(world) if nodes[other] == nodes[rank]]
+        assert (place["node"], place["ranks"], place["local_rank"]) == (nodes[rank], mine, mine.index(rank))
+        assert grid_facts(plan, topology=topology)["node"] == nodes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "dims", "order", "crossing"),
+    [
+        ([0, 1] * 4, {"dp": 2, "tp": 4}, None, "tp crosses nodes"),
+        ([0, 1, 1, 0, 1, 0, 0, 1], {"dp": 2, "cp": 2, "tp": 2}, None, "cp, tp cross nodes"),
+        ([0, 1] * 4, {"dp": 2, "tp": 4}, [0, 2, 4, 6, 1, 3, 5, 7], None),
+        # It crosses nodes in every order.
+        ([0, 1] * 4, {"tp": 8}, None, None),
+        ([0, 1, 1, 1], {"dp": 2, "tp": 2}, None, None),
+    ],
+)
+def test_the_dims_that_cross_nodes_for_the_ranks_order_are_named_with_the_cure(
+    nodes: list[int], dims: dict[str, int], order: list[int] | None, crossing: str | None
+) -> None:
+    config = load_config({"mesh": {"dims": dims, "rank_order": order, "device": "cpu"}})
+    topology = discovered(config.topology, {}, 0, nodes)
+    found = [each for each in lint(config, None, topology) if each.rule == "scattered-ranks"]
+    assert [each.what.split(", as")[0] for each in found] == [crossing] * (crossing is not None)
+    for each in found:
+        assert each.hint is not None
+        cured = load_config({"mesh": {"dims": dims, "device": "cpu"}}, [each.hint.split(", or ")[1]])
+        assert "scattered-ranks" not in {each.rule for each in lint(cured, None, topology)}
+        zero, one = ([rank for rank, node in enumerate(nodes) if node == which] for which in (0, 1))
+        assert each.given == f"node 0: {ranks_text(zero)}; node 1: {ranks_text(one)}"
 
 
 # -- lint -------------------------------------------------------------------------------------------

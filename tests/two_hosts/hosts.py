@@ -60,13 +60,17 @@ class Host:
         self, command: Sequence[str], folder: Path, log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         """Start a program on this host, in `folder`; what it prints goes to `log`."""
-        enter = ["nsenter", "--target", self._first, "--net", "--uts", "--mount", "--pid"]
-        # To enter a mount table is to lose one's folder.
-        words = [*enter, "--", "env", "-C", str(folder), *command]
+        words = self.command(command, folder)
         with log.open("wb") as out:
             return subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=dict(env)
             )
+
+    def command(self, words: Sequence[str], folder: Path) -> list[str]:
+        """What starts a program on this host, in `folder`."""
+        enter = ["nsenter", "--target", self._first, "--net", "--uts", "--mount", "--pid"]
+        # To enter a mount table is to lose one's folder.
+        return [*enter, "--", "env", "-C", str(folder), *words]
 
     def processes(self) -> list[str]:
         """The command lines of what runs here, its first process left out, and those that only wait to be
