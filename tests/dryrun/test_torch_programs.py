@@ -37,7 +37,31 @@ for step in range(3):
         dist.all_reduce(torch.ones(3), group=each)
 dist.destroy_process_group()
 """
-ALL = {**{name: text for name, text in PROGRAMS.items() if name != "pipeline"}, "hsdp": REPLICATED}
+TOLD = """
+objects = [{"hidden": 8 * 2 ** k} for k in range(2)] if rank == 0 else [None, None]
+dist.broadcast_object_list(objects, src=0)
+dist.broadcast_object_list(again := [("w", 3)] if rank == 0 else [None])
+dist.all_reduce(torch.ones(objects[1]["hidden"] + again[0][1]))
+dist.destroy_process_group()
+"""
+# As programs do that make each dim's groups by hand.
+GRID = """
+grid = torch.arange(world).view(world // 2, 2)
+dp, tp = (grid == dist.get_rank()).nonzero().flatten().tolist()
+group = dist.new_subgroups_by_enumeration(grid.tolist())[0]
+dist.all_reduce(torch.ones(1 + dp), group=group)
+dist.broadcast(torch.ones(3), src=int(grid[dp, 0].item()), group=group)
+grid.add_(1).mul_(torch.ones(2, dtype=torch.int64))
+mask = torch.arange(world)[:, None] >= torch.arange(world)[None]
+assert mask.float().matmul(torch.ones(world, 1)).shape == (world, 1)
+dist.destroy_process_group()
+"""
+ALL = {
+    **{name: text for name, text in PROGRAMS.items() if name != "pipeline"},
+    "hsdp": REPLICATED,
+    "objects": TOLD,
+    "grid": GRID,
+}
 
 Rows = dict[tuple[str, str], tuple[int, int]]
 

@@ -82,8 +82,8 @@ class _OnCpu:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def tensor(self, value: Any, device: str = "cpu") -> torch.Tensor:
-        return torch.tensor(value)
+    def tensor(self, value: Any, **given: Any) -> torch.Tensor:
+        return torch.tensor(value, **{**given, "device": "cpu"})
 
 
 def on_cpu() -> None:

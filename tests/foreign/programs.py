@@ -1,4 +1,4 @@
-"""Programs that nobody here wrote, how they are started, and what is planted: `python -m tests.foreign.programs` prints a table."""
+"""Programs that nobody here wrote, how they are started, and what is planted: `python -m tests.foreign.programs [NAME ...]` tells."""
 
 from __future__ import annotations
 
@@ -232,6 +232,8 @@ FAULTS: Final = {
 if __name__ == "__main__":
     print("| program | planted | said | job over after |\n|---|---|---|---|")
     for (name, fault), said in FAULTS.items():
+        if sys.argv[1:] and not any(name.startswith(each) for each in sys.argv[1:]):
+            continue
         with tempfile.TemporaryDirectory() as folder:
             found = PROGRAMS[name].ended(Path(folder), fault)
         assert found.code, found.out
