@@ -322,7 +322,7 @@ def _as_torch(func: Any, args: Any, kwargs: Any) -> Any:
 def _spread(tensors: Sequence[Tensor]) -> int:
     """How many elements an operator may make of these, as far as it repeats nothing but by broadcasting."""
     try:
-        return torch.broadcast_shapes(*(x.shape for x in tensors)).numel()
+        return int(torch.broadcast_shapes(*(x.shape for x in tensors)).numel())
     except RuntimeError:
         return max(x.numel() for x in tensors)
 

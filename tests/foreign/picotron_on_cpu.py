@@ -16,10 +16,12 @@ import os
 import runpy
 import sys
 import types
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.foreign.planted import act
 
@@ -112,14 +114,18 @@ def on_cpu() -> None:
 
 
 def plant(fault: str) -> None:
-    """Of the rank that this process is."""
+    """On rank 2. Every rank gives its groups 8 seconds, where picotron gives them 3 minutes."""
     import picotron.data as data  # type: ignore[import-not-found]
 
     following, taken = data.MicroBatchDataLoader.__next__, [0]
+    limit = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
     def following_or_fault(self: Any) -> Any:
         taken[0] += 1
-        if taken[0] == 5:
+        if taken[0] == 1:
+            for group in dist.distributed_c10d._world.pg_map:
+                limit(timedelta(seconds=8), group)
+        if taken[0] == 5 and os.environ["RANK"] == "2":
             act(fault)
         return following(self)
 
@@ -129,7 +135,7 @@ def plant(fault: str) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, os.environ["MESHCOMM_PICOTRON"])
     on_cpu()
-    if os.environ["RANK"] == "2" and "FAULT" in os.environ:
+    if "FAULT" in os.environ:
         plant(os.environ["FAULT"])
     sys.argv[0] = os.path.join(os.environ["MESHCOMM_PICOTRON"], "train.py")
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -11,7 +11,7 @@ def act(fault: str) -> None:
     """Tell when, and do it. `skip` and `leave` are for the caller to do."""
     print(f"\nplanted {time.time()}", file=sys.stderr, flush=True)
     if fault == "sleep":
-        time.sleep(120)
+        time.sleep(600)
     if fault == "kill":
         os.kill(os.getpid(), 9)
     if fault == "exit":

@@ -15,17 +15,22 @@ from tests.dryrun.test_torch_programs import Rows, most_of, told
 from tests.foreign.programs import FAULTS, PROGRAMS, SCRIPTS, ran
 from tests.group_hooks import needs_group_hooks
 
-pytestmark = [needs_group_hooks, pytest.mark.faults, pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = [
+    needs_group_hooks,
+    pytest.mark.faults,
+    pytest.mark.timeout(1200),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 MESHES = [name for name, program in PROGRAMS.items() if program.sizes]
 
 
 @pytest.fixture(autouse=True)
 def installed(request: pytest.FixtureRequest) -> None:
-    name = PROGRAMS[request.node.callspec.params["name"]]
-    if not name.environment:
-        pytest.importorskip(name.name)
-    name.python()
+    program = PROGRAMS[request.node.callspec.params["name"]]
+    if not program.environment:
+        pytest.importorskip(program.name)
+    program.python()
 
 
 @pytest.mark.parametrize(("name", "fault"), FAULTS)
@@ -67,7 +72,7 @@ def test_it_trains_the_same_and_a_dry_run_calls_the_same(tmp_path: Path, name: s
     folder = tmp_path / "dry"
     folder.mkdir()
     script, env = program.prepared(folder)
-    dry = ["-m", "meshcomm", "dryrun", "--json", "--world-size", "4", "--steps", "0", *script]
+    dry = ["-m", "meshcomm", "dryrun", "--json", "--world-size", "4", "--steps", "1000", *script]
     found = ran(dry, folder, program.python(), env)
     assert found.code == 0, found.err[-6000:]
     facts = json.loads(found.out)
