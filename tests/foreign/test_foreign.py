@@ -51,7 +51,7 @@ def losses(text: str) -> set[str]:
     plain = re.sub(r"\x1b\[[\d;]*m", "", text)
     return {
         " ".join(each) for each in re.findall(r"step: +(\d+) +(loss: *\S+) +(grad_norm: *\S+)", plain)
-    } | set(re.findall(r"rank \d loss \S+", plain))
+    } | set(re.findall(r"rank \d loss [\d.]+", plain))
 
 
 @pytest.mark.parametrize("name", MESHES)
