@@ -108,7 +108,8 @@ def on_cpu() -> None:
     def told(*args: Any) -> Any:
         loss = average(*args)
         # In one piece, beside those of other ranks.
-        os.write(1, f"rank {os.environ['RANK']} loss {loss!r}\n".encode())
+        sys.stdout.write(f"rank {os.environ['RANK']} loss {loss!r}\n")
+        sys.stdout.flush()
         return loss
 
     utils.average_loss_across_dp_cp_ranks = told
