@@ -32,8 +32,10 @@ _OF_TERMINALS = (
     "TTY_COMPATIBLE", "TTY_INTERACTIVE", "GITHUB_ACTIONS",
 )  # fmt: skip
 _OF_JOBS = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
-    r"|(MESHCOMM|SLURM|OMPI|PMI|PMIX|MPI|MV2|I_MPI|FLUX|JSM|PALS|RAY|TORCHELASTIC|TORCH_ELASTIC|TORCH_DISTRIBUTED|GLOO|NCCL)_\w+"
+    # Those two say to the tests of tests/foreign where things are.
+    r"(?!MESHCOMM_(FOREIGN|PICOTRON)$)"
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
+    r"|(MESHCOMM|SLURM|OMPI|PMI|PMIX|MPI|MV2|I_MPI|FLUX|JSM|PALS|RAY|TORCHELASTIC|TORCH_ELASTIC|TORCH_DISTRIBUTED|GLOO|NCCL)_\w+)"
 )
 
 # The files that take longest, longest first. One that began last would leave the other process without work.

@@ -79,7 +79,8 @@ class Hollow(LedgerMode):
     They are plain tensors: their storages have an address and a size, and reading them gives zeros. What a result looks
     like is found out once for each operator and kind of arguments, on torch's FakeTensors; views are made by torch.
     Calls on groups are over at once, and answer nothing. Every look at a value gives 0; in a step of an optimizer, which
-    divides by what follows from the number of its steps, 1.
+    divides by what follows from the number of its steps, 1. But the numbers of all ranks, `torch.arange(world_size)`, and
+    what follows from them alone and is no larger, have values: programs look for their rank's place in such a grid.
 
     Args:
         ledger: told of memory and FLOPs. calls: a `Passes`, which takes the calls on groups.
@@ -96,6 +97,8 @@ class Hollow(LedgerMode):
         self._names: dict[Any, str] = {}
         # Functional collectives under way, by the memory of what they give.
         self._flying: dict[int, Callable[[], None]] = {}
+        # Tensors with values, by their memory, which they keep.
+        self._valued: dict[int, Tensor] = {}
         # Those that nobody has waited for.
         self._works: dict[ToldWork, Callable[[], object]] = {}
 
@@ -122,7 +125,9 @@ class Hollow(LedgerMode):
         self._names[func] = str(func)
         schema, namespace = schema_of(func), func.namespace
         if func is torch.ops.aten._local_scalar_dense.default:
-            return lambda func, args, kwargs: _value(args[0].dtype, int(self._ledger.stepping))
+            return self._scalar
+        if func.overloadpacket is torch.ops.aten.arange:
+            return self._numbers
         if func is torch.ops.aten.equal.default:
             return lambda func, args, kwargs: args[0].shape == args[1].shape
         if func is torch.ops.aten.bincount.default:
@@ -153,6 +158,15 @@ class Hollow(LedgerMode):
             for name, value in kwargs.items():
                 key.append(name)
                 _describe((value,), key, tensors)
+        if self._valued and any(storage_id(x) in self._valued for x in tensors):
+            if (
+                all(storage_id(x) in self._valued for x in tensors)
+                and _spread(tensors) <= dist.get_world_size()
+            ):
+                return self._with_values(func, args, kwargs)
+            if schema_of(func).is_mutable:
+                for x in tensors:
+                    self._valued.pop(storage_id(x), None)
         of = tuple(key)
         try:
             known = self._known.get(of)
@@ -177,6 +191,23 @@ class Hollow(LedgerMode):
         if func.namespace == "fsdp":
             ledger.copied(tensors)
         return found[0] if known.structure is None else unflatten_tree(found, known.structure)
+
+    def _scalar(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if storage_id(args[0]) in self._valued:
+            return func(*args, **kwargs)
+        return _value(args[0].dtype, int(self._ledger.stepping))
+
+    def _numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        found = self._compute(func, args, kwargs)
+        every = found.dtype == torch.int64 and found.device.type == "cpu" and dist.is_initialized()
+        if every and found.numel() == dist.get_world_size():
+            return self._with_values(func, args, kwargs)
+        return found
+
+    def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        found = func(*args, **kwargs)
+        self._valued |= {storage_id(each): each for each in leaves_of(found) if isinstance(each, Tensor)}
+        return found
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
         """As many bins as asked for: what is counted is 0 everywhere."""
@@ -286,6 +317,14 @@ class Hollow(LedgerMode):
 
 def _as_torch(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
+
+
+def _spread(tensors: Sequence[Tensor]) -> int:
+    """How many elements an operator may make of these, as far as it repeats nothing but by broadcasting."""
+    try:
+        return int(torch.broadcast_shapes(*(x.shape for x in tensors)).numel())
+    except RuntimeError:
+        return max(x.numel() for x in tensors)
 
 
 def _value(dtype: torch.dtype, number: int) -> Any:

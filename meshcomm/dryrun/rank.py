@@ -310,9 +310,12 @@ def alone(settings: Settings) -> Settings:
 
 @contextmanager
 def pretended_world(
-    rank: int, world: int, told: Callable[[DeviceMesh], None] = lambda _: None
+    rank: int,
+    world: int,
+    told: Callable[[DeviceMesh], None] = lambda _: None,
+    objects: list[list[bytes]] | None = None,
 ) -> Iterator[None]:
-    """While it is entered, this process is a rank of a world of which nobody else exists. told: of each DeviceMesh.
+    """While it is entered, this process is a rank of a world of which nobody else exists. told, objects: see `one_rank_of_torch`.
 
     Raises LayoutError where torch.distributed is initialised; UnsupportedOp for a look at values that decides shapes.
     """
@@ -325,7 +328,7 @@ def pretended_world(
         )
     dist.init_process_group("fake", rank=rank, world_size=world)
     try:
-        with one_rank_of_torch(_unknown_object, told):
+        with one_rank_of_torch(_unknown_object, told, objects):
             yield
     except Exception as error:
         if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):

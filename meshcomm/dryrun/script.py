@@ -7,7 +7,7 @@ import os
 import random
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,8 @@ from meshcomm.train.trainer import RECORDER, StepRecorder
 class Script(NamedTuple):
     """What `meshcomm run` would start. config, overrides: what its `meshcomm.init()` without arguments makes its mesh from.
 
-    steps: after so many of `mesh.step()`, or of a Trainer, it is left.
+    steps: after so many of `mesh.step()`, or of a Trainer, it is left. objects: those that rank 0 tells all ranks, pickled,
+    from a run before.
     """
 
     path: Path
@@ -53,6 +54,7 @@ class Script(NamedTuple):
     config: Path | None = None
     overrides: tuple[str, ...] = ()
     steps: int = 2
+    objects: tuple[list[bytes], ...] = ()
 
 
 # Ranks of a host, for a program that asks its environment.
@@ -73,9 +75,10 @@ class ProgramRecorder(Passes, StepRecorder):
     the program is left as soon as it has a mesh, or ends its first step.
     """
 
-    def __init__(self, steps: int, looks: bool = False) -> None:
+    def __init__(self, steps: int, looks: bool = False, objects: Iterable[list[bytes]] = ()) -> None:
         super().__init__()
         self._left, self._looks = steps, looks
+        self.objects = list(objects)
         self._optimizer: Optimizer | None = None
         self.torch: TorchGroups | None = None
         # It may be closed at the end.
@@ -166,11 +169,15 @@ def script_step(script: Script, rank: int, world: int) -> RankStep:
 
     Raises what the script raises; LaunchError where it makes no mesh, or exits with a code.
     """
-    return recorded_step(rank, world, partial(_execute, script, rank, world), ProgramRecorder(script.steps))
+    recorder = ProgramRecorder(script.steps, objects=script.objects)
+    return recorded_step(rank, world, partial(_execute, script, rank, world), recorder)
 
 
-def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings]:
-    """The layout that a script makes its mesh of, and from what, by running it as rank 0 until there is one."""
+def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings, tuple[list[bytes], ...]]:
+    """The layout that a script makes its mesh of, and from what, by running it as rank 0 until there is one.
+
+    With the objects that it has told all ranks until then, see `Script`.
+    """
     recorder = ProgramRecorder(0, looks=True)
     try:
         ledger = recorder.ledger(hollow=True)
@@ -180,7 +187,8 @@ def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings]:
         raise
     except Exception as error:
         raise failure_of(error, f"rank 0 of {world}") from error
-    return recorder.layout_of(str(script.path)), recorder.asked or MeshOnly(MeshConfig(dims={"world": -1}))
+    asked = recorder.asked or MeshOnly(MeshConfig(dims={"world": -1}))
+    return recorder.layout_of(str(script.path)), asked, tuple(recorder.objects)
 
 
 def recorded_step(rank: int, world: int, program: Callable[[], None], recorder: ProgramRecorder) -> RankStep:
@@ -224,7 +232,7 @@ def _inside(
     recorder.torch = groups = TorchGroups(recorder, rank, world)
     hook = register_optimizer_step_post_hook(recorder.optimized)
     try:
-        with pretended_world(rank, world, groups.made), groups, mode, suppress(_Enough):
+        with pretended_world(rank, world, groups.made, recorder.objects), groups, mode, suppress(_Enough):
             yield
     finally:
         hook.remove()
@@ -236,6 +244,7 @@ def _execute(script: Script, rank: int, world: int) -> None:
     variables = {"RANK": str(rank), "WORLD_SIZE": str(world)}
     # What torchrun sets besides; nobody is at this address.
     variables |= {"LOCAL_RANK": str(rank % _PER_HOST), "LOCAL_WORLD_SIZE": str(min(world, _PER_HOST))}
+    variables |= {"GROUP_RANK": str(rank // _PER_HOST), "GROUP_WORLD_SIZE": str(-(-world // _PER_HOST))}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     # Nothing is computed, and tracing what stands in for it takes longer than doing it. Read as torch's compiler is loaded.
     variables["TORCH_COMPILE_DISABLE"] = "1"

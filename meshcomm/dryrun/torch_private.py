@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -159,6 +160,7 @@ def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tenso
 _INIT: Any = dist.init_process_group
 _HELPER: Any = dist.distributed_c10d._new_process_group_helper
 _MESH: Any = device_mesh.init_device_mesh
+_BROADCAST: Any = dist.broadcast_object_list
 # The grid of ranks has values in what makes a DeviceMesh's groups, of whichever it is made.
 _GROUPS: Any = getattr(DeviceMesh, "_init_process_groups", None)
 _PRETENDING: list[None] = []
@@ -188,14 +190,37 @@ def _fake_group(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **gi
     return _HELPER(size, rank, ranks, dist.Backend("fake"), *args, **given)
 
 
+def _broadcasting(known: list[list[bytes]]) -> Callable[..., None]:
+    """`broadcast_object_list`: rank 0 adds what it tells all ranks, which the others take in turn, with the same calls."""
+    following = iter(tuple(known))
+
+    def made(
+        object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, **given: Any
+    ) -> None:
+        own = group in (None, dist.group.WORLD) and not src and not any(given.values())
+        if own and dist.get_rank() == 0:
+            known.append([pickle.dumps(each) for each in object_list])
+        elif own and (objects := next(following, None)) is not None:
+            for size, dtype in ((len(objects), torch.long), (sum(map(len, objects)), torch.uint8)):
+                dist.broadcast(torch.empty(size, dtype=dtype, device=device), 0, group=group)
+            object_list[:] = [pickle.loads(each) for each in objects]
+            return
+        _BROADCAST(object_list, src, group, device, **given)
+
+    return made
+
+
 @contextmanager
 def one_rank_of_torch(
-    decode: Callable[..., object], told: Callable[[DeviceMesh], None] = lambda _: None
+    decode: Callable[..., object],
+    told: Callable[[DeviceMesh], None] = lambda _: None,
+    objects: list[list[bytes]] | None = None,
 ) -> Iterator[None]:
     """While it is entered, new DeviceMeshes, FSDP's own too, know their ranks, though a mode keeps tensors from having values.
 
     A program's own `init_process_group` finds the default group, and its other groups are of the same backend.
     decode: makes what torch's object collectives, as broadcast_object_list, return of bytes. told: of each DeviceMesh.
+    objects: what rank 0 has broadcast to all, pickled; it adds to them.
     """
     made, known = DeviceMesh.__init__, dict[Any, Any]()
 
@@ -208,6 +233,7 @@ def one_rank_of_torch(
         told(mesh)
 
     c10d: Any = dist.distributed_c10d
+    broadcast = _broadcasting([] if objects is None else objects)
     _PRETENDING.append(None)
     try:
         with (
@@ -216,6 +242,8 @@ def one_rank_of_torch(
             if isinstance(inspect.getattr_static(DeviceMesh, "_init_process_groups", None), staticmethod)
             else nullcontext(),
             patch.object(c10d, "_tensor_to_object", decode),
+            patch.object(c10d, "broadcast_object_list", broadcast),
+            patch.object(dist, "broadcast_object_list", broadcast),
             patch.object(c10d, "_new_process_group_helper", _fake_group),
             patch.object(c10d, "init_process_group", _init_process_group),
             patch.object(dist, "init_process_group", _init_process_group),

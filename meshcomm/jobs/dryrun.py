@@ -52,14 +52,20 @@ def dryrun(
     if script is None:
         assert settings is not None
         return dry_training(settings, size, ranks, sample)
-    layout, asked = mesh_of_script(script, size)
+    layout, asked, objects = mesh_of_script(script, size)
     parallel = getattr(asked, "parallel", None)
     topology = discovered((settings or asked).topology, os.environ)
     stages = None if parallel is None else parallel.pipeline
     # Without a configuration: the dim that is usually called so.
     pipeline = stages or next((dim for dim in layout.dims if dim in _STAGES), None)
     first = chosen(layout, pipeline, also=ranks, sample=sample)
-    found = dry_world(partial(script_step, script), layout, pipeline, first, replayed=priced(topology))
+    found = dry_world(
+        partial(script_step, script._replace(objects=objects)),
+        layout,
+        pipeline,
+        first,
+        replayed=priced(topology),
+    )
     return dry_facts(found, None, topology, time.perf_counter() - began)
 
 
@@ -67,7 +73,7 @@ def mesh_made_by(script: Path, world: int | None) -> dict[str, Any]:
     """The configuration of the mesh, or of the DeviceMesh, that a script makes as rank 0 of `world`. Raises as `dryrun`."""
     if world is None:
         raise how_many_ranks("plan")
-    layout, asked = mesh_of_script(Script(script), world)
+    layout, asked, _ = mesh_of_script(Script(script), world)
     mesh: dict[str, Any] = {
         "dims": dict(layout.dims),
         "merge": dict(layout.merge),

@@ -37,12 +37,36 @@ for step in range(3):
         dist.all_reduce(torch.ones(3), group=each)
 dist.destroy_process_group()
 """
-ALL = {**{name: text for name, text in PROGRAMS.items() if name != "pipeline"}, "hsdp": REPLICATED}
+TOLD = """
+objects = [{"hidden": 8 * 2 ** k} for k in range(2)] if rank == 0 else [None, None]
+dist.broadcast_object_list(objects, src=0)
+dist.broadcast_object_list(again := [("w", 3)] if rank == 0 else [None])
+dist.all_reduce(torch.ones(objects[1]["hidden"] + again[0][1]))
+dist.destroy_process_group()
+"""
+# As programs do that make each dim's groups by hand.
+GRID = """
+grid = torch.arange(world).view(world // 2, 2)
+dp, tp = (grid == dist.get_rank()).nonzero().flatten().tolist()
+group = dist.new_subgroups_by_enumeration(grid.tolist())[0]
+dist.all_reduce(torch.ones(1 + dp), group=group)
+dist.broadcast(torch.ones(3), src=int(grid[dp, 0].item()), group=group)
+grid.add_(1).mul_(torch.ones(2, dtype=torch.int64))
+mask = torch.arange(world)[:, None] >= torch.arange(world)[None]
+assert mask.float().matmul(torch.ones(world, 1)).shape == (world, 1)
+dist.destroy_process_group()
+"""
+ALL = {
+    **{name: text for name, text in PROGRAMS.items() if name != "pipeline"},
+    "hsdp": REPLICATED,
+    "objects": TOLD,
+    "grid": GRID,
+}
 
 Rows = dict[tuple[str, str], tuple[int, int]]
 
 
-def as_process(script: str) -> Rows:
+def as_process(script: str, *arguments: str) -> Rows:
     """What `meshcomm.watch` counts of it."""
     watch = meshcomm.watch(validate_calls=0)
     found: Rows = {}
@@ -59,11 +83,29 @@ def as_process(script: str) -> Rows:
     watch._end = end  # type: ignore[method-assign]
     watch._forget()
     watch._forget = watched_again(watch, end)
-    sys.argv = [script, "none", "0"]
+    sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
     if dist.is_initialized():
         dist.destroy_process_group()
     return found
+
+
+def most_of(ranks: list[Rows]) -> Rows:
+    """Bytes and calls of the rank that moves most along each dim, which a dry run tells."""
+    most: Rows = {}
+    for rows in ranks:
+        for key, (calls, nbytes) in rows.items():
+            most[key] = max(most.get(key, (0, 0)), (nbytes, calls))
+    return most
+
+
+def told(facts: dict[str, Any]) -> Rows:
+    """The same, of a dry run."""
+    return {
+        (row["dim"], each["call"]): (each["bytes"], each["calls"])
+        for row in facts["calls"]
+        for each in row["calls"]
+    }
 
 
 def watched_again(watch: Any, end: Any) -> Any:
@@ -81,25 +123,16 @@ def written(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", ALL)
 def test_a_dry_run_calls_what_processes_call(pool: Pool, tmp_path: Path, name: str) -> None:
     path = written(tmp_path, name)
-    made = pool.run(as_process, str(path), ranks=4)
+    made = pool.run(as_process, str(path), "none", "0", ranks=4)
     facts = dryrun(None, (), 4, Script(path, ("none", "0"), steps=0))
     assert not facts["findings"] and facts["part"] == "the whole program"
-    # A dry run tells the rank that moves most along each dim.
-    most: Rows = {}
-    for rows in made:
-        for key, (calls, nbytes) in rows.items():
-            most[key] = max(most.get(key, (0, 0)), (nbytes, calls))
+    most = most_of(made)
     if name == "ddp":
         # Its comparison of shapes between ranks reads what came, and is left out of a dry run.
         assert most.pop(("default group", "all_gather")) == (32, 1)
         nbytes, calls = most["default group", "broadcast"]
         most["default group", "broadcast"] = (nbytes - 48, calls - 1)
-    found = {
-        (row["dim"], each["call"]): (each["bytes"], each["calls"])
-        for row in facts["calls"]
-        for each in row["calls"]
-    }
-    assert found == most != {}
+    assert told(facts) == most != {}
 
 
 def test_a_large_world_of_a_device_mesh(tmp_path: Path) -> None:

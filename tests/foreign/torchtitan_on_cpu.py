@@ -1,14 +1,10 @@
 """torchtitan 0.3 on a CPU and Gloo: what it needs of CUDA and NCCL is replaced, its code is not changed.
 
-In an environment of its own (`pip install torchtitan==0.3.0`, which wants older packages than meshcomm's tests), and a folder
-that `assets` has written:
+In the environment `torchtitan`, whose packages are older than those of meshcomm's tests, and a folder that `assets` has written:
 
-    meshcomm run --world-size 4 tests/foreign/torchtitan_on_cpu.py --module llama3 --config llama3_debugmodel
-        --training.steps 6 --training.seq_len 128 --training.local_batch_size 2 --debug.seed 1 --debug.deterministic
-        --parallelism.data_parallel_shard_degree 2 --parallelism.tensor_parallel_degree 2 --comm.train_timeout_seconds 8
+    meshcomm run --world-size 4 tests/foreign/torchtitan_on_cpu.py --module llama3 --config llama3_debugmodel ...
 
-Beside it `torchrun --nproc-per-node 4` with the same arguments: the same losses. `meshcomm dryrun --world-size 4` in place of
-`run`: the same calls. FAULT=sleep, skip, raise or kill: what rank 2 does in its fourth step.
+The arguments are those of `TITAN` in tests/foreign/programs.py. FAULT=sleep, skip, raise or kill: what rank 2 does in its fourth step.
 """
 
 from __future__ import annotations
@@ -18,12 +14,13 @@ import json
 import os
 import runpy
 import sys
-import time
 import types
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.foreign.planted import act
 
 
 def assets(folder: Path) -> None:
@@ -111,12 +108,7 @@ def plant(fault: str) -> None:
     def train_step(self: Any, *args: Any, **given: Any) -> Any:
         made[0] += 1
         if made[0] == 4:
-            if fault == "sleep":
-                time.sleep(600)
-            if fault == "kill":
-                os.kill(os.getpid(), 9)
-            if fault == "raise":
-                raise ValueError("planted")
+            act(fault)
             if fault == "skip":
                 return None
         return step(self, *args, **given)

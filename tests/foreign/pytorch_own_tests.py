@@ -1,0 +1,101 @@
+"""PyTorch's own tests of distributed code, plain and watched, side by side.
+
+    python -m tests.foreign.environments pytorch
+    python -m tests.foreign.pytorch_own_tests FOLDER [FILE ...]
+
+FOLDER: test/distributed of PyTorch's source, of a version near to that of torch. Prints a table by file, and each test that
+ended otherwise when watched. Processes are forked, where PyTorch spawns them: that saves each its imports.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+from xml.etree import ElementTree
+
+import tests
+from tests.foreign.environments import make
+
+FILES: Final = (
+    "test_device_mesh.py",
+    "_tensor/test_redistribute.py",
+    "tensor/parallel/test_tp_style.py",
+    "tensor/parallel/test_parallelize_api.py",
+    "tensor/parallel/test_tp_examples.py",
+)
+_WATCHED: Final = "MESHCOMM_WATCHES_TESTS"
+
+
+def pytest_configure(config: Any) -> None:
+    """As a plugin of pytest, in the processes that run PyTorch's tests."""
+    from torch import multiprocessing
+    from torch.testing._internal import common_distributed
+
+    from meshcomm.mesh.watched import watch_if_possible
+
+    def forked(self: Any) -> None:
+        self._start_processes(multiprocessing.get_context("fork").Process)
+
+    common_distributed.MultiProcessTestCase._spawn_processes = forked  # type: ignore[method-assign]
+    if os.environ.get(_WATCHED):
+        watch_if_possible(prints=False)
+
+
+def outcomes(folder: Path, file: str, watched: bool) -> dict[str, str]:
+    """How each test of a file ended, by its name."""
+    with tempfile.TemporaryDirectory() as told:
+        report = Path(told) / "report.xml"
+        arguments = [
+            "-p",
+            "no:meshcomm",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            __spec__.name,
+            f"--junitxml={report}",
+        ]
+        arguments += ["-n", "0", "-q", "--timeout", "200", "--override-ini", "addopts=", file]
+        own = str(Path(tests.__file__).parent.parent)
+        env = {**os.environ, "PYTHONPATH": own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        python = make("pytorch") / "bin" / "python"
+        if watched:
+            env[_WATCHED] = "1"
+        with (Path(told) / "output").open("w") as output:
+            subprocess.run(
+                [python, "-m", "pytest", *arguments], cwd=folder, env=env, stdout=output, stderr=output
+            )
+        if not report.exists():
+            raise SystemExit((Path(told) / "output").read_text())
+        cases = ElementTree.parse(report).getroot().iter("testcase")
+        return {f"{case.get('classname')}.{case.get('name')}": _ended(case) for case in cases}
+
+
+def _ended(case: ElementTree.Element) -> str:
+    for kind in ("error", "failure", "skipped"):
+        if (found := case.find(kind)) is not None:
+            return f"{kind}: {(found.get('message') or '').strip()[:600]}"
+    return "passed"
+
+
+def main(folder: Path, files: tuple[str, ...]) -> None:
+    different = []
+    print("| file | tests | passed without | passed watched | end alike |\n|---|---|---|---|---|")
+    for file in files:
+        plain, watched = (outcomes(folder, file, each) for each in (False, True))
+        kinds = {
+            name: (end.partition(":")[0], watched[name].partition(":")[0]) for name, end in plain.items()
+        }
+        passed = [sum(each[number] == "passed" for each in kinds.values()) for number in (0, 1)]
+        alike = sum(one == other for one, other in kinds.values())
+        print(f"| {file} | {len(plain)} | {passed[0]} | {passed[1]} | {alike} |", flush=True)
+        different += [(name, plain[name], watched[name]) for name, (a, b) in kinds.items() if a != b]
+    for name, before, after in different:
+        print(f"\n{name}\n  without: {before}\n  watched: {after}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve(), tuple(sys.argv[2:]) or FILES)
