@@ -69,9 +69,11 @@ def launch(
 ) -> int:
     """Run `meshcomm WORDS` as `world_size` actors of a placement group; return the job's exit code.
 
-    cpus, gpus: of each rank. timeout_s: how long the cluster may take to have room for them. Joins the cluster of RAY_ADDRESS, or starts one
-    on this host. What ranks print is printed here, their errors too. Where a rank fails, or its actor dies, all actors are killed, and the last
-    lines on stderr name the root cause, as under `meshcomm run`. Config and script lie on every host at the same path.
+    cpus, gpus: of each rank. timeout_s: how long the cluster may take to have room for them.
+
+    Joins the cluster of RAY_ADDRESS, or starts one on this host. What ranks print is printed here. Where a rank fails, or
+    its actor dies, all actors are killed, and the last lines on stderr name the root cause, as under `meshcomm run`.
+    Every host has config and script at the same path.
     Raises LaunchError without Ray, and where the cluster has no room.
     """
     try:
@@ -164,7 +166,9 @@ def _follow(streams: dict[Any, int], addresses: Sequence[str]) -> int:
     if not failures:
         return 0
     root, others = root_cause(failures, len(addresses), "rank {}".format, ended)
-    print("\n".join([*filter(None, [root.text]), *(f"meshcomm: {line}" for line in (root.summary, *others))]), file=sys.stderr)  # fmt: skip
+    lines = [root.text] if root.text else []
+    lines += [f"meshcomm: {line}" for line in (root.summary, *others)]
+    print("\n".join(lines), file=sys.stderr)
     return root.code
 
 
