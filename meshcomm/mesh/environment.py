@@ -135,7 +135,12 @@ def _slurm(env: Mapping[str, str]) -> Launch:
         return _SINGLE
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
     one_node = "1" in (env.get("SLURM_STEP_NUM_NODES"), env.get("SLURM_NNODES"))
-    local_size = world if one_node else int(match[0]) if (match := re.match(r"\d+", tasks)) else 1
+    # As in 8(x2),4: of the nodes in order.
+    counts = [
+        int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))
+    ]
+    node = _number(env, "SLURM_NODEID", 0)
+    local_size = world if one_node else counts[node] if node < len(counts) else 1
     local_rank = _number(env, "SLURM_LOCALID", 0)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     # On one host nobody else need reach it.

@@ -52,6 +52,11 @@ FLUX = env("FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_NNODE
         (SLURM, "SLURM_NNODES=1", Launch(*ONE_NODE, job=STEP)),
         (SLURM, "SLURM_STEP_NUM_NODES=1", Launch(*ONE_NODE, job=STEP)),
         (SLURM, "SLURM_STEP_TASKS_PER_NODE=16", Launch(*ONE_NODE, job=STEP)),
+        (
+            SLURM,
+            "SLURM_STEP_TASKS_PER_NODE=7(x2),2 SLURM_NNODES=3 SLURM_NODEID=2",
+            Launch("slurm", 9, 16, 1, 2, "gpu007", job=STEP),
+        ),
         (SLURM, "SLURM_NNODES=1 MASTER_ADDR=head", Launch("slurm", 9, 16, 1, 16, "head", job=STEP)),
         (SLURM, "SLURM_NTASKS=1 SLURM_PROCID=0", Launch("single", 0, 1, 0, 1)),
         (BATCH, "SLURM_NTASKS=1", Launch("single", 0, 1, 0, 1)),
