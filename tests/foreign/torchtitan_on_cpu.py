@@ -24,7 +24,7 @@ from tests.foreign.planted import act
 
 
 def assets(folder: Path) -> None:
-    """A tokenizer of 500 words and 400 texts, where torchtitan's debug models look for them."""
+    """A tokenizer of 500 words and 1,200 texts, where torchtitan's debug models look for them."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     for name in ("tokenizer", "c4_test"):
@@ -39,7 +39,7 @@ def assets(folder: Path) -> None:
     made.save(str(folder / "tests/assets/tokenizer/tokenizer.json"))
     said = json.dumps({"bos_token": begin, "eos_token": end})
     (folder / "tests/assets/tokenizer/tokenizer_config.json").write_text(said)
-    texts = [" ".join(words[(n * 7 + k * k) % 500] for k in range(150)) for n in range(400)]
+    texts = [" ".join(words[(n * 7 + k * k) % 500] for k in range(150)) for n in range(1200)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (folder / "tests/assets/c4_test/data.json").write_text(lines)
 
