@@ -133,9 +133,8 @@ def test_a_project_begins_away_from_the_clone(installed: Path, tmp_path: Path) -
     assert made.stdout == "meshcomm train demo/config.toml\nmeshcomm run --world-size 8 demo/hello.py\n", (
         made.stderr
     )
-    short = "train.steps=2", "train.warmup_steps=1", "mesh.dims={ pp = 1, dp = 2, tp = 1 }"
-    sets = [word for change in short for word in ("--set", change)]
-    trained = call(installed, tmp_path, "meshcomm", "train", "demo/config.toml", *sets)
-    assert trained.returncode == 0 and (tmp_path / "runs" / "quickstart").is_dir(), trained.stderr
-    ran = call(installed, tmp_path, "meshcomm", "run", "--world-size", "8", "demo/hello.py")
-    assert "rank 5 (pp=1 dp=0 tp=1): sum over dp 12, tp ring 4\n" in ran.stdout, ran.stderr
+    # The tests of README run both.
+    planned = call(installed, tmp_path, "meshcomm", "plan", "demo/config.toml", "--json")
+    assert json.loads(planned.stdout)["world_size"] == 8, planned.stderr
+    run = call(installed, tmp_path, "meshcomm", "simulate", "--world-size", "8", "demo/hello.py")
+    assert "rank 5 (pp=1 dp=0 tp=1): sum over dp 12, tp ring 4\n" in run.stdout, run.stderr

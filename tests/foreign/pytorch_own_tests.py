@@ -1,10 +1,10 @@
-"""PyTorch's own tests of distributed code, plain and watched, side by side.
+"""PyTorch's own tests of distributed code: plain, watched, and with groups that `meshcomm.adopt` shares.
 
     python -m tests.foreign.environments pytorch
     python -m tests.foreign.pytorch_own_tests FOLDER [FILE ...]
 
 FOLDER: test/distributed of PyTorch's source, of a version near to that of torch. Prints a table by file, and each test that
-ended otherwise when watched. Processes are forked, where PyTorch spawns them: that saves each its imports.
+ended otherwise than plain. Processes are forked, where PyTorch spawns them: that saves each its imports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ FILES: Final = (
     "tensor/parallel/test_parallelize_api.py",
     "tensor/parallel/test_tp_examples.py",
 )
-_WATCHED: Final = "MESHCOMM_WATCHES_TESTS"
+_WAY: Final = "MESHCOMM_TESTS_OF_PYTORCH"
+_WAYS: Final = ("plain", "watched", "adopted")
 
 
 def pytest_configure(config: Any) -> None:
@@ -35,17 +36,20 @@ def pytest_configure(config: Any) -> None:
     from torch import multiprocessing
     from torch.testing._internal import common_distributed
 
+    from meshcomm import adopt
     from meshcomm.mesh.watched import watch_if_possible
 
     def forked(self: Any) -> None:
         self._start_processes(multiprocessing.get_context("fork").Process)
 
     common_distributed.MultiProcessTestCase._spawn_processes = forked  # type: ignore[method-assign]
-    if os.environ.get(_WATCHED):
+    if os.environ[_WAY] == "watched":
         watch_if_possible(prints=False)
+    if os.environ[_WAY] == "adopted":
+        adopt()
 
 
-def outcomes(folder: Path, file: str, watched: bool) -> dict[str, str]:
+def outcomes(folder: Path, file: str, way: str) -> dict[str, str]:
     """How each test of a file ended, by its name."""
     with tempfile.TemporaryDirectory() as told:
         report = Path(told) / "report.xml"
@@ -60,10 +64,8 @@ def outcomes(folder: Path, file: str, watched: bool) -> dict[str, str]:
         ]
         arguments += ["-n", "0", "-q", "--timeout", "200", "--override-ini", "addopts=", file]
         own = str(Path(tests.__file__).parent.parent)
-        env = {**os.environ, "PYTHONPATH": own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "PYTHONPATH": own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", _WAY: way}
         python = make("pytorch") / "bin" / "python"
-        if watched:
-            env[_WATCHED] = "1"
         with (Path(told) / "output").open("w") as output:
             subprocess.run(
                 [python, "-m", "pytest", *arguments], cwd=folder, env=env, stdout=output, stderr=output
@@ -83,18 +85,21 @@ def _ended(case: ElementTree.Element) -> str:
 
 def main(folder: Path, files: tuple[str, ...]) -> None:
     different = []
-    print("| file | tests | passed without | passed watched | end alike |\n|---|---|---|---|---|")
+    print(
+        f"| file | tests | {' | '.join(f'passed {way}' for way in _WAYS)} | end alike |\n|---|---|---|---|---|---|"
+    )
     for file in files:
-        plain, watched = (outcomes(folder, file, each) for each in (False, True))
-        kinds = {
-            name: (end.partition(":")[0], watched[name].partition(":")[0]) for name, end in plain.items()
-        }
-        passed = [sum(each[number] == "passed" for each in kinds.values()) for number in (0, 1)]
-        alike = sum(one == other for one, other in kinds.values())
-        print(f"| {file} | {len(plain)} | {passed[0]} | {passed[1]} | {alike} |", flush=True)
-        different += [(name, plain[name], watched[name]) for name, (a, b) in kinds.items() if a != b]
-    for name, before, after in different:
-        print(f"\n{name}\n  without: {before}\n  watched: {after}")
+        ends = {way: outcomes(folder, file, way) for way in _WAYS}
+        kinds = {way: {name: end.partition(":")[0] for name, end in of.items()} for way, of in ends.items()}
+        passed = [str(list(kinds[way].values()).count("passed")) for way in _WAYS]
+        names = list(ends["plain"])
+        alike = sum(len({kinds[way][name] for way in _WAYS}) == 1 for name in names)
+        print(f"| {file} | {len(names)} | {' | '.join(passed)} | {alike} |", flush=True)
+        for way in _WAYS[1:]:
+            odd = [name for name in names if kinds[way][name] != kinds["plain"][name]]
+            different += [(name, way, ends["plain"][name], ends[way][name]) for name in odd]
+    for name, way, before, after in different:
+        print(f"\n{name}\n  plain: {before}\n  {way}: {after}")
 
 
 if __name__ == "__main__":

@@ -226,6 +226,7 @@ def test_only_a_bound_default_group_of_nccl_is_split(
         torch.device("cuda"),
         True,
         lambda group, split: made.append(split) or SoloTransport(torch.device("cpu"), "gloo"),
+        {},
     )
     assert made == [splits] * 2
 
