@@ -67,7 +67,7 @@ def page() -> str:
         "",
         "## Launchers",
         "",
-        "Started for real in November 2026, four ranks on two cores beside other work (Debian 12, torch 2.15), by `python -m tests.launchers.mpi`, `.slurm`, `.ray` and `.agents`.",
+        "Started for real in November 2026, four ranks on two cores, MPI and Slurm beside other work (Debian 12, torch 2.15), by `python -m tests.launchers.mpi`, `.slurm`, `.ray` and `.agents`.",
         "Each runs a script, kills a rank by SIGKILL, and looks for processes that are left: there were none.",
         "",
         f"{_LAUNCHERS[0]}{launchers}{_LAUNCHERS[1]}",
