@@ -73,7 +73,7 @@ def in_citation(text: str, version: str, day: str) -> str:
 
 
 def in_changelog(text: str, version: str, day: str) -> str:
-    """Unreleased is empty again, and what it had is the section of the version."""
+    """The lines of Unreleased move into a section of the version."""
     head, found, rest = text.partition("## Unreleased\n")
     lines = rest.partition("\n## ")[0].strip()
     if not found or not lines:

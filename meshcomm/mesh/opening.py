@@ -117,8 +117,11 @@ def init(
     )
     if isinstance(config, (DeviceMesh, list, tuple)):
         meshes = (config,) if isinstance(config, DeviceMesh) else config
-        return Opening(None, keys, overrides, existing=partial(of_device_meshes, meshes, keys)).run()
-    return Opening(config, keys, overrides, store=store, rank=rank, world_size=world_size).run()
+        config, existing = None, partial(of_device_meshes, meshes, keys)
+    else:
+        existing = None
+    made = Opening(config, keys, overrides, existing=existing, store=store, rank=rank, world_size=world_size)
+    return made.run()
 
 
 def from_groups(

@@ -1,4 +1,4 @@
-"""What the tests of the documentation share: a page's blocks, how each kind is run, the tools, and what is in git."""
+"""Shared by the tests of the documentation: the blocks of a page, how each kind runs, the tools, and the files in git."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Environments of programs that nobody here wrote, each with its own pins: `python -m tests.foreign.environments [NAME ...]`.
 
-One lies over the interpreter that made it: what its pins do not say (torch, meshcomm's own needs) is taken from there. They
-are kept in MESHCOMM_FOREIGN, or the user's cache, under a hash of all that they follow from, and are made once.
+Packages that an environment does not pin, such as torch, are those of the interpreter that made it. Environments are kept
+in MESHCOMM_FOREIGN, or the user's cache, under a hash of pins and interpreter, and are made once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ PINS: Final = {
     # What picotron imports. Its tokenizing and its model's configuration are those of transformers 4.
     "picotron": ("transformers==4.57.6", "datasets==4.7.0", "wandb==0.31.0", _OLDER),
     "pytorch": ("expecttest==0.3.0",),
+    # For tests/launchers.
+    "accelerate": ("accelerate==1.15.0",),
+    "ray": ("ray[train]==2.60.0",),
 }
 
 

@@ -107,7 +107,7 @@ def on_cpu() -> None:
 
     def told(*args: Any) -> Any:
         loss = average(*args)
-        # In one piece, beside those of other ranks.
+        # In one write: lines of several ranks must not run into each other.
         sys.stdout.write(f"rank {os.environ['RANK']} loss {loss!r}\n")
         sys.stdout.flush()
         return loss

@@ -1,4 +1,4 @@
-"""Programs that nobody here wrote, how they are started, and what is planted: `python -m tests.foreign.programs [NAME ...]` tells."""
+"""Programs from elsewhere, how they start, and planted faults: `python -m tests.foreign.programs [NAME ...]` prints the table."""
 
 from __future__ import annotations
 

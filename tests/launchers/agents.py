@@ -9,12 +9,12 @@ from typing import Final
 
 import torch
 
+from tests.foreign.environments import make
 from tests.launchers.checks import (
     PROGRAMS,
     Case,
     Checks,
     Job,
-    environment,
     install,
     named,
     program,
@@ -55,7 +55,7 @@ def main() -> int:
             jobs[0].lines.insert(0, killed)
             case.said = named(jobs[0], _LOST, "a rank of the other host")
     failed = checks.code()
-    python = environment("accelerate", "accelerate")
+    python = make("accelerate") / "bin" / "python"
     launch = [str(python), "-m", "accelerate.commands.launch", "--num_processes", "4"]
     checks = Checks(f"accelerate {version_in(python, 'accelerate')}", quiet)
     with checks.case("launch --multi_gpu --num_processes 4 script.py, on CPUs") as case:
@@ -69,7 +69,7 @@ def main() -> int:
         job.await_line("the mesh needs 4 processes, and no launcher has started this one")
         case.said = "one process, refused: the mesh needs 4 processes"
     failed = checks.code() or failed
-    python = environment("lightning", "lightning")
+    python = make("lightning") / "bin" / "python"
     checks = Checks(f"Lightning {version_in(python, 'lightning')}", quiet)
     command = [str(python), str(PROGRAMS / "on_lightning.py")]
     with checks.case("Trainer of 4 processes, mesh in on_fit_start") as case:

@@ -79,7 +79,7 @@ class Case:
     def start(
         self, command: Sequence[str], env: Mapping[str, str] = MappingProxyType({}), folder: Path = ROOT
     ) -> Job:
-        """Start a command in a process group of its own; what it prints is taken, errors too."""
+        """Start a command in its own process group, and read its stdout and stderr."""
         process = subprocess.Popen(
             command,
             env={**self.env, **env, _MARK: self.mark},
@@ -110,7 +110,7 @@ class Checks:
     def case(self, what: str, beside: Callable[[], Sequence[str]] = tuple) -> Iterator[Case]:
         """A check: it fails by AssertionError, or where it leaves a process; then its processes are killed.
 
-        beside: further lines on what is left, such as a queue's.
+        beside: returns further lines about leftovers, such as jobs in a queue.
         """
         case, began, wrong = Case(f"{os.getpid()}-{uuid.uuid4().hex[:8]}", self.env), time.monotonic(), ""
         try:
@@ -182,27 +182,6 @@ def install(*packages: str) -> None:
 def version_in(python: Path, package: str) -> str:
     """The version of a package in a virtual environment."""
     return version(str(python), "-c", f"from importlib.metadata import version; print(version({package!r}))")
-
-
-def environment(name: str, *packages: str) -> Path:
-    """The Python of a virtual environment of this name, with `packages` beside those of this one; made if it is missing.
-
-    It is in LAUNCHER_VENVS, by default `.venvs` of the repository.
-    """
-    folder = Path(os.environ.get("LAUNCHER_VENVS", ROOT / ".venvs")) / name
-    python = folder / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        # torch is large, and is taken from here.
-        here = next(Path(path) for path in sys.path if path.endswith("site-packages"))
-        (folder / "lib" / python_folder() / "site-packages" / "beside.pth").write_text(f"{here}\n")
-        subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True)
-    return python
-
-
-def python_folder() -> str:
-    """As in `lib/python3.11`."""
-    return f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def _marked(mark: str) -> list[int]:

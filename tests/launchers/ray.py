@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-from tests.launchers.checks import PROGRAMS, Checks, environment, named, program, summed, version_in
+from tests.foreign.environments import make
+from tests.launchers.checks import PROGRAMS, Checks, named, program, summed, version_in
 
 _ACTORS: Final = str(PROGRAMS / "on_ray.py")
 _PARTS: Final = "--world-size", "4", "--cpus-per-rank", "0.25"
@@ -20,7 +21,7 @@ _PARTS: Final = "--world-size", "4", "--cpus-per-rank", "0.25"
 
 def main() -> int:
     """All checks; 0 where they passed."""
-    python = environment("ray", "ray[train]")
+    python = make("ray") / "bin" / "python"
     checks = Checks(f"Ray {version_in(python, 'ray')}", {"RAY_DEDUP_LOGS": "0"})
     words = program()[1:]
     start = [str(python), "-m", "meshcomm.launch.ray", *_PARTS, "run", *words]

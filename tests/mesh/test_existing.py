@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import meshcomm
 from meshcomm.errors import LaunchError, MeshcommError, MeshMismatchError
 from meshcomm.mesh import Mesh
-from meshcomm.transport.torch_private import groups_by_name
+from meshcomm.transport.torch_private import default_store, groups_by_name
 from tests.ranks import on_ranks
 
 AS_MEGATRON = {  # of 8 ranks, tp-cp-ep-dp-pp with tp=2 cp=1 pp=2 ep=2 etp=1
@@ -145,7 +145,9 @@ def test_device_meshes_that_cannot_be_one_mesh() -> None:
 def test_a_dim_on_torchs_fake_backend_gets_groups_of_its_own() -> None:
     """torchtitan asks for it where it makes no calls; its groups leave outputs as they are."""
     theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), backend_override={"dp": "fake"})
-    with meshcomm.init(theirs, timeout_s=20) as mesh:
+    own = dist.PrefixStore("own", default_store())
+    with meshcomm.init(theirs, timeout_s=20, store=own) as mesh:
+        assert own.check([f"meshcomm/opened/{mesh.rank}"])
         assert mesh.group("dp") is not theirs.get_group("dp") and mesh.group("tp") is theirs.get_group("tp")
         agrees(mesh, {"dp": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]]})
     dist.destroy_process_group()
