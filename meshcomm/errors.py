@@ -135,6 +135,15 @@ class PeerLost(CollectiveTimeout):
     """A rank of the group has ended or is stopped; `missing` names those that do not answer or come."""
 
 
+class RankLost(CommunicationError):
+    """Ranks were lost, and new processes have their places; `missing` are those ranks.
+
+    Every other rank gets it, from the call that it is in or from its next one. `Mesh.reopen` meets the new processes.
+    """
+
+    missing: tuple[int, ...] = ()
+
+
 class BarrierTimeout(CommunicationError):
     """Some ranks did not come to a barrier in time; `missing` are their global ranks."""
 

@@ -30,6 +30,14 @@ Second = Annotated[
     ),
 ]
 
+Replace = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Give so many ranks that are lost a new process; the others run on, see docs/guide/elastic.md.",
+    ),
+]
+
 # What `meshcomm new` writes, from which file of the folder starter, and the command for it.
 _STARTER: Final = {
     "config.toml": ("config.toml", "meshcomm train"),
@@ -91,12 +99,13 @@ def train(
             min=0, help="After a rank fails, start all again, at most so often; see checkpoint_every."
         ),
     ] = 0,
+    replace: Replace = 0,
     overrides: Overrides = None,
 ) -> None:
     """Train the built-in model in parallel. Outside a launcher, starts one process per rank here."""
     from meshcomm.jobs.running import train as job
 
-    raise typer.Exit(job(config, overrides or (), world, max_restarts))
+    raise typer.Exit(job(config, overrides or (), world, max_restarts, replace))
 
 
 @app.command(cls=ScriptCommand, context_settings=WORDS)
@@ -111,6 +120,7 @@ def run(
             "--stats", help="Print rank 0's calls and bytes on each group that the script made by torch."
         ),
     ] = False,
+    replace: Replace = 0,
     overrides: Overrides = None,
 ) -> None:
     """Run a script, one process per rank; its meshcomm.init() makes the mesh of CONFIG.
@@ -120,7 +130,7 @@ def run(
     config, script, arguments = named("run", first, second, context.args, overrides)
     from meshcomm.jobs.running import run as job
 
-    raise typer.Exit(job(config, script, arguments, overrides or (), world, stats=stats))
+    raise typer.Exit(job(config, script, arguments, overrides or (), world, stats=stats, replace=replace))
 
 
 @app.command(cls=ScriptCommand, context_settings=WORDS)

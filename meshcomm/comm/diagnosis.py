@@ -387,7 +387,7 @@ class FailedCall:
     """The last collective on a group, or the messages that its rank waits for, and the error of the backend.
 
     group: as `FlightRecorder.status` has it. where: opens the error. made: the collective, where it is not the group's
-    last one, as `FlightRecorder.call_data` has it. facts: as reports hold it.
+    last one, as `FlightRecorder.call_data` has it. facts: as reports hold it. at: the call and its rank.
     """
 
     def __init__(
@@ -404,7 +404,7 @@ class FailedCall:
         self.blocked = BlockedCall(rank, label, ranks, last["number"], waiting)
         self.reason = reason_of(error)
         self._error_line = first_line(error)
-        self._where = where
+        self.at = where
         call = waiting or last
         # As `CommunicationError.call` has it.
         self._call = None if waiting else {"label": label, **last}
@@ -446,7 +446,7 @@ class FailedCall:
             hint = f"meshcomm report {reports} puts the ranks' reports together"
         if found.mismatched:
             return CallMismatchError(
-                f"{self._where} {self.reason.value}: the ranks of the group make different calls, rank "
+                f"{self.at} {self.reason.value}: the ranks of the group make different calls, rank "
                 f"{fold(found.mismatched)} {'is' if len(found.mismatched) == 1 else 'are'} mismatched",
                 given="\n".join([self._first, *found.lines]),
                 expected="the same calls in the same order on every rank of the group",
@@ -506,5 +506,5 @@ class FailedCall:
         kind = {Reason.CLOSED: PeerLost, Reason.TIMEOUT: CollectiveTimeout}.get(reason, CommunicationError)
         given = "\n".join([self._first, *lines])
         facts: Any = {"missing": tuple(missing)} if issubclass(kind, CollectiveTimeout) else {}
-        what = f"{self._where} {reason.value}"
+        what = f"{self.at} {reason.value}"
         return kind(what, given=given, expected=expected, hint=hint, call=self._call, **facts)

@@ -23,7 +23,9 @@ from meshcomm.errors import ConfigError, LaunchError
 _SAVING_S: Final = 30.0
 
 
-def train(config: Path, overrides: Sequence[str], world: int | None, max_restarts: int = 0) -> int:
+def train(
+    config: Path, overrides: Sequence[str], world: int | None, max_restarts: int = 0, replace: int = 0
+) -> int:
     """Train as `config` says; returns the exit code. Outside a launcher, starts all ranks here."""
     settings = load_config(config, overrides)
     if settings.train is None or settings.model is None:
@@ -39,9 +41,9 @@ def train(config: Path, overrides: Sequence[str], world: int | None, max_restart
         settings.resolved(world)
     with _loading():
         from meshcomm.jobs.starting import start_job
-    return start_job(
-        settings, world, ["train", str(config)], overrides, partial(_train, settings), max_restarts, _SAVING_S
-    )
+    body = partial(_train, settings)
+    words = ["train", str(config)]
+    return start_job(settings, world, words, overrides, body, max_restarts, _SAVING_S, replace)
 
 
 def _train(settings: Config) -> None:
@@ -90,6 +92,7 @@ def run(
     world: int | None,
     *,
     stats: bool = False,
+    replace: int = 0,
 ) -> int:
     """Run a script on every rank; its `meshcomm.init()` makes the mesh of `config`, if there is one, on `world` ranks.
 
@@ -114,7 +117,7 @@ def run(
 
     named = [str(each) for each in (config, script) if each is not None]
     words = ["run", *["--stats"] * stats, *named, *arguments]
-    return start_job(settings, world, words, overrides, body)
+    return start_job(settings, world, words, overrides, body, replace=replace)
 
 
 def parity(

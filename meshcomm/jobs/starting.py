@@ -26,6 +26,7 @@ def start_job(
     body: Callable[[], None],
     max_restarts: int = 0,
     grace_s: float = GRACE_S,
+    replace: int = 0,
 ) -> int:
     """Run `body` as this rank, if a launcher started us; else start `meshcomm WORDS` once per rank here.
 
@@ -35,6 +36,13 @@ def start_job(
     here = find_launch(os.environ)
     if here.kind != "single":
         refuse_other_world(here, world)
+        if replace:
+            raise LaunchError(
+                f"--replace {replace} inside a job that {here.kind} started",
+                given=f"--replace {replace}, launcher {here.kind} with {here.world_size} processes",
+                expected="no --replace: who starts the processes of a job is who can start new ones",
+                hint="meshcomm run --replace N on one host, without another launcher",
+            )
         if max_restarts:
             raise LaunchError(
                 f"--max-restarts {max_restarts} inside a job that {here.kind} started",
@@ -55,6 +63,7 @@ def start_job(
         max_restarts,
         lambda rank: label_of(settings, rank, size),
         grace_s,
+        replace,
     )
 
 

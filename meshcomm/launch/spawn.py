@@ -11,16 +11,19 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from subprocess import Popen
-from typing import Final, NoReturn
+from typing import Final, NoReturn, final
+
+import torch.distributed as dist
 
 from meshcomm.errors import LaunchError
 from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
 from meshcomm.launch.root_cause import root_cause, without_error
 from meshcomm.mesh.exposure import serve_on_loopback
-from meshcomm.mesh.rank_failure import collect, names_of_ranks
+from meshcomm.mesh.generation import VARIABLE, Generation, announce
+from meshcomm.mesh.rank_failure import Failure, collect, forget, names_of_ranks
+from meshcomm.mesh.rendezvous import of_this_attempt
 
 SAVED: Final = os.EX_TEMPFAIL
 """The exit code of a rank that a signal ended behind a checkpoint, and of a job of such ranks: 75, "try again"."""
@@ -36,6 +39,8 @@ _GRACE_VARIABLE: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _SPEAKS_S: Final = 5.0
 # After Ctrl-C somebody waits at the terminal.
 _INTERRUPT_GRACE_S: Final = 3.0
+# Exit codes that a new process would end with too: a misused library, or an interrupt.
+_FINAL: Final = (2, 130)
 
 Exits = dict[int, tuple[int, float]]
 """By rank that failed by itself: its exit code, negative for a signal, and the time it was last seen alive."""
@@ -55,9 +60,11 @@ def launch(
     max_restarts: int = 0,
     label: Callable[[int], str] = "rank {}".format,
     grace_s: float = GRACE_S,
+    replace: int = 0,
 ) -> int:
     """Run `python ARGUMENTS` as `world_size` ranks; return the job's exit code.
 
+    replace: how many ranks that were lost get a new process, while the others run on: see `Mesh.reopen`.
     label: the name of a rank, with its coords, where the program has opened no mesh; only called after a failure.
     grace_s: what ranks get between a signal to this process and being killed; ten seconds where one of them has failed.
         TORCH_ELASTIC_SHUTDOWN_TIMEOUT says another number for both.
@@ -85,14 +92,12 @@ def launch(
     before = {each: signal.signal(each, _signalled) for each in handled}
     try:
         for attempt in range(max_restarts + 1):
-            exits, ended = _run_ranks(arguments, world_size, folder, attempt, max_restarts, grace_s)
+            spares = _Spares(folder, attempt, replace, label)
+            exits, ended = _run_ranks(arguments, world_size, folder, attempt, max_restarts, grace_s, spares)
             if not exits:
                 return 0 if len(ended) == world_size else SAVED
-            names = partial(_name, names_of_ranks(folder, attempt), label)
-            failures = {
-                rank: without_error(rank, code, alive_at, names) for rank, (code, alive_at) in exits.items()
-            }
-            failures |= {failure.rank: failure for failure in collect(folder, attempt)}
+            names = spares.names
+            failures = spares.failures(exits)
             root, others = root_cause(failures.values(), world_size, names, ended)
             restart = f"; restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else ""
             lines = [root.text] if root.text else []
@@ -110,8 +115,60 @@ def launch(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _name(names: Mapping[int, str], label: Callable[[int], str], rank: int) -> str:
-    return names.get(rank) or label(rank)
+@final
+class _Spares:
+    """The new processes that an attempt may still start for ranks that were lost, and the ends of those that were replaced.
+
+    count: how many. store: the job's, once it is there.
+    """
+
+    def __init__(self, folder: Path, attempt: int, count: int, label: Callable[[int], str]) -> None:
+        self._folder, self._attempt, self._count, self._label = folder, attempt, count, label
+        self._generation = Generation()
+        self._replaced: dict[int, Failure] = {}
+        self.store: dist.Store | None = None
+
+    @property
+    def left(self) -> int:
+        """How many can still be replaced."""
+        return self._count
+
+    def names(self, rank: int) -> str:
+        """The rank with its coords."""
+        return names_of_ranks(self._folder, self._attempt).get(rank) or self._label(rank)
+
+    def failures(self, exits: Exits) -> dict[int, Failure]:
+        """How ranks have failed; where all of them only lost a peer, with the ranks that were replaced last."""
+        found = {
+            rank: without_error(rank, code, alive_at, self.names) for rank, (code, alive_at) in exits.items()
+        }
+        found |= {failure.rank: failure for failure in collect(self._folder, self._attempt)}
+        return found if any(not each.follows for each in found.values()) else {**self._replaced, **found}
+
+    def replace(self, exits: Exits, ended: bool) -> Generation | None:
+        """The generation in which new processes take the places of these ranks; None where the job has to end.
+
+        ended: whether another rank has ended well. A rank that gave up as it lost a peer, or that was misused, would do so
+        again.
+        """
+        failures = self.failures(exits)
+        lost = {rank: failures[rank] for rank in exits}
+        if ended or self.store is None or len(lost) > self._count:
+            return None
+        if any(failure.follows or failure.code in _FINAL for failure in lost.values()):
+            return None
+        self._count -= len(lost)
+        for rank, failure in lost.items():
+            forget(self._folder, self._attempt, rank)
+            lines = [failure.text] if failure.text else []
+            lines.append(f"meshcomm: {failure.summary}; replaced, {self._count} more can be")
+            print("\n".join(lines), file=sys.stderr, flush=True)
+        self._generation = Generation(
+            self._generation.number + 1, {rank: failure.what for rank, failure in lost.items()}
+        )
+        self._replaced = lost
+        announce(self.store, self._generation)
+        return self._generation
 
 
 def _signalled(number: int, _: object) -> NoReturn:
@@ -119,7 +176,13 @@ def _signalled(number: int, _: object) -> NoReturn:
 
 
 def _run_ranks(
-    arguments: Sequence[str], world_size: int, folder: Path, attempt: int, max_restarts: int, grace_s: float
+    arguments: Sequence[str],
+    world_size: int,
+    folder: Path,
+    attempt: int,
+    max_restarts: int,
+    grace_s: float,
+    spares: _Spares,
 ) -> tuple[Exits, list[int]]:
     """Start all ranks; return when none is left."""
     # A new store for each attempt, which no rank's end takes away and no other host reaches.
@@ -147,7 +210,9 @@ def _run_ranks(
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         JOB_VARIABLE: str(folder),
+        **({VARIABLE: "0"} if spares.left else {}),
     }
+    spares.store = of_this_attempt(store, common)
     said = os.environ.get(_GRACE_VARIABLE)
     # Of ranks beside one that has failed; they have nothing to finish.
     ending, within_s = int(signal.SIGTERM), float(said or GRACE_S)
@@ -155,10 +220,25 @@ def _run_ranks(
     signalled: _Signalled | None = None
     usual = signal.signal(signal.SIGUSR1, lambda number, _: _send(ranks, number))
     try:
-        for rank in range(world_size):
+
+        def start(rank: int) -> Popen[bytes]:
             own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-            ranks.append(Popen([sys.executable, *arguments], env=common | own, start_new_session=True))
-        return _await_exits(ranks, lambda: len(collect(folder, attempt)))
+            return Popen([sys.executable, *arguments], env=common | own, start_new_session=True)
+
+        def replace(exits: Exits, ended: bool) -> bool:
+            generation = spares.replace(exits, ended)
+            if generation is None:
+                return False
+            common[VARIABLE] = str(generation.number)
+            for rank in exits:
+                # What the rank has started must not stay beside what the new one starts.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(ranks[rank].pid, signal.SIGKILL)
+                ranks[rank] = start(rank)
+            return True
+
+        ranks += map(start, range(world_size))
+        return _await_exits(ranks, lambda: len(collect(folder, attempt)), replace)
     except _Signalled as received:
         signalled, ending, within_s = received, received.number, float(said or grace_s)
         # Schedulers repeat it while ranks save what they have.
@@ -180,9 +260,12 @@ def _send(ranks: Sequence[Popen[bytes]], number: int) -> None:
             process.send_signal(number)
 
 
-def _await_exits(ranks: Sequence[Popen[bytes]], spoke: Callable[[], int]) -> tuple[Exits, list[int]]:
+def _await_exits(
+    ranks: Sequence[Popen[bytes]], spoke: Callable[[], int], replace: Callable[[Exits, bool], bool]
+) -> tuple[Exits, list[int]]:
     """Return when all ranks have ended well, or one has failed: who has failed, and who had ended well.
 
+    replace: (who has failed, whether a rank has ended well) -> whether new processes have their places in `ranks`.
     spoke: how many ranks have left an error. One that its backend ended by SIGABRT cannot: the others are asked what
     they called, which takes them a moment.
     """
@@ -197,6 +280,9 @@ def _await_exits(ranks: Sequence[Popen[bytes]], spoke: Callable[[], int]) -> tup
             for rank, code in enumerate(codes)
             if code not in (None, 0, SAVED) and rank not in failed
         }
+        if failed and deadline is None and replace(failed, bool({0, SAVED} & {*codes})):
+            failed = {}
+            continue
         if failed and deadline is None:
             aborted = all(code == -signal.SIGABRT for code, _ in failed.values())
             deadline = now + (_SPEAKS_S if aborted else 0.0)

@@ -30,10 +30,13 @@ from meshcomm.comm.objects import Objects
 from meshcomm.errors import (
     CommunicationError,
     ConfigError,
+    LaunchError,
     LayoutError,
     MeshClosed,
     MeshcommError,
     NotMember,
+    RankLost,
+    StoreError,
     UnknownDim,
     UnsupportedOp,
 )
@@ -42,6 +45,7 @@ from meshcomm.layout.sizes import fold, whole
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.barriers import calls_of, monitored_barrier
 from meshcomm.mesh.devices import check_backends
+from meshcomm.mesh.generation import Generation
 from meshcomm.mesh.outside import OutsideGroups
 from meshcomm.mesh.rank_failure import caused_by
 from meshcomm.mesh.runtime import WORLD, Metrics, Runtime
@@ -98,6 +102,7 @@ class Mesh(AlongDims):
         self._process = os.getpid()
         _OPENED.add(self)
         self._runtime = runtime
+        self._generation, self._recovers = runtime.generation, runtime.generations is not None
         self._transports = runtime.transports
         self._watch = runtime.watch
         self._at = CommunicatorCache(self._explain)
@@ -609,6 +614,86 @@ class Mesh(AlongDims):
         error = differs or (held if compare else None)
         if error is not None:
             raise error
+
+    @property
+    def generation(self) -> Generation:
+        """How often ranks of the job were lost and replaced before this mesh was opened, and which are new in it."""
+        return self._generation
+
+    @property
+    def recovers(self) -> bool:
+        """Whether the launcher replaces ranks that are lost, and `reopen` meets them."""
+        return self._recovers
+
+    def lost(self, error: BaseException | None = None) -> RankLost | None:
+        """The error where ranks were lost and replaced since this mesh was opened, so that `reopen` would meet new ones.
+
+        error: what the program is about to leave a step by. One of communication gives the launcher five seconds to say so.
+        """
+        generations = None if self.closed else self._runtime.generations
+        if generations is None or isinstance(error, RankLost):
+            return error if isinstance(error, RankLost) and generations is not None else None
+        waits = isinstance(error, RuntimeError | CommunicationError | StoreError)
+        return generations.lost(f"a step on {self.label}", waits)
+
+    def reopen(self, error: BaseException | None = None) -> Generation:
+        """Meet the processes that have replaced lost ranks: this mesh then has new groups, with all ranks of the job.
+
+            except Exception as error:
+                mesh.reopen(error)      # raises `error` where no rank was lost and replaced
+
+        Everything in flight is given up. Names, dims and coords stay, and so do torch DeviceMeshes and DTensors of this
+        mesh, whose groups have the names of the old ones; groups of `create_group`, `dist.new_group`, and objects that
+        hold a group itself, are to be made again: docs/guide/elastic.md.
+
+        error:     what the program left its step by; it is raised where it is not for a lost rank. Of an error of
+                   communication the launcher has five seconds to announce a replacement.
+        Called by: every rank that was not lost; the new processes come to it by `meshcomm.init`.
+        Returns:   the new generation, with the ranks that are new.
+        Raises:    LaunchError where nobody replaces ranks; UnsupportedOp where the default group is not the mesh's; as init.
+        """
+        generations = None if self.closed else self._runtime.generations
+        if generations is None:
+            raise error or LaunchError(
+                f"no rank is replaced in this job, so that there is nothing to reopen, on {self.label}",
+                given="mesh.reopen()",
+                expected="a launcher that replaces lost ranks",
+                hint="meshcomm run --replace 3 CONFIG script.py",
+            )
+        if self.lost(error) is None:
+            if error is not None:
+                raise error
+            return self.generation
+        reopen = self._runtime.reopen
+        if reopen is None:
+            raise UnsupportedOp(
+                f"this mesh is on a default group that it has not made, and cannot be reopened, on {self.label}",
+                given="a torch.distributed that was initialised before meshcomm.init",
+                expected="a program whose first mesh makes the default group, and that has one mesh",
+                hint="meshcomm.init in place of torch.distributed.init_process_group; mesh.group(dim) where torch needs a group",
+            ) from error
+        self._abandon()
+        plan, runtime = reopen()
+        with ExitStack() as opening:
+            opening.enter_context(runtime.resources)
+            Mesh.__init__(self, plan, runtime)
+            opening.pop_all()
+        return self.generation
+
+    def _abandon(self) -> None:
+        """Give everything back, of which nothing can be waited for."""
+        self.closed = True
+        self._at.clear()
+        self.metrics.recorders.clear()
+        if self._watch is not None:
+            self._watch.close(abandons=True)
+        if self._outside is not None:
+            self._outside.close()
+        if ordered := {each for each in self._transports.values() if each.ordered}:
+            with suppress(TimeoutError, RuntimeError):
+                within(_ABORTS_S, partial(_abort, ordered))
+        self._torch.close()
+        self._runtime.resources.close()
 
     def __enter__(self) -> Mesh:
         return self

@@ -19,7 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshcomm import __version__
 from meshcomm.comm.diagnosis import INTERFACES, Reason, first_line, reason_of
 from meshcomm.config.mesh import MeshConfig
-from meshcomm.errors import CommunicationError, LaunchError, MeshcommError, MeshMismatchError
+from meshcomm.errors import (
+    CommunicationError,
+    LaunchError,
+    MeshcommError,
+    MeshMismatchError,
+    RankLost,
+    StoreError,
+)
 from meshcomm.layout import Group, Plan
 from meshcomm.mesh.agree import Agreed, agree, leave_together
 from meshcomm.mesh.devices import (
@@ -39,6 +46,7 @@ from meshcomm.mesh.environment import (
     with_variables,
 )
 from meshcomm.mesh.existing import Existing, of_device_meshes, of_groups
+from meshcomm.mesh.generation import ANNOUNCED_S, Generation, Generations, generations_of
 from meshcomm.mesh.groups import create_transports, open_group
 from meshcomm.mesh.launched import end_by, launch_here, reports_of
 from meshcomm.mesh.mesh import Mesh
@@ -50,6 +58,7 @@ from meshcomm.mesh.store import prefixed, store_failed
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.mesh.watched import gives_way
 from meshcomm.transport import Transport
+from meshcomm.transport.connections import Connections
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import default_group, default_store, give_back
 
@@ -196,7 +205,7 @@ class Opening:
             self._settings, self._failure = MeshOnly(MeshConfig(dims={"all": -1})), error
         if self._pretended is not None:
             self._settings = self._pretended.settings(self._settings)
-        # Given back when the mesh closes, the last first.
+        self._generations: Generations | None = None
         self._resources = ExitStack()
         self._transports: dict[str, Transport] = {}
         self._clients: dict[bool, dist.Store] = {}
@@ -205,17 +214,15 @@ class Opening:
         """The mesh; with `warm_up` its groups are used. Gives everything back where a step raises."""
         if self._world is None:
             gives_way()
+        # Another mesh's or the program's, which is not ours to make again.
+        self._kept_group = dist.is_initialized()
         self._meeting = self._meet()
+        if self._world is None and not self._meeting.is_fake:
+            self._generations = generations_of(self._meeting.store)
+        plan, runtime = self._opened()
         with ExitStack() as opening:
-            opening.enter_context(self._resources)
-            self._prefix = self._next_prefix()
-            self._store = prefixed(self._prefix, self._meeting.store)
-            facts = self._facts()
-            self._agreed = self._agree(facts)
-            self._warn_of_places()
-            if self._world is None:
-                self._start_default_group()
-            mesh = Mesh(self._plan, self._create())
+            opening.enter_context(runtime.resources)
+            mesh = Mesh(plan, runtime)
             if self._settings.mesh.warm_up and mesh.is_member:
                 opening.callback(mesh.close)
                 mesh.warm_up()
@@ -223,6 +230,48 @@ class Opening:
         if self._pretended is not None:
             self._pretended.opened(mesh)
         return mesh
+
+    def _opened(self) -> tuple[Plan, Runtime]:
+        """All steps after the first one, again where a rank is lost meanwhile and replaced."""
+        generations = self._generations
+        while True:
+            # Given back when the mesh closes, the last first.
+            self._resources, self._transports, self._clients = ExitStack(), {}, {}
+            self._connections = None
+            self._generation = Generation()
+            if generations is not None:
+                self._generation, self._connections = generations.join(), Connections()
+                generations.cuts(self._connections)
+            try:
+                with ExitStack() as opening:
+                    opening.enter_context(self._resources)
+                    runtime = self._steps()
+                    opening.pop_all()
+                if self._connections is not None and generations is not None:
+                    self._connections.complete()
+                    generations.opened()
+                return self._plan, runtime
+            except MeshcommError as error:
+                lost = isinstance(error, CommunicationError | StoreError | MeshMismatchError)
+                if generations is None or not generations.newer(ANNOUNCED_S if lost else 0.0):
+                    raise
+
+    def _steps(self) -> Runtime:
+        self._prefix = self._next_prefix()
+        self._store = prefixed(self._prefix, self._job_store())
+        facts = self._facts()
+        self._agreed = self._agree(facts)
+        self._warn_of_places()
+        if self._world is None:
+            self._start_default_group()
+        return self._create()
+
+    def _job_store(self) -> dist.Store:
+        """The job's store, under a prefix of the generation, by a connection that a newer one cuts."""
+        if self._generations is None:
+            return self._meeting.store
+        number, own = self._generation.number, self._meeting.store.clone()
+        return dist.PrefixStore(f"generation{number}", own) if number else own
 
     # -- first: meet ----------------------------------------------------------------------------
 
@@ -258,7 +307,9 @@ class Opening:
         """A prefix of this mesh's own in the job's store: each rank counts its openings, the same on all ranks."""
         store, rank = self._meeting.store, self._meeting.rank
         try:
-            claim(store, rank, kept=self._meeting.kept)
+            claim(store, rank, kept=self._meeting.kept or bool(self._generation.number))
+            if self._generation.number:
+                store = dist.PrefixStore(f"generation{self._generation.number}", store)
             prefix = f"meshcomm{store.add(f'meshcomm/opened/{rank}', 1)}"
             # Torch has one list of group names. A mesh that started the default group, and one that was opened on that
             # group since, count in different parts of the store.
@@ -400,6 +451,9 @@ class Opening:
             resources=self._resources,
             data_dims=None if roles is None else roles.data_dims,
             is_fake=meeting.is_fake,
+            generation=self._generation,
+            generations=self._generations,
+            reopen=None if self._kept_group else self._opened,
         )
 
     def _open_group(self, group: Group, split: bool) -> Transport:
@@ -447,6 +501,7 @@ class Opening:
             alone=meeting.is_fake,
             process_of=partial(state_of_rank, meeting.store),
             refused=partial(_refused, meeting, last),
+            lost=_none_lost if self._generations is None else self._generations.lost,
         )
         store = dist.PrefixStore("watch", dist.PrefixStore("mesh", self._store))
         watchdog = Watchdog(store, meeting.rank, coords, plan.layout.world_size, options)
@@ -463,6 +518,10 @@ def _topology(settings: Settings, agreed: Agreed | None, simulated: bool) -> Top
 
     found = (None, ()) if agreed is None else (agreed.ranks_per_host, agreed.nodes)
     return discovered(settings.topology, os.environ, *found)
+
+
+def _none_lost(what: str, waits: bool) -> RankLost | None:
+    return None
 
 
 def _refused(meeting: Meeting, last: float) -> MeshcommError | None:

@@ -198,6 +198,12 @@ def collect(folder: Path, attempt: int) -> list[Failure]:
     return sorted(found, key=attrgetter("rank"))
 
 
+def forget(folder: Path, attempt: int, rank: int) -> None:
+    """Remove what a rank has left: another process has its place."""
+    for kind in ("follows", "cause"):
+        (folder / f"{attempt}-{kind}-{rank}.json").unlink(missing_ok=True)
+
+
 def end_rank(
     error: BaseException,
     launch: Launch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -99,10 +100,13 @@ def meet(
     return Meeting(of_this_attempt(store), rank, world_size, launch, kept=kept)
 
 
-def of_this_attempt(store: dist.Store) -> dist.Store:
-    """`store` under a prefix that other runs of torchrun at this endpoint, and earlier attempts, do not have."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    own = [*([] if run in ("", "none") else [f"run-{run}"]), *filter(None, [attempt_prefix(os.environ)])]
+def of_this_attempt(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist.Store:
+    """`store` under a prefix that other runs of torchrun at this endpoint, and earlier attempts, do not have.
+
+    env: of the ranks.
+    """
+    run = env.get("TORCHELASTIC_RUN_ID", "none")
+    own = [*([] if run in ("", "none") else [f"run-{run}"]), *filter(None, [attempt_prefix(env)])]
     for prefix in own:
         store = dist.PrefixStore(prefix, store)
     return store

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.spans import Spans
 from meshcomm.errors import CallMismatchError, MeshcommError
-from meshcomm.layout import Group
+from meshcomm.layout import Group, Plan
 from meshcomm.mesh.environment import Launch
+from meshcomm.mesh.generation import Generation, Generations
 from meshcomm.transport import Transport
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class Runtime:
     store: the job's, under `prefix`, which no other mesh has. validate_calls: how many calls of each kind are compared;
     None if all, or if the world compares them. create: makes one group; the second argument: whether NCCL may split the
     world for it. resources: gives everything back, the last first. data_dims: along which samples differ, if the
-    configuration has [parallel]. is_fake: no other rank exists.
+    configuration has [parallel]. is_fake: no other rank exists. generations: None where nobody replaces lost ranks.
+    reopen: makes the mesh again, in the latest generation; None where its default group is not its own.
     """
 
     launch: Launch
@@ -48,6 +50,9 @@ class Runtime:
     validate_calls: int | None
     create: Callable[[Group, bool], Transport]
     resources: ExitStack
+    reopen: Callable[[], tuple[Plan, Runtime]] | None
+    generation: Generation
+    generations: Generations | None = None
     data_dims: tuple[str, ...] | None = None
     is_fake: bool = False
 
@@ -91,8 +96,11 @@ class Watching(ABC):
         """The status of each of `ranks` that answers; may wait for seconds. Empty if no rank can be asked."""
         return {}
 
-    def close(self) -> None:
-        """Stop answering; who asks later finds what this rank had done. Harmless when repeated."""
+    def close(self, *, abandons: bool = False) -> None:
+        """Stop answering; who asks later finds what this rank had done. Harmless when repeated.
+
+        abandons: the mesh is made anew, and nobody asks any more.
+        """
         return
 
 

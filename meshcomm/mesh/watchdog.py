@@ -78,6 +78,7 @@ class WatchOptions:
     process_of: the state of a rank's process: "ended", "stopped" or "runs"; "": unknown.
     tells_s:    a call that blocks for so long, and whose group gives it longer, is told of in one line.
     refused:    the error if this rank may be of another job than the others; asked at each look.
+    lost:       (call, whether a peer is gone) -> the error if the launcher has replaced ranks that were lost.
     """
 
     timeout_s: float
@@ -88,6 +89,7 @@ class WatchOptions:
     process_of: Callable[[int], str] = _unknown
     tells_s: float = math.inf
     refused: Callable[[], MeshcommError | None] = lambda: None
+    lost: Callable[[str, bool], MeshcommError | None] = lambda what, waits: None
 
 
 @final
@@ -188,19 +190,22 @@ class Watchdog(Watching):
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.1)
 
-    def close(self) -> None:
+    def close(self, *, abandons: bool = False) -> None:
         if self._stop.is_set() or os.getpid() != self._process:
             return
         atexit.unregister(self._at_exit)
         if self._hooks is not None:
             self._hooks.close()
-        self._report_failed()
-        # The store may end with this rank, and others are still to read what was found.
-        time.sleep(self._desync.linger_s)
+        if not abandons:
+            self._report_failed()
+            # The store may end with this rank, and others are still to read what was found.
+            time.sleep(self._desync.linger_s)
         self._stop.set()
         last = {**self.status(), "closed": True, "raised": error_under_way()}
         waits_s = 5.0
         try:
+            if abandons:
+                raise TimeoutError
             # Nobody waits for a store that has stopped answering, least of all for one that was found so.
             leave = partial(self._leave, self._store, self._exchange, last)
             within(0.0 if self._silent else _CLOSES_S, leave)
@@ -395,6 +400,8 @@ class Watchdog(Watching):
     def _diagnosed(self, failed: FailedCall) -> MeshcommError:
         if failed.reason is Reason.OTHER:
             return failed.error_alone()
+        if (lost := self._options.lost(failed.at, failed.reason is not Reason.TIMEOUT)) is not None:
+            return lost
         own = self.own
         # What fails after the first failure mostly follows from it.
         own.failed = own.failed or failed.facts

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
@@ -36,6 +37,21 @@ class Batch(NamedTuple):
     inputs: Tensor
     targets: Tensor
     documents: Tensor | None = None
+
+
+@dataclass
+class Reached:
+    """How far a rank has come, by the numbers of steps: all are equal between two steps.
+
+    summed: the gradients are summed over all ranks. scaled: they are clipped. decided: every rank has summed its
+    gradients, and what they gave is known. applied: the weights are those after the step.
+    """
+
+    begun: int = 0
+    summed: int = 0
+    scaled: int = 0
+    decided: int = 0
+    applied: int = 0
 
 
 @final
@@ -82,6 +98,11 @@ class Engine:
         self.checked_steps = 2
         # The number of the last step.
         self.done = 0
+        self.reached = Reached()
+        self._lr: float | None = None
+        # Only where lost ranks are replaced is a step ever undone.
+        self._recovers = mesh.recovers
+        self._before: dict[str, Any] = {}
         self._local = local = LocalModel(mesh, self.sections, model, filled)
         self.data_size, self.data_coord = local.data_size, local.data_coord
         self.microbatches = local.microbatches
@@ -158,6 +179,8 @@ class Engine:
         batch = Batch(inputs, targets, documents)
         self._check(batch)
         self._tokens = self._sum_over_data(self.model.count(targets, self.microbatches))
+        reached, self._lr = self.reached, lr
+        self._begin(number)
         self._local.start_step(number)
         context, more = self.splits.context, self._packed(batch)
         if self.model.drops:
@@ -166,15 +189,58 @@ class Engine:
         with self._drawing(f"{number}"), shared_casts():
             loss = self._run(context.split(inputs, 1), context.split(targets, 1), **more)
         self._local.finish_step()
+        reached.summed = number
         clip = self.sections.train.clip_norm
         norm = self._norm.norm() if clip is None else self._norm.clip_(clip)
-        self._state.given_lr = lr is not None
+        reached.scaled = number
         lr = self._update.set_rate(lr)
-        self.done = number
         # The range of ids is known of tokens only; elsewhere the layers look at them.
         looks = self.model.vocab_size and self.mesh.is_async
         ids = (inputs, targets.where(targets != -100, 0)) if looks else ()
-        self._update.step(number, self._results.add(number, lr, loss, norm, self._tokens, *ids))
+        spoilt = self._results.add(number, lr, loss, norm, self._tokens, *ids)
+        if self._recovers and self.mesh.is_async:
+            # What is queued may still be given up: it is decided when it is there.
+            spoilt.item()
+        reached.decided = number
+        self._update.step(number, spoilt)
+        reached.applied = self.done = number
+
+    def _begin(self, number: int) -> None:
+        self._state.given_lr = self._lr is not None
+        self.reached.begun = number
+        if self._recovers:
+            self._before = self._state.of_forward()
+
+    # -- after a loss of ranks ------------------------------------------------------------------------
+
+    def outcome(self) -> tuple[list[float], float]:
+        """What the step `reached.decided` gave, for `complete` of a rank that does not know it."""
+        return self._results.outcome()
+
+    def complete(self, number: int, outcome: tuple[Sequence[float], float]) -> None:
+        """Apply the step whose gradients are summed, as other ranks have. Nothing is sent."""
+        reached, clip = self.reached, self.sections.train.clip_norm
+        if clip is not None and reached.scaled < number:
+            self._norm.scale_(clip, torch.tensor(outcome[0][2], dtype=torch.float64, device=self.mesh.device))
+        lr = self._update.set_rate(self._lr)
+        reached.scaled = reached.decided = number
+        for gradients in self.gradients:
+            if isinstance(gradients, Sharded):
+                gradients.reshard()
+        self._update.step(number, self._results.take(number, lr, self._tokens, outcome))
+        reached.applied = self.done = number
+
+    def undo(self) -> None:
+        """Be as after the last step that was applied: what a forward pass has changed is put back."""
+        for gradients in self.gradients:
+            if isinstance(gradients, Sharded):
+                gradients.reshard()
+        if self.reached.begun > self.reached.applied:
+            self._state.put_back_forward(self._before)
+
+    def pending(self) -> list[Done]:
+        """What `results` has not given. Asks no other rank."""
+        return self._results.pending()
 
     def _packed(self, batch: Batch) -> dict[str, Tensor]:
         """What stages are told of documents. Raises ShapeError, UnsupportedOp where the model was not made for them."""
@@ -284,6 +350,7 @@ class Engine:
         """
         self._state.put_back(kinds, fill, steps)
         self.done = steps
+        self.reached = Reached(*[steps] * len(fields(Reached)))
 
     def names_of_all_stages(self) -> set[str]:
         """Of the tensors of a checkpoint that belong to the whole model's modules. Every rank calls this."""

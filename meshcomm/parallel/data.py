@@ -96,8 +96,10 @@ class GradientSync:
             for place, run in enumerate(_cut(needed, bucket_mb))
         ]
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        for place, slot in enumerate(self._slots if hooks else ()):
+        self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(_hook(ref(self), place))
+            for place, slot in enumerate(self._slots if hooks else ())
+        ]
         self._sent = 0
         self._active = False
         # The gradients of a step that nobody has used yet; see `__enter__`.
@@ -168,6 +170,11 @@ class GradientSync:
             self._unused = True
         else:
             self._active = False
+
+    def close(self) -> None:
+        """Take the hooks off the parameters, which another GradientSync is to have."""
+        for handle in self._handles:
+            handle.remove()
 
     def start(self) -> None:
         """Begin a step: every gradient is zero. Raises TrainingError where the module was moved or cast, or has other parameters."""

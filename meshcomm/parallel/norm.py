@@ -135,14 +135,19 @@ class GradientNorm:
                 hint="max_norm = 1.0, or norm() where nothing is to be clipped",
             )
         norm = self.norm()
+        self.scale_(max_norm, norm)
+        return norm
+
+    @torch.no_grad()
+    def scale_(self, max_norm: float, norm: Tensor) -> None:
+        """Scale all gradients in place as `clip_`, by a norm that is known. Nothing is sent."""
         scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
         # Where calls are queued, looking would wait for them; multiplying by 1 does not.
         if not self._mesh.is_async and scale.item() == 1.0:
-            return norm
+            return
         gradients = [held.gradient() for held in self._held]
         for (device, dtype), places in _by_kind(gradients).items():
             scale_all([gradients[place] for place in places], scale.to(device, dtype))
-        return norm
 
     def _complete(self) -> None:
         if unfrozen := [held.name for held in self._frozen if held.parameter.requires_grad]:

@@ -107,6 +107,30 @@ class Results:
         self._spoilt = torch.zeros((), dtype=torch.float32, device=mesh.device)
         self._steps: list[_Pending] = []
         self._seen: list[Done] = []
+        self._last = torch.zeros(3, dtype=torch.float64)
+
+    def outcome(self) -> tuple[list[float], float]:
+        """What the last `add` found: loss, sum of values that are not finite elsewhere and norm; and what it returned."""
+        return self._last.tolist(), float(self._spoilt)
+
+    @torch.no_grad()
+    def take(self, number: int, lr: float, count: Tensor, outcome: tuple[Sequence[float], float]) -> Tensor:
+        """Add a step whose outcome another rank knows. Returns as `add`."""
+        values, spoilt = outcome
+        self._last = held = torch.tensor(values, dtype=torch.float64, device=self._spoilt.device)
+        self._steps.append(_Pending(number, lr, held, self._norm.each, count, None, None))
+        self._spoilt = torch.full_like(self._spoilt, spoilt)
+        return self._spoilt
+
+    def pending(self) -> list[Done]:
+        """The steps that `collect` has not given, without asking another rank why one is not finite."""
+        found = [*self._seen]
+        for step in self._steps:
+            mean, elsewhere, norm = step.values.tolist()
+            found.append(Done(step.number, mean, norm + elsewhere, lr=step.lr))
+            if not math.isfinite(mean + norm + elsewhere):
+                found[-1] = found[-1]._replace(fault="its loss or gradient norm is not finite")
+        return found
 
     @torch.no_grad()
     def add(
@@ -135,6 +159,7 @@ class Results:
             values = self._mesh.broadcast(pipeline, values, src=self._mesh.size(pipeline) - 1)
         values = torch.cat([values.double(), norm.reshape(1)])
         ends = torch.stack([end for each in ids for end in each.aminmax()]) if ids else None
+        self._last = values
         self._steps.append(_Pending(number, lr, values, self._norm.each, count, loss, ends))
         now = (~values.isfinite().all()).float()
         self._spoilt = torch.maximum(self._spoilt, now) if self._stop else now

@@ -12,6 +12,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -72,6 +73,8 @@ class State:
         self.scheduler: LRScheduler | None = None
         # Whether each step is given its learning rate, so that those of the groups are no state.
         self.given_lr = False
+        # Names of buffers; looking at state dicts in each step would take long.
+        self._saved: set[str] | None = None
         self._note()
 
     def follow(self, scheduler: LRScheduler) -> None:
@@ -144,6 +147,29 @@ class State:
             for name, buffer in module.named_buffers()
             if name in saved
         }
+
+    def of_forward(self) -> dict[str, Any]:
+        """Copies of what a forward pass changes: buffers that are saved, and extra state."""
+        if self._saved is None:
+            self._saved = {*self.buffers()}
+        buffers: dict[str, Any] = {name: each.clone() for name, each in self._saved_buffers()}
+        return buffers | {
+            _extra(name): deepcopy(part.get_extra_state()) for name, part in self._with_extra_state()
+        }
+
+    @torch.no_grad()
+    def put_back_forward(self, before: Mapping[str, Any]) -> None:
+        """Make buffers and extra state what `of_forward` has given."""
+        for name, buffer in self._saved_buffers():
+            buffer.copy_(before[name])
+        for name, part in self._with_extra_state():
+            part.set_extra_state(before[_extra(name)])
+
+    def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for module in self._modules if self._saved else ():
+            for name, buffer in module.named_buffers():
+                if f"model.{name}" in (self._saved or ()):
+                    yield f"model.{name}", buffer
 
     def _fused(self) -> dict[str, Parts]:
         return {name: each for module in self._modules for name, each in fused_parts(module).items()}

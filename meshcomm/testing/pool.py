@@ -327,9 +327,6 @@ def _serve(pipe: Connection, files: _Files) -> None:
     # A test may start processes of its own, a DataLoader's workers say; daemons may not.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     stacks = open(files.stacks, "w")  # noqa: SIM115 - faulthandler needs it open for life
-    # The main thread alone, which the kernel prefers for a signal: with all_threads, faulthandler reads the
-    # state of threads that C++ is just making, and a healthy rank dies of it now and then.
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     faulthandler.enable(file=stacks, all_threads=True)
     import torch
 
@@ -347,6 +344,11 @@ def _serve(pipe: Connection, files: _Files) -> None:
         os.environ.clear()
         os.environ.update({**clean, **variables})
         del held
+        # Anew for each call, as a training handles the signal itself. The main thread alone, which the kernel prefers for
+        # a signal: with all_threads, faulthandler reads the state of threads that C++ is just making, and a healthy rank
+        # dies of it now and then.
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         with _written_to(files.out, files.err) if capture else contextlib.nullcontext():
             answer, held = _make(function)
         try:

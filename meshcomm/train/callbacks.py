@@ -27,6 +27,8 @@ class Resumed:
     """What is configured differently now, a line each: `mesh.dims: {...} -> {...}`."""
     restarts: int = 0
     """Of the launcher, where it resumes because of one."""
+    replaced: Mapping[int, str] = field(default_factory=dict)
+    """The ranks that were lost and have new processes, where the others run on; with how each was lost."""
 
 
 @dataclass(frozen=True)

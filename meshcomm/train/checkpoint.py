@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.config import TrainConfig
-from meshcomm.errors import CommunicationError, TrainingError
+from meshcomm.errors import CommunicationError, RankLost, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
 from meshcomm.parallel.compose import Engine
@@ -192,6 +192,15 @@ class Checkpoints:
 
         return on_all_ranks(mesh, f"resume from {path}", look)
 
+    def tidy(self) -> None:
+        """Remove what a save has left that ranks were lost in. Every rank calls this."""
+
+        def remove() -> None:
+            if is_first(self._mesh) and self.folder.is_dir():
+                tidy(self.folder)
+
+        on_all_ranks(self._mesh, f"use {self.folder}", remove)
+
     def save(self, lock: Lock, state: Mapping[str, Tensor | Kept]) -> Path:
         """Save `state` as the checkpoint of `lock.step`; remove those before the last `train.keep`.
 
@@ -249,7 +258,8 @@ class Checkpoints:
             self.finish()
         elif self._under_way is not None:
             broken = isinstance(error, CommunicationError)
-            self._under_way.settle(_GRACE_S if broken else self._mesh.plan.defaults.timeout_s, _GRACE_S)
+            grace_s = 0.0 if isinstance(error, RankLost) else _GRACE_S
+            self._under_way.settle(_GRACE_S if broken else self._mesh.plan.defaults.timeout_s, grace_s)
             self._under_way = None
 
     def _decide(self, job: str, restarts: int) -> tuple[bool, str, int]:

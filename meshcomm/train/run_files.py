@@ -101,6 +101,18 @@ class MetricsFile:
             self._file.close()
 
 
+def last_step(folder: Path) -> int:
+    """The last step that `folder`/metrics.jsonl has a line of; 0 where there is none."""
+    with contextlib.suppress(OSError):
+        lines = (folder / METRICS).read_bytes().splitlines(keepends=True)
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError):
+                facts = json.loads(line)
+                if line.endswith(b"\n") and "loss" in facts:
+                    return int(facts["step"])
+    return 0
+
+
 def _end_of(path: Path, step: int) -> int:
     """Bytes of the lines up to that of `step`. A line that was cut short ends them."""
     end = 0

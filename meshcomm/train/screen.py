@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from meshcomm.errors import RankLost
+from meshcomm.layout.sizes import ranks_text
 from meshcomm.show.page import page_view
 from meshcomm.show.stats import stats_page
 from meshcomm.show.units import bytes_text, count
@@ -96,6 +98,8 @@ class TrainingReporter(Callback):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        if isinstance(error, RankLost):
+            return  # the others run on, and say so
         if error is not None:
             loss = f", loss {summary.losses[-1]:.4f}" if summary.losses else ""
             self._say(
@@ -121,6 +125,9 @@ def _title(summary: Summary) -> str:
 
 def resumed_text(resumed: Resumed) -> str:
     """The step and checkpoint that a run resumes from, and the settings that differ since."""
+    if resumed.replaced:
+        ranks = ranks_text(sorted(resumed.replaced))
+        return f"{ranks} replaced: goes on after step {resumed.step}, with what the other ranks hold"
     why = f"restart {resumed.restarts}: " if resumed.restarts else ""
     if not resumed.step:
         return f"{why}no checkpoint in {resumed.folder}, so the first step is next"

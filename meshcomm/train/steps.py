@@ -7,16 +7,17 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 
 from meshcomm.config import Config, TrainConfig
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.all_ranks import is_first
+from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
 from meshcomm.train.callbacks import Best, Callback, EarlyStop, Evaluation, Resumed, Start, Step, Summary
@@ -25,12 +26,22 @@ from meshcomm.train.cost import Cost
 from meshcomm.train.data import Batches, Corpus, GivenBatches, ReadAhead
 from meshcomm.train.evaluation import Evaluator
 from meshcomm.train.lock import Lock
-from meshcomm.train.run_files import METRICS, MetricsFile, TraceWindow, check_folder, recorded, settings_of
+from meshcomm.train.run_files import (
+    METRICS,
+    MetricsFile,
+    TraceWindow,
+    check_folder,
+    last_step,
+    recorded,
+    settings_of,
+)
 from meshcomm.train.signals import Signals
 from meshcomm.train.sinks import Sink, check_sinks
 
 # Steps that may be left out one after the other: more of them are no accident.
 _IN_A_ROW = 10
+# Steps whose lines of metrics are kept, for a new first rank.
+_RECENT = 100
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
@@ -93,11 +104,48 @@ class Reading(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a run has come: the lock and the losses of its last checkpoint; resumed: None at its first step."""
+    """How far a run has come: the lock and the losses of its last checkpoint; resumed: None at its first step.
+
+    pending: steps after those of `losses` that are done and not reported. evaluates, saves: what is left of the last step.
+    """
 
     lock: Lock
     losses: list[float]
     resumed: Resumed | None
+    pending: Sequence[Done] = ()
+    evaluates: bool = False
+    saves: bool = False
+
+
+def progress_of(
+    engine: Engine, start: Lock, facts: Mapping[str, Any], replaced: Mapping[int, str]
+) -> Progress:
+    """What the survivors of a loss of ranks know. facts: of one of them, see `Steps.facts`. Called by: every rank.
+
+    The first rank may be new: what the file of metrics lacks is reported again.
+    """
+    mesh, train, step = engine.mesh, engine.sections.train, engine.done
+    losses: list[float] = list(facts["losses"])
+    known = len(losses)
+    written = on_all_ranks(
+        mesh, "read the metrics", lambda: last_step(Path(train.out)) if is_first(mesh) else None
+    )
+    reported = next(each for each in of_every_rank(mesh, written) if each is not None)
+    recent = [*(Done(*each) for each in facts["recent"]), *(Done(*each) for each in facts["pending"])]
+    pending = [each for each in recent if each.number > reported]
+    losses = [*losses, *(each[1] for each in facts["pending"])][: step - len(pending)]
+    counted = facts["lock"]["skipped"] - sum(bool(each.fault) for each in pending if each.number <= known)
+    lock = dataclasses.replace(start, **{**facts["lock"], "step": step, "skipped": counted})
+    resumed = Resumed(step, Path(train.out), (), replaced=replaced)
+    due = {"evaluates": train.eval_every, "saves": train.checkpoint_every}
+    left = {
+        name: bool(every)
+        and bool(step)
+        and (step % every == 0 or step == train.steps)
+        and facts[name] != step
+        for name, every in due.items()
+    }
+    return Progress(lock, losses, resumed, pending, **left)
 
 
 @final
@@ -115,12 +163,16 @@ class Steps:
     ) -> None:
         _, _, data, train = engine.sections
         mesh, corpus = engine.mesh, reading.corpus
-        lock, losses, resumed = progress
+        lock, losses, resumed, pending, evaluates, saves = progress
         self._engine, self._mesh, self._train, self._config = engine, mesh, train, config
         self._reading = reading
         self._checkpoints, self._lock = checkpoints, lock
         self._out = Path(train.out)
-        self._first = len(losses)
+        self._first = len(losses) + len(pending)
+        self._pending, self._left = pending, (evaluates, saves)
+        self._recent: deque[Done] = deque(maxlen=_RECENT)
+        # The last steps after which weights were evaluated and saved.
+        self._evaluated, self._saved = 0 if evaluates else self._first, 0 if saves else self._first
         self._losses, self._seconds, self._skipped, self._in_a_row = losses, lock.seconds, lock.skipped, 0
         self._evaluation: Evaluation | None = None
         self._cost = Cost(mesh, train)
@@ -166,9 +218,12 @@ class Steps:
                 self._checkpoints.finish()
             except BaseException as error:
                 ended.append(self._summary())
+                lost = mesh.lost(error)
                 for callback in self._callbacks:
-                    callback.on_end(ended[-1], error)
-                raise
+                    callback.on_end(ended[-1], lost or error)
+                if lost is None or lost is error:
+                    raise
+                raise lost from error
             traffic = mesh.stats().since(before)
             late = dict(mesh.stragglers().latest)
             self._cost.compare_counts()
@@ -186,6 +241,26 @@ class Steps:
             callback.on_end(whole, None)
         return whole
 
+    def facts(self, runs: int) -> dict[str, Any]:
+        """What a new rank is told of the run, as plain data; see `progress_of`. Asks no other rank."""
+        pending = self._engine.pending()
+        step = len(self._losses) + len(pending)
+        lock = {
+            "seconds": self._seconds,
+            "skipped": self._skipped,
+            "samples": self._reading.batches.read(step),
+            "best": tuple(self._early.best),
+        }
+        return {
+            "runs": runs,
+            "losses": self._losses,
+            "recent": [tuple(each) for each in self._recent],
+            "pending": [tuple(each) for each in pending],
+            "lock": lock,
+            "evaluates": self._evaluated,
+            "saves": self._saved,
+        }
+
     # -- inside -----------------------------------------------------------------------------------
 
     def _make(self, window: TraceWindow) -> None:
@@ -193,6 +268,12 @@ class Steps:
         logged = time.perf_counter()
         began = logged - self._lock.seconds
         logged_step = self._first
+        self._report([*self._pending], 0.0)
+        evaluates, saves = self._left
+        if evaluates:
+            self._evaluate(self._first)
+        if saves:
+            self._save(self._first)
         for step in range(self._first + 1, train.steps + 1):
             if self._stopped():
                 break
@@ -240,6 +321,7 @@ class Steps:
         rates, memory = self._cost.rates(steps_per_s), self._cost.memory
         for done in results:
             self._losses.append(done.loss)
+            self._recent.append(done)
             self._in_a_row = self._in_a_row + 1 if done.fault else 0
             self._skipped += bool(done.fault)
             if self._in_a_row > _IN_A_ROW:
@@ -274,6 +356,7 @@ class Steps:
             self._metrics.write(self._evaluation)
         for callback in self._callbacks:
             callback.on_eval(self._evaluation)
+        self._evaluated = step
 
     def _save(self, step: int) -> None:
         if self._metrics is not None:
@@ -289,6 +372,7 @@ class Steps:
         batches = self._reading.batches
         data = batches.saved if isinstance(batches, GivenBatches) else None
         folder = self._checkpoints.save(lock, state_of(self._mesh, self._engine, self._losses, data))
+        self._saved = step
         for callback in self._callbacks:
             callback.on_save(step, folder)
 

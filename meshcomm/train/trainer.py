@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from meshcomm.config import Config, load_config
-from meshcomm.errors import ConfigError, UnsupportedOp
+from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.all_ranks import is_first, on_all_ranks
+from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.models import ModelSpec, model_of
 from meshcomm.models.build import no_adapters, with_lora
@@ -47,8 +47,18 @@ from meshcomm.train.data import (
 )
 from meshcomm.train.evaluation import Evaluator, evaluate_of
 from meshcomm.train.lock import Lock, lock_of
-from meshcomm.train.steps import Progress, Reading, Steps, check_outputs, learning_rate, threads_and_precision
+from meshcomm.train.recovery import Survivor
+from meshcomm.train.steps import (
+    Progress,
+    Reading,
+    Steps,
+    check_outputs,
+    learning_rate,
+    progress_of,
+    threads_and_precision,
+)
 
+T = TypeVar("T")
 MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 
 
@@ -113,18 +123,92 @@ class Trainer:
     ) -> None:
         self._recorder = RECORDER.get()
         said = None if self._recorder is None else self._recorder.config
-        config = _of_the_job(config) if said is None else said
-        self._facts = agree(mesh, config)
-        self._mesh, self._config = mesh, config
-        self._model = _model(mesh, config, model, loss)
-        _check(mesh, config, self._model)
+        self._mesh, self._config = mesh, _of_the_job(config) if said is None else said
+        self._given, self._loss = model, loss
         self._optimizer, self._scheduler = optimizer, scheduler
         self._made: Engine | None = None
-        if isinstance(model, nn.Module):
-            self._make(True)
+        self._steps: Steps | None = None
+        # How often `run` was called: ranks that meet again must be in the same one.
+        self._runs = 0
+        # Where ranks have met again: what this one holds, until it is in a new engine.
+        self._survivor = Survivor() if mesh.generation.number else None
+        self._begin_again()
         self.callbacks = tuple(callbacks)
         for callback in self.callbacks:
             callback.trainer = self
+
+    def _begin(self) -> None:
+        """All that the constructor does with other ranks; again on each mesh that is reopened."""
+        mesh, config, model = self._mesh, self._config, self._given
+        if self._survivor is not None:
+            self._survivor.settle(mesh)
+        self._facts = agree(mesh, config)
+        self._model = _model(mesh, config, model, self._loss)
+        _check(mesh, config, self._model)
+        if isinstance(model, nn.Module):
+            self._make(True)
+
+    def _begin_again(self) -> None:
+        while True:
+            try:
+                self._begin()
+                return
+            except Exception as error:
+                self._meet_again(error)
+
+    def _recovering(self, action: Callable[[], T]) -> T:
+        """The result of `action`; of another try where it fails for ranks that were lost and replaced."""
+        while True:
+            try:
+                return action()
+            except Exception as error:
+                self._meet_again(error)
+            # Not above, where the error keeps what the step has held.
+            self._begin_again()
+
+    def _meet_again(self, error: Exception) -> None:
+        mesh = self._mesh
+        if mesh.recovers and self._survivor is None:
+            shared = isinstance(self._given, nn.Module)
+            facts = None if self._steps is None else partial(self._steps.facts, self._runs)
+            survivor = Survivor(self._made, shared=shared, facts=facts)
+        else:
+            survivor = self._survivor or Survivor()
+        mesh.reopen(error)
+        self._survivor, self._made, self._steps = survivor, None, None
+
+    def reopen(self, error: Exception | None = None) -> int:
+        """Reopen the mesh after ranks were lost and replaced, and have every rank at the same step, with the state after it.
+
+            trainer = Trainer(mesh, config, model)
+            done = trainer.reopen() if mesh.generation.number else 0
+            while done < 100:
+                try:
+                    trainer.step(*batch_of(done + 1))
+                    done += 1
+                except Exception as error:
+                    done = trainer.reopen(error)       # raises `error` where no rank was lost and replaced
+
+        For a loop of your own; `run` does it by itself. The unfinished step is completed on all ranks, where one of them
+        has applied it, or undone on all. A new rank gets its state from one that holds the same parts of the model.
+
+        error:     what the loop left its step by. None: on a new rank, after the constructor.
+        Called by: every rank of the mesh.
+        Returns:   the last step that is done, the same on every rank.
+        Raises:    `error`; TrainingError where nobody holds the parts of a rank that was lost.
+        """
+        if error is not None:
+            self._meet_again(error)
+            self._begin_again()
+        found = self._recovering(self._restored)
+        if found is None and self._survivor is not None:
+            raise _nobody_holds(self._mesh)
+        self._survivor = None
+        return self.engine.done
+
+    def _restored(self) -> Any:
+        """What the survivors know of the run, once the state is in a new engine; None where nobody holds it."""
+        return None if self._survivor is None else self._survivor.restore(self._make(False))
 
     @property
     def mesh(self) -> Mesh:
@@ -169,37 +253,71 @@ class Trainer:
                    parameter gets no gradient, the loss or the gradient norm is not finite (see train.on_nonfinite), or a
                    checkpoint cannot be written or read; CallMismatchError where ranks called differently in a step.
         """
-        source = self._corpus() if data is None else data
+        self._runs += 1
         if self._recorder is not None:
-            batches = self._batches(source)
+            batches = self._batches(self._corpus() if data is None else data)
             # The recorder ends it.
             for step in count(1):
                 self.step(*batches(step))
+        return self._recovering(partial(self._run, data, attempt or Attempt()))
+
+    def _run(self, data: Data | None, attempt: Attempt) -> Summary:
+        source = self._corpus() if data is None else data
         train = self._facts.sections.train
         writes = is_first(self.mesh)
         on_all_ranks(self.mesh, "start the training", lambda: check_outputs(train) if writes else None)
         with threads_and_precision(self.mesh, train, self._facts.ranks_here):
-            return self._train(source, attempt or Attempt())
+            summary = self._train(source, attempt)
+            if self.mesh.recovers:
+                # A rank that has ended could not meet a new one.
+                of_every_rank(self.mesh, None)
+            return summary
 
     def _train(self, data: Data | Corpus, attempt: Attempt) -> Summary:
         corpus = data if isinstance(data, Corpus) else None
         checkpoints = Checkpoints(self.mesh, self._facts.sections.train)
         start = lock_of(self.mesh, self._config, b"" if corpus is None else corpus.digest)
+        progress = self._go_on(checkpoints, start)
+        if progress is None:
+            progress = self._start(checkpoints, start, attempt)
+        engine, lock, resumed = self.engine, progress.lock, progress.resumed
+        evaluate = evaluate_of(engine.sections.train)
+        evaluator = Evaluator(engine, corpus, None if evaluate is None else partial(evaluate, self))
+        state = None
+        if corpus is None and resumed is not None and lock.step and not resumed.replaced:
+            state = checkpoint.saved_data(self.mesh, engine, resumed.folder)
+        reading = Reading(self._batches(data, lock.step, lock.samples or 0, state), corpus, evaluator)
+        self._steps = Steps(engine, self._config, reading, self.callbacks, checkpoints, progress)
+        return self._steps.run()
+
+    def _start(self, checkpoints: Checkpoints, start: Lock, attempt: Attempt) -> Progress:
+        """From the first step or a checkpoint."""
+        if self._survivor is not None:
+            # Nobody holds what was lost: the job goes on as after a restart.
+            attempt, self._survivor, self._made = replace(attempt, restarts=attempt.restarts + 1), None, None
         resumed, lock = checkpoints.begin(attempt, start)
         # What a checkpoint has is not read from elsewhere, nor drawn, before.
         engine = self._make(not lock.step)
         losses: list[float] = []
         if resumed is not None and lock.step:
             checkpoint.resume(self.mesh, engine, resumed.folder, losses)
-        lock = start.continuing(lock)
-        evaluate = evaluate_of(engine.sections.train)
-        evaluator = Evaluator(engine, corpus, None if evaluate is None else partial(evaluate, self))
-        state = None
-        if corpus is None and resumed is not None and lock.step:
-            state = checkpoint.saved_data(self.mesh, engine, resumed.folder)
-        reading = Reading(self._batches(data, lock.step, lock.samples or 0, state), corpus, evaluator)
-        progress = Progress(lock, losses, resumed)
-        return Steps(engine, self._config, reading, self.callbacks, checkpoints, progress).run()
+        return Progress(start.continuing(lock), losses, resumed)
+
+    def _go_on(self, checkpoints: Checkpoints, start: Lock) -> Progress | None:
+        """After ranks were lost and replaced, from what the survivors hold; None where there is nothing."""
+        found = self._restored()
+        if not found:
+            return None
+        if found["runs"] != self._runs:
+            raise TrainingError(
+                "a new rank is in another run of the trainer than the ranks that it has to meet",
+                given=f"run {self._runs} of this program on {self.mesh.label}, run {found['runs']} on the others",
+                expected="one Trainer.run in the program of a job that replaces lost ranks",
+                hint="a job for each run",
+            )
+        self._survivor = None
+        checkpoints.tidy()
+        return progress_of(self.engine, start, found, self.mesh.generation.replaced)
 
     def _batches(
         self, data: Data | Corpus, step: int = 0, samples: int = 0, state: Tensor | None = None
@@ -327,6 +445,15 @@ class Trainer:
 def run(mesh: Mesh, config: Config, callback: Callback, attempt: Attempt | None = None) -> Summary:
     """Train what `config` says: `Trainer(mesh, config, callbacks=[callback]).run()`."""
     return Trainer(mesh, config, callbacks=[callback]).run(attempt=attempt)
+
+
+def _nobody_holds(mesh: Mesh) -> TrainingError:
+    return TrainingError(
+        "no rank holds the parts of the model that a lost rank had",
+        given=f"a mesh of {dict(mesh.dims)}, ranks {sorted(mesh.generation.replaced)} lost",
+        expected="a dim along which ranks hold the same parts, as data does",
+        hint="Trainer.load of a checkpoint, on every rank; Trainer.run does so by itself",
+    )
 
 
 def _model(

@@ -1,0 +1,147 @@
+"""Generations of a job: each time that ranks are lost and their processes replaced, the ranks meet again in a new one.
+
+A launcher that starts a new process for a rank that was lost announces a generation in the job's store and tells the
+process its number. Everything that belongs to one generation lies under its prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final, final
+from weakref import WeakSet
+
+import torch.distributed as dist
+
+from meshcomm.errors import RankLost
+from meshcomm.layout.sizes import ranks_text
+
+VARIABLE: Final = "MESHCOMM_GENERATION"
+"""Set by a launcher that replaces lost ranks: "0" for the first processes, for others the generation that they join."""
+
+_KEY: Final = "meshcomm/generation/{}"
+
+# A launcher needs this long to see that a process has ended, and to announce the next generation.
+ANNOUNCED_S: Final = 5.0
+_FOREVER: Final = timedelta(days=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Which one the mesh is of. number: 0 before any rank was lost.
+
+    replaced: the ranks whose processes are new in it, each with how the one before ended.
+    """
+
+    number: int = 0
+    replaced: Mapping[int, str] = field(default_factory=dict)
+
+
+def announce(store: Any, generation: Generation) -> None:
+    """Have the ranks of the job meet again. Called by a launcher, before it starts the new processes.
+
+    store: the job's, as `of_this_attempt` has it. generation: the number of the last one and one.
+    """
+    store.set(_KEY.format(generation.number), json.dumps(dict(generation.replaced)))
+
+
+@final
+class Generations:
+    """What this process knows of the generations of its job: joined, the one that its meshes are of, and newer ones.
+
+    store: the job's; one connection of its own waits there. number: of the generation that this process was started for.
+    """
+
+    def __init__(self, store: dist.Store, number: int) -> None:
+        self._store: Any = store
+        self._changed = threading.Condition()
+        self._lost: dict[int, Mapping[int, str]] = {0: {}}
+        self._latest = 0
+        self._cut: WeakSet[Any] = WeakSet()
+        self._read_up_to(store, number)
+        # The last one in which this process has opened a mesh.
+        self._opened = number - 1
+        self.joined = Generation(number, self._lost[number])
+        threading.Thread(target=self._wait, name="meshcomm-generation", daemon=True).start()
+
+    def join(self) -> Generation:
+        """The latest generation: what is opened from now on is of it."""
+        with self._changed:
+            if self._latest > self.joined.number:
+                self.joined = Generation(self._latest, self._lost_since(self._opened))
+        return self.joined
+
+    def opened(self) -> None:
+        """A mesh is open in the joined generation: ranks that are lost from now on are others."""
+        self._opened = self.joined.number
+
+    def newer(self, within_s: float = 0.0) -> bool:
+        """Whether there is a newer generation than the joined one, or one is announced within so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._latest > self.joined.number, within_s)
+
+    def lost(self, what: str, waits: bool) -> RankLost | None:
+        """The error where ranks were lost since this process joined. waits: a peer is gone; the launcher may still see it.
+
+        what: the call that this ends, and the rank that makes it.
+        """
+        if not self.newer(ANNOUNCED_S if waits else 0.0):
+            return None
+        with self._changed:
+            ranks = self._lost_since(self.joined.number)
+        return RankLost(
+            f"{what}: {ranks_text(sorted(ranks))} {'was' if len(ranks) == 1 else 'were'} lost and replaced",
+            given="\n".join(f"rank {rank} {why}" for rank, why in sorted(ranks.items())),
+            expected="every rank to meet the new processes, and to make the unfinished step again",
+            hint="except RankLost as error: mesh.reopen(error); a Trainer does so by itself",
+            missing=tuple(sorted(ranks)),
+        )
+
+    def cuts(self, connections: Any) -> None:
+        """Call the method `cut` of `connections` when a newer generation is announced, or now."""
+        with self._changed:
+            self._cut.add(connections)
+            late = self._latest > self.joined.number
+        if late:
+            connections.cut()
+
+    def _lost_since(self, number: int) -> dict[int, str]:
+        later = (self._lost[each] for each in range(number + 1, self._latest + 1))
+        return {rank: why for each in later for rank, why in each.items()}
+
+    def _wait(self) -> None:
+        store = self._store.clone()
+        while True:
+            number = self._latest + 1
+            try:
+                store.wait([_KEY.format(number)], _FOREVER)
+                self._read_up_to(store, number)
+            except RuntimeError:
+                return  # the job has ended
+            for each in list(self._cut):
+                each.cut()
+
+    def _read_up_to(self, store: Any, number: int) -> None:
+        for each in range(self._latest + 1, number + 1):
+            read = json.loads(store.get(_KEY.format(each)))
+            with self._changed:
+                self._lost[each] = {int(rank): why for rank, why in read.items()}
+                self._latest = each
+                self._changed.notify_all()
+
+
+_HERE: dict[str, Generations] = {}
+
+
+def generations_of(store: dist.Store) -> Generations | None:
+    """Those of this process; None where its launcher does not replace ranks. store: the job's."""
+    number = os.environ.get(VARIABLE, "")
+    if not number.isdecimal():
+        return None
+    if number not in _HERE:
+        _HERE[number] = Generations(store, int(number))
+    return _HERE[number]

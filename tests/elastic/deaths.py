@@ -1,0 +1,230 @@
+"""Trainings in which processes of ranks are killed, beside the same ones undisturbed: `python -m tests.elastic.deaths`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+ROOT: Final = Path(__file__).parents[2]
+
+_COMMON: Final = """
+[model]
+hidden_size = 32
+intermediate_size = 64
+num_layers = 4
+num_heads = 4
+num_kv_heads = 2
+[data]
+files = ["{root}/README.md"]
+seq_len = 32
+[train]
+steps = {steps}
+global_batch_size = 8
+micro_batch_size = 2
+lr = 0.01
+warmup_steps = 2
+seed = 1
+dtype = "float64"
+log_every = 1
+"""
+
+MESHES: Final = {
+    "pp2 dp2 tp2": '[mesh]\ndims = { pp = 2, dp = 2, tp = 2 }\ndevice = "cpu"\n'
+    '[parallel]\npipeline = "pp"\ndata = "dp"\ntensor = "tp"\n',
+    "dp4": '[mesh]\ndims = { dp = 4 }\ndevice = "cpu"\n[parallel]\ndata = "dp"\n',
+    "dp2 fsdp2": '[mesh]\ndims = { dp = 2, fsdp = 2 }\ndevice = "cpu"\n[parallel]\ndata = "dp"\nshard = "fsdp"\n',
+}
+
+SIGNALS: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+
+
+@dataclass
+class Death:
+    """A process that was killed. after: lines of metrics that were there. lost_s: until there was one more step."""
+
+    rank: int
+    number: int
+    after: int
+    lost_s: float = 0.0
+    named: str = ""
+
+
+@dataclass
+class Run:
+    """A training that is under way, by `meshcomm train`."""
+
+    process: subprocess.Popen[bytes]
+    out: Path
+    log: Path
+    deaths: list[Death] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[dict[str, float]]:
+        """Of metrics.jsonl, steps alone."""
+        with suppress(OSError):
+            text = (self.out / "metrics.jsonl").read_text().splitlines()
+            return [line for line in map(json.loads, text) if "loss" in line]
+        return []
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The processes of ranks, as they are now."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.Error):
+                if (rank := child.environ().get("RANK")) is not None and child.status() != "zombie":
+                    found[int(rank)] = child
+        return found
+
+    def await_step(self, step: int, within_s: float = 100.0) -> bool:
+        """Whether the metrics have come to `step` before the run ended."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            lines = self.lines
+            if lines and lines[-1]["step"] >= step:
+                return True
+            if self.process.poll() is not None:
+                return False
+            time.sleep(0.005)
+        return False
+
+    def kill(self, rank: int, number: int) -> Death:
+        """Send a signal to the process of a rank."""
+        lines = self.lines
+        self.deaths.append(Death(rank, number, int(lines[-1]["step"]) if lines else 0))
+        self.ranks()[rank].send_signal(number)
+        return self.deaths[-1]
+
+
+def config_of(mesh: str, steps: int, more: str = "") -> str:
+    """The text of a config."""
+    return MESHES[mesh] + _COMMON.format(root=ROOT, steps=steps) + more
+
+
+@contextmanager
+def training(
+    folder: Path, config: str, replace: int, sets: Sequence[str] = (), script: Path | None = None
+) -> Iterator[Run]:
+    """Run a training; nothing of it is left when the block ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, log = folder / "train.toml", folder / "log.txt"
+    path.write_text(config)
+    words = ["train"] if script is None else ["run"]
+    words += ["--replace", str(replace), "--set", f'train.out="{folder / "out"}"']
+    words += [part for each in sets for part in ("--set", each)]
+    words += [str(path), *([] if script is None else [str(script)])]
+    with log.open("wb") as out:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "meshcomm", *words],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=env,
+            cwd=ROOT,
+        )
+        try:
+            yield Run(process, folder / "out", log)
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+
+
+def left_over() -> list[int]:
+    """Processes of meshcomm's launcher that are still there."""
+    found = []
+    for each in psutil.process_iter(["environ", "pid"]):
+        environ: Mapping[str, str] = each.info["environ"] or {}
+        if environ.get("TORCHELASTIC_RUN_ID", "").startswith("meshcomm-"):
+            found.append(each.info["pid"])
+    return found
+
+
+def undisturbed(folder: Path, mesh: str, steps: int, more: str = "") -> list[float]:
+    """The losses of a run in which nobody dies."""
+    with training(folder, config_of(mesh, steps, more), 0) as run:
+        assert run.process.wait(200) == 0, run.log.read_text()
+        return [line["loss"] for line in run.lines]
+
+
+def _disturbed(folder: Path, mesh: str, steps: int, deaths: int, draw: random.Random) -> tuple[Run, int]:
+    with training(folder, config_of(mesh, steps), deaths) as run:
+        done = 0
+        for number in range(deaths):
+            last = steps * (number + 1) // deaths - 3
+            at = draw.randrange(done + 1, max(done + 2, last))
+            if not run.await_step(at):
+                break
+            time.sleep(draw.random() * 0.2)
+            began = time.monotonic()
+            death = run.kill(draw.choice(sorted(run.ranks())), int(draw.choice(SIGNALS)))
+            if not run.await_step(death.after + 2):
+                break
+            death.lost_s = time.monotonic() - began
+            done = death.after + 2
+        code = run.process.wait(200)
+    return run, code
+
+
+def main() -> None:
+    """Print a line for each run, and a summary."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deaths", type=int, default=50)
+    parser.add_argument("--each", type=int, default=3, help="deaths in a run")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mesh", choices=list(MESHES), action="append")
+    given = parser.parse_args()
+    draw, total, bad, seconds = random.Random(given.seed), 0, 0, []
+    meshes = given.mesh or list(MESHES)
+    with tempfile.TemporaryDirectory() as name:
+        expected: dict[str, list[float]] = {}
+        runs = 0
+        while total < given.deaths:
+            mesh = meshes[runs % len(meshes)]
+            if mesh not in expected:
+                expected[mesh] = undisturbed(Path(name) / f"{runs}-before", mesh, given.steps)
+            run, code = _disturbed(Path(name) / str(runs), mesh, given.steps, given.each, draw)
+            runs += 1
+            losses = [line["loss"] for line in run.lines]
+            log = run.log.read_text()
+            same = code == 0 and losses == expected[mesh]
+            for death in run.deaths:
+                word = f"rank {death.rank} "
+                death.named = next(
+                    (line for line in log.splitlines() if word in line and "replaced" in line), ""
+                )
+                seconds.append(death.lost_s)
+                print(
+                    f"{mesh}: rank {death.rank} by {signal.Signals(death.number).name} after step {death.after}, "
+                    f"named {bool(death.named)}, {death.lost_s:.1f} s lost",
+                    flush=True,
+                )
+            total += len(run.deaths)
+            print(f"{mesh}: exit code {code}, losses equal {same}, processes left {left_over()}", flush=True)
+            if not same:
+                bad += 1
+                print(log, flush=True)
+        print(
+            f"{total} deaths in {runs} runs, {bad} runs wrong; seconds lost: median "
+            f"{sorted(seconds)[len(seconds) // 2]:.1f}, most {max(seconds):.1f}"
+        )
+    raise SystemExit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()
