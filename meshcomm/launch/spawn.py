@@ -20,6 +20,7 @@ import torch.distributed as dist
 from meshcomm.errors import LaunchError
 from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
 from meshcomm.launch.root_cause import root_cause, without_error
+from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.generation import VARIABLE, Generation, announce
 from meshcomm.mesh.rank_failure import Failure, collect, forget, names_of_ranks
@@ -101,6 +102,12 @@ def launch(
             root, others = root_cause(failures.values(), world_size, names, ended)
             restart = f"; restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else ""
             lines = [root.text] if root.text else []
+            left = sorted(
+                failure.rank for failure in failures.values() if failure.what.startswith("RankLost")
+            )
+            if left:
+                way = "a program goes on by mesh.reopen(error), a Trainer by itself"
+                others.append(f"{ranks_text(left)} ended by RankLost: {way}")
             lines += [f"meshcomm: {line}" for line in (root.summary + restart, *others)]
             print("\n".join(lines), file=sys.stderr, flush=True)
         return root.code
@@ -210,7 +217,12 @@ def _run_ranks(
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         JOB_VARIABLE: str(folder),
-        **({VARIABLE: "0"} if spares.left else {}),
+        # What a loss ends, torch's store tells of by a trace through C++ from each rank.
+        **(
+            {VARIABLE: "0", "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+            if spares.left
+            else {}
+        ),
     }
     spares.store = of_this_attempt(store, common)
     said = os.environ.get(_GRACE_VARIABLE)

@@ -7,18 +7,21 @@ process its number. Everything that belongs to one generation lies under its pre
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final, final
-from weakref import WeakSet
 
 import torch.distributed as dist
 
 from meshcomm.errors import RankLost
 from meshcomm.layout.sizes import ranks_text
+from meshcomm.transport.connections import Connections
+from meshcomm.transport.torch_private import interruptible_waits
 
 VARIABLE: Final = "MESHCOMM_GENERATION"
 """Set by a launcher that replaces lost ranks: "0" for the first processes, for others the generation that they join."""
@@ -27,6 +30,11 @@ _KEY: Final = "meshcomm/generation/{}"
 
 # A launcher needs this long to see that a process has ended, and to announce the next generation.
 ANNOUNCED_S: Final = 5.0
+# How long from one cut to the next, while a newer generation is not joined.
+_CUTS_S: Final = 0.02
+_CUTS_MOST_S: Final = 0.5
+# How long a backend may hold a call whose connections were cut.
+_HOLDS_S: Final = 1.0
 _FOREVER: Final = timedelta(days=30)
 
 
@@ -61,12 +69,15 @@ class Generations:
         self._changed = threading.Condition()
         self._lost: dict[int, Mapping[int, str]] = {0: {}}
         self._latest = 0
-        self._cut: WeakSet[Any] = WeakSet()
+        self._connections: Connections | None = None
         self._read_up_to(store, number)
         # The last one in which this process has opened a mesh.
         self._opened = number - 1
         self.joined = Generation(number, self._lost[number])
-        threading.Thread(target=self._wait, name="meshcomm-generation", daemon=True).start()
+        self._since = math.inf
+        interruptible_waits(self._given_up)
+        for each in (self._wait, self._cut):
+            threading.Thread(target=each, name="meshcomm-generation", daemon=True).start()
 
     def join(self) -> Generation:
         """The latest generation: what is opened from now on is of it."""
@@ -101,13 +112,13 @@ class Generations:
             missing=tuple(sorted(ranks)),
         )
 
-    def cuts(self, connections: Any) -> None:
-        """Call the method `cut` of `connections` when a newer generation is announced, or now."""
+    def cuts(self, connections: Connections) -> None:
+        """Cut `connections` when a newer generation is announced, again and again until it is joined.
+
+        What opens a mesh makes one connection after the other.
+        """
         with self._changed:
-            self._cut.add(connections)
-            late = self._latest > self.joined.number
-        if late:
-            connections.cut()
+            self._connections = connections
 
     def _lost_since(self, number: int) -> dict[int, str]:
         later = (self._lost[each] for each in range(number + 1, self._latest + 1))
@@ -122,8 +133,21 @@ class Generations:
                 self._read_up_to(store, number)
             except RuntimeError:
                 return  # the job has ended
-            for each in list(self._cut):
-                each.cut()
+
+    def _given_up(self) -> bool:
+        return self._latest > self.joined.number and time.monotonic() - self._since > _HOLDS_S
+
+    def _cut(self) -> None:
+        while True:
+            pause_s = _CUTS_S
+            with self._changed:
+                self._changed.wait_for(lambda: self._latest > self.joined.number)
+                number, self._since = self._latest, time.monotonic()
+            while self.joined.number < number:
+                if self._connections is not None:
+                    self._connections.cut()
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _CUTS_MOST_S)
 
     def _read_up_to(self, store: Any, number: int) -> None:
         for each in range(self._latest + 1, number + 1):

@@ -52,7 +52,7 @@ from meshcomm.mesh.runtime import WORLD, Metrics, Runtime
 from meshcomm.mesh.store import MeshStore, prefixed, within
 from meshcomm.mesh.torch_mesh import TorchMesh
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
-from meshcomm.transport.torch_private import outside_graphs
+from meshcomm.transport.torch_private import default_group, held_calls, keep_for_good, outside_graphs
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -693,6 +693,11 @@ class Mesh(AlongDims):
             with suppress(TimeoutError, RuntimeError):
                 within(_ABORTS_S, partial(_abort, ordered))
         self._torch.close()
+        groups = [each.group for each in self._transports.values() if isinstance(each, ProcessGroupTransport)]
+        groups.append(default_group())
+        if held_calls:
+            keep_for_good(groups)
+            held_calls.clear()
         self._runtime.resources.close()
 
     def __enter__(self) -> Mesh:

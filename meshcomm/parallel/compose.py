@@ -224,19 +224,20 @@ class Engine:
             self._norm.scale_(clip, torch.tensor(outcome[0][2], dtype=torch.float64, device=self.mesh.device))
         lr = self._update.set_rate(self._lr)
         reached.scaled = reached.decided = number
-        for gradients in self.gradients:
-            if isinstance(gradients, Sharded):
-                gradients.reshard()
+        self._abandon()
         self._update.step(number, self._results.take(number, lr, self._tokens, outcome))
         reached.applied = self.done = number
 
     def undo(self) -> None:
         """Be as after the last step that was applied: what a forward pass has changed is put back."""
-        for gradients in self.gradients:
-            if isinstance(gradients, Sharded):
-                gradients.reshard()
+        self._abandon()
         if self.reached.begun > self.reached.applied:
             self._state.put_back_forward(self._before)
+
+    def _abandon(self) -> None:
+        for gradients in self.gradients:
+            if isinstance(gradients, Sharded):
+                gradients.abandon()
 
     def pending(self) -> list[Done]:
         """What `results` has not given. Asks no other rank."""

@@ -22,6 +22,7 @@ from meshcomm.parallel.expert.packed import EXPERTS
 from meshcomm.parallel.expert.routing import Router
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.tensor.parameters import fused_parts
+from meshcomm.parallel.torch_private import put_shards_back
 from meshcomm.transport.torch_private import storage_id
 
 
@@ -418,6 +419,14 @@ class Sharded:
             for part in root.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
+
+    def abandon(self) -> None:
+        """Have the modules hold their shards, wherever a pass has ended by an error. They are not used afterwards."""
+        for root in self._roots:
+            assert isinstance(root, nn.Module)
+            for part in root.modules():
+                if isinstance(part, FSDPModule):
+                    put_shards_back(part)
 
     def finish(self) -> None:
         """Every `.grad` is this rank's shard of the sum. Call after the last backward.

@@ -97,12 +97,23 @@ def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch
     return found
 
 
-def fsdp_tensors(module: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What an FSDPModule has gathered of its own weights, and gradients that are not summed over ranks yet."""
+def put_shards_back(module: Any) -> None:
+    """Have an FSDPModule hold its shards again, wherever its pass has ended: it is not used afterwards."""
+    for group in _fsdp_groups(module):
+        for each in group.fsdp_params:
+            each._setattr_on_modules(each.sharded_param)
+
+
+def _fsdp_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+def fsdp_tensors(module: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What an FSDPModule has gathered of its own weights, and gradients that are not summed over ranks yet."""
     gathered, gradients = [], []
-    for each in [each for group in groups if group is not None for each in group.fsdp_params]:
+    for each in [each for group in _fsdp_groups(module) for each in group.fsdp_params]:
         whole = getattr(each, "_unsharded_param", None)
         gathered += [*each.all_gather_outputs, *([] if whole is None else [whole])]
         waiting = (each.unsharded_accumulated_grad, None if whole is None else whole.grad)

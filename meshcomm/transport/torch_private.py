@@ -8,6 +8,7 @@ with different names on their members never meet. Here a group is named by what 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import inspect
 import json
 import math
@@ -20,8 +21,9 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from queue import Empty, SimpleQueue
 from types import FunctionType
-from typing import Any, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 from unittest.mock import patch
 from weakref import WeakValueDictionary
 
@@ -469,6 +471,97 @@ def give_back(group: Any) -> None:
     """Destroy a group, with the default group all of them, unless the program has done so."""
     if group in c10d._world.pg_map:
         dist.destroy_process_group(group)
+
+
+_WAIT: Any = bindings.Work.wait
+_SLICE: timedelta = timedelta(seconds=0.25)
+# The numbers in c10d::OpType of calls whose Work can be waited for in slices; a wait for a message with a timeout closes all
+# connections of its group, and that for a reduce_scatter of Gloo knows no timeout.
+_IN_SLICES: frozenset[int] = frozenset({*range(9), 10, 11, 15})
+
+
+def interruptible_waits(given_up: Callable[[], bool]) -> None:
+    """Have every wait for a Work of a backend on the host end by a RuntimeError once `given_up` is true.
+
+    Where a connection breaks, Gloo forgets a call of which it is just about to write the first bytes (torch 2.15: in
+    Pair::handleRemotePendingRecv the operation is on no list any more); that call then only ends at its group's timeout.
+    Waits inside C++, as of functional collectives, are as before.
+    """
+
+    def wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
+        # NCCL's wait is for a stream, and does not block.
+        if torch.cuda.is_initialized():
+            return bool(_WAIT(work, timeout))
+        if work._get_op_type() not in _IN_SLICES:
+            return _waited_beside(work, timeout, given_up)
+        ends = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+        while True:
+            left_s = ends - time.monotonic()
+            try:
+                return bool(
+                    _WAIT(work, min(_SLICE, timedelta(seconds=max(left_s, 0.001))) if timeout else _SLICE)
+                )
+            except RuntimeError as error:
+                if "Operation timed out" not in str(error) or left_s <= _SLICE.total_seconds():
+                    raise
+                if given_up():
+                    raise _given_up(work) from None
+
+    bindings.Work.wait = wait
+
+
+# The calls whose waits were given up.
+held_calls: list[Any] = []
+
+
+def _given_up(work: Any) -> RuntimeError:
+    held_calls.append(work)
+    return RuntimeError("connection closed by a rank that was lost; the backend still holds the call")
+
+
+def _waited_beside(work: Any, timeout: timedelta, given_up: Callable[[], bool]) -> bool:
+    """Wait in another thread."""
+    asks, answers = _BESIDE.pop() if _BESIDE else _beside()
+    asks.put((work, timeout))
+    while True:
+        try:
+            found = answers.get(timeout=_SLICE.total_seconds())
+            break
+        except Empty:
+            if given_up():
+                raise _given_up(work) from None
+    _BESIDE.append((asks, answers))
+    if isinstance(found, BaseException):
+        raise found
+    return bool(found)
+
+
+_Queues: TypeAlias = tuple["SimpleQueue[Any]", "SimpleQueue[Any]"]
+_BESIDE: list[_Queues] = []
+
+
+def _beside() -> _Queues:
+    """A thread that waits for a Work that it is asked for, and puts what came of it into the other queue."""
+    asks: SimpleQueue[Any] = SimpleQueue()
+    answers: SimpleQueue[Any] = SimpleQueue()
+
+    def run() -> None:
+        while True:
+            work, timeout = asks.get()
+            try:
+                answers.put(_WAIT(work, timeout))
+            except RuntimeError as error:
+                answers.put(error)
+            del work
+
+    threading.Thread(target=run, name="meshcomm-wait", daemon=True).start()
+    return asks, answers
+
+
+def keep_for_good(groups: Sequence[Any]) -> None:
+    """Never destroy groups, also not as Python ends: their destructor waits for calls that the backend still holds."""
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def split_color(ranks: Sequence[int]) -> int:

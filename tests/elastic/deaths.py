@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,9 +46,13 @@ MESHES: Final = {
     "pp2 dp2 tp2": '[mesh]\ndims = { pp = 2, dp = 2, tp = 2 }\ndevice = "cpu"\n'
     '[parallel]\npipeline = "pp"\ndata = "dp"\ntensor = "tp"\n',
     "dp4": '[mesh]\ndims = { dp = 4 }\ndevice = "cpu"\n[parallel]\ndata = "dp"\n',
+    "dp2": '[mesh]\ndims = { dp = 2 }\ndevice = "cpu"\n[parallel]\ndata = "dp"\n',
+    "fsdp2": '[mesh]\ndims = { fsdp = 2 }\ndevice = "cpu"\n[parallel]\nshard = "fsdp"\n',
     "dp2 fsdp2": '[mesh]\ndims = { dp = 2, fsdp = 2 }\ndevice = "cpu"\n[parallel]\ndata = "dp"\nshard = "fsdp"\n',
 }
 
+# In the environment of all processes of a training.
+_MARK: Final = "TRAINING_OF_A_TEST"
 SIGNALS: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
 
@@ -127,7 +131,7 @@ def training(
     words += [part for each in sets for part in ("--set", each)]
     words += [str(path), *([] if script is None else [str(script)])]
     with log.open("wb") as out:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", _MARK: str(folder)}
         process = subprocess.Popen(
             [sys.executable, "-m", "meshcomm", *words],
             stdout=out,
@@ -144,14 +148,13 @@ def training(
             process.kill()
 
 
-def left_over() -> list[int]:
-    """Processes of meshcomm's launcher that are still there."""
-    found = []
-    for each in psutil.process_iter(["environ", "pid"]):
-        environ: Mapping[str, str] = each.info["environ"] or {}
-        if environ.get("TORCHELASTIC_RUN_ID", "").startswith("meshcomm-"):
-            found.append(each.info["pid"])
-    return found
+def left_over(folder: Path) -> list[int]:
+    """Processes of the training in this folder that are still there."""
+    return [
+        each.info["pid"]
+        for each in psutil.process_iter(["environ", "pid"])
+        if (each.info["environ"] or {}).get(_MARK) == str(folder)
+    ]
 
 
 def undisturbed(folder: Path, mesh: str, steps: int, more: str = "") -> list[float]:
@@ -190,7 +193,7 @@ def main() -> None:
     parser.add_argument("--mesh", choices=list(MESHES), action="append")
     given = parser.parse_args()
     draw, total, bad, seconds = random.Random(given.seed), 0, 0, []
-    meshes = given.mesh or list(MESHES)
+    meshes = given.mesh or ["pp2 dp2 tp2", "dp4", "dp2 fsdp2"]
     with tempfile.TemporaryDirectory() as name:
         expected: dict[str, list[float]] = {}
         runs = 0
@@ -215,7 +218,10 @@ def main() -> None:
                     flush=True,
                 )
             total += len(run.deaths)
-            print(f"{mesh}: exit code {code}, losses equal {same}, processes left {left_over()}", flush=True)
+            print(
+                f"{mesh}: exit code {code}, losses equal {same}, processes left {left_over(run.out.parent)}",
+                flush=True,
+            )
             if not same:
                 bad += 1
                 print(log, flush=True)

@@ -1,0 +1,48 @@
+"""A loop of the program's own, which goes on when a rank is lost: `meshcomm run --replace 1 --world-size 4 FILE dies`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import torch
+
+import meshcomm
+from meshcomm.errors import RankLost
+
+STEPS, DIES_AT = 12, 5
+
+
+def of_the_farthest(mesh: meshcomm.Mesh, step: int, weight: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """What the rank along dp has that has come farthest: a new one has nothing."""
+    every: list[tuple[int, torch.Tensor]] = mesh.objects.all_gather("dp", (step, weight))
+    return max(every, key=lambda each: each[0])
+
+
+def main() -> None:
+    """Sum something up in every step."""
+    mesh = meshcomm.init(dims={"dp": 2, "tp": 2})
+    step, weight = 0, torch.zeros(3, dtype=torch.float64)
+    if mesh.generation.number:
+        print(f"replaced {dict(mesh.generation.replaced)}")
+        step, weight = of_the_farthest(mesh, step, weight)
+    while step < STEPS:
+        try:
+            gradient = torch.full((3,), float(step + mesh.rank), dtype=torch.float64)
+            mesh.all_reduce("tp", gradient)
+            if (mesh.rank, step, mesh.generation.number) == (3, DIES_AT, 0) and "dies" in sys.argv:
+                os.kill(os.getpid(), signal.SIGKILL)
+            mesh.all_reduce("dp", gradient)
+            mesh.barrier()
+            step, weight = step + 1, weight + gradient
+        except RankLost as error:
+            print(f"lost {error.missing}")
+            mesh.reopen(error)
+            step, weight = of_the_farthest(mesh, step, weight)
+    print(f"rank {mesh.rank}: {weight.tolist()}")
+    mesh.close()
+
+
+if __name__ == "__main__":
+    main()

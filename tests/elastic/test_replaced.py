@@ -1,0 +1,231 @@
+"""A rank is lost and replaced while the others run on: a loop of one's own, and trainings that go on exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.deaths import MESHES, ROOT, config_of, left_over, training, undisturbed
+
+STEPS = 8
+SCRIPT = Path(__file__).parent / "own_loop.py"
+
+RAISES = """
+import meshcomm
+from meshcomm.train import Callback, Trainer
+
+class Raises(Callback):
+    def on_step(self, step):
+        mesh = self.trainer.mesh
+        if (mesh.rank, step.step, mesh.generation.number) == (1, 3, 0):
+            raise KeyError("a bad sample")
+
+mesh = meshcomm.init()
+Trainer(mesh, callbacks=[Raises()]).run()
+mesh.close()
+"""
+
+FORGETS = """
+import os, signal, meshcomm, torch
+mesh = meshcomm.init(dims={"dp": 2})
+for step in range(100):
+    if (mesh.rank, step, mesh.generation.number) == (1, 3, 0):
+        os.kill(os.getpid(), signal.SIGKILL)
+    mesh.all_reduce("dp", torch.ones(2))
+"""
+
+MODULE = """
+import torch, meshcomm
+from torch import nn
+from meshcomm.train import Trainer
+
+mesh = meshcomm.init()
+torch.manual_seed(mesh.rank)
+module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 3))
+
+def data(step):
+    draw = torch.Generator().manual_seed(100 * step + mesh.data_rank)
+    x = torch.randn(4, 8, generator=draw, dtype=torch.float64)
+    return x, torch.randint(3, (4,), generator=draw)
+
+Trainer(mesh, None, module).run(data)
+mesh.close()
+"""
+
+
+def run(*words: str, replace: int = 1) -> subprocess.CompletedProcess[str]:
+    """`meshcomm run` of a script."""
+    command = [sys.executable, "-m", "meshcomm", "run", "--replace", str(replace), *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=False)
+
+
+def test_a_loop_of_ones_own_meets_the_new_process() -> None:
+    ended = run("--world-size", "4", str(SCRIPT), "dies")
+    assert ended.returncode == 0, ended.stderr
+    lines = sorted(line for line in ended.stdout.splitlines() if line.startswith("rank"))
+    # 12 steps of the sum over four ranks.
+    whole = [float(sum(4 * step + 6 for step in range(12)))] * 3
+    assert ended.stdout.count("lost (3,)") == 3
+    assert "replaced {3: 'was ended by SIGKILL'}" in ended.stdout
+    assert lines == [f"rank {rank}: {whole}" for rank in range(4)]
+    assert "rank 3 (dp=1 tp=1) was ended by SIGKILL; replaced, 0 more can be" in ended.stderr
+
+
+def test_a_program_that_does_not_reopen_ends_by_the_name_of_the_lost_rank(tmp_path: Path) -> None:
+    script = tmp_path / "forgets.py"
+    script.write_text(FORGETS)
+    ended = run("--world-size", "2", str(script))
+    assert ended.returncode == 128 + signal.SIGKILL
+    lines = ended.stderr.splitlines()
+    assert "meshcomm: rank 1 (dp=1) was ended by SIGKILL" in lines
+    assert (
+        "meshcomm: rank 0 ended by RankLost: a program goes on by mesh.reopen(error), a Trainer by itself"
+        in lines
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """The losses of undisturbed runs, by mesh."""
+    return {}
+
+
+def losses(expected: dict[str, list[float]], mesh: str, folder: Path) -> list[float]:
+    """The losses of the undisturbed run."""
+    if mesh not in expected:
+        expected[mesh] = undisturbed(folder / "undisturbed", mesh, STEPS)
+    return expected[mesh]
+
+
+def test_a_training_goes_on_exactly(tmp_path: Path, expected: dict[str, list[float]]) -> None:
+    with training(tmp_path, config_of("dp2", STEPS), 1) as job:
+        assert job.await_step(2)
+        job.kill(0, signal.SIGKILL)
+        assert job.process.wait(100) == 0, job.log.read_text()
+        assert [line["loss"] for line in job.lines] == losses(expected, "dp2", tmp_path)
+        said = job.log.read_text()
+    assert "rank 0 (dp=0) was ended by SIGKILL; replaced, 0 more can be" in said
+    assert "rank 0 replaced: goes on after step" in said
+    assert not left_over(tmp_path)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("mesh", ["pp2 dp2 tp2", "dp4", "dp2 fsdp2"])
+def test_two_ranks_are_lost_one_after_the_other(
+    mesh: str, tmp_path: Path, expected: dict[str, list[float]]
+) -> None:
+    draw = random.Random(mesh)
+    with training(tmp_path, config_of(mesh, STEPS), 2) as job:
+        for step in (2, 4):
+            assert job.await_step(step), job.log.read_text()
+            job.kill(draw.choice(sorted(job.ranks())), signal.SIGSEGV)
+            assert job.await_step(step + 1), job.log.read_text()
+        assert job.process.wait(100) == 0, job.log.read_text()
+        assert [line["loss"] for line in job.lines] == losses(expected, mesh, tmp_path)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", range(4))
+def test_a_second_rank_is_lost_while_the_first_is_replaced(
+    seed: int, tmp_path: Path, expected: dict[str, list[float]]
+) -> None:
+    draw = random.Random(seed)
+    with training(tmp_path, config_of("dp4", STEPS), 2) as job:
+        assert job.await_step(2)
+        first, second = draw.sample(range(4), 2)
+        job.kill(first, signal.SIGKILL)
+        time.sleep(draw.random() * 5)
+        job.kill(second, signal.SIGKILL)
+        assert job.process.wait(100) == 0, job.log.read_text()
+        assert [line["loss"] for line in job.lines] == losses(expected, "dp4", tmp_path)
+
+
+@pytest.mark.faults
+def test_more_ranks_are_lost_than_can_be_replaced(tmp_path: Path) -> None:
+    with training(tmp_path, config_of("dp4", 1000), 1) as job:
+        for rank in (2, 1):
+            last = job.lines[-1]["step"] if job.lines else 0
+            assert job.await_step(int(last) + 2)
+            job.kill(rank, signal.SIGKILL)
+            time.sleep(1)
+        assert job.process.wait(60) == 128 + signal.SIGKILL
+        last_line = [line for line in job.log.read_text().splitlines() if line.startswith("meshcomm:")][-1]
+        assert "rank 1 (dp=1) was ended by SIGKILL" in job.log.read_text(), last_line
+    assert not left_over(tmp_path)
+
+
+@pytest.mark.faults
+def test_an_exception_ends_a_rank(tmp_path: Path, expected: dict[str, list[float]]) -> None:
+    script = tmp_path / "raises.py"
+    script.write_text(RAISES)
+    with training(tmp_path, config_of("dp2", STEPS), 1, script=script) as job:
+        assert job.process.wait(100) == 0, job.log.read_text()
+        assert [line["loss"] for line in job.lines] == losses(expected, "dp2", tmp_path)
+        assert "KeyError: 'a bad sample'" in job.log.read_text()
+
+
+@pytest.mark.faults
+def test_without_another_holder_the_last_checkpoint_counts(tmp_path: Path) -> None:
+    """Along shard alone every rank has parts that no other has: all go back, and come to the same losses."""
+    more = "checkpoint_every = 3\n"
+    before = undisturbed(tmp_path / "before", "fsdp2", STEPS, more)
+    with training(tmp_path, config_of("fsdp2", STEPS, more), 1) as job:
+        assert job.await_step(5)
+        job.kill(1, signal.SIGKILL)
+        assert job.process.wait(100) == 0, job.log.read_text()
+        assert [line["loss"] for line in job.lines] == before
+        assert "resumed after step 3" in job.log.read_text()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("background", [False, True])
+def test_while_it_evaluates_and_saves(background: bool, tmp_path: Path) -> None:
+    """Every step is evaluated and saved; the rank is lost somewhere in there, three times."""
+    more = f"checkpoint_every = 1\neval_every = 1\nkeep = 100\ncheckpoint_async = {str(background).lower()}\n"
+    config = config_of("dp2", STEPS, more).replace("[data]", "[data]\nvalidation = 0.3")
+    with training(tmp_path / "before", config, 0) as job:
+        assert job.process.wait(100) == 0, job.log.read_text()
+        before = job.out.joinpath("metrics.jsonl").read_text().splitlines()
+    draw = random.Random(str(background))
+    with training(tmp_path / "after", config, 3) as job:
+        for step in (1, 3, 5):
+            assert job.await_step(step), job.log.read_text()
+            time.sleep(draw.random() * 0.1)
+            job.kill(draw.randrange(2), signal.SIGKILL)
+            assert job.await_step(step + 1), job.log.read_text()
+        assert job.process.wait(100) == 0, job.log.read_text()
+        after = job.out.joinpath("metrics.jsonl").read_text().splitlines()
+        folders = sorted(path.name for path in (job.out / "checkpoints").iterdir() if path.is_dir())
+    assert [facts(line) for line in after] == [facts(line) for line in before]
+    assert len(folders) == STEPS, folders
+
+
+def facts(line: str) -> tuple[object, ...]:
+    """Of a line of metrics, what does not depend on the clock."""
+    found = json.loads(line)
+    return tuple(found.get(name) for name in ("step", "loss", "gradient_norm", "validation_loss"))
+
+
+@pytest.mark.faults
+def test_a_module_of_the_programs_own(tmp_path: Path) -> None:
+    script = tmp_path / "module.py"
+    script.write_text(MODULE)
+    config = MESHES["dp2"] + "[train]\nsteps = 8\nglobal_batch_size = 8\nmicro_batch_size = 4\nlr = 0.1\n"
+    config += 'seed = 1\ndtype = "float64"\nlog_every = 1\n'
+    with training(tmp_path / "before", config, 0, script=script) as job:
+        assert job.process.wait(100) == 0, job.log.read_text()
+        before = [line["loss"] for line in job.lines]
+    with training(tmp_path / "after", config, 1, script=script) as job:
+        assert job.await_step(1)
+        job.kill(0, signal.SIGKILL)
+        assert job.process.wait(100) == 0, job.log.read_text()
+        assert [line["loss"] for line in job.lines] == before

@@ -1,0 +1,98 @@
+"""Connections that are cut free what waits on them, and leave those of others alone."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshcomm.transport import torch_private
+from meshcomm.transport.connections import Connections
+from meshcomm.transport.torch_private import default_group, held_calls
+from tests.ranks import on_ranks
+
+
+def pair() -> tuple[socket.socket, socket.socket, socket.socket]:
+    """A socket that listens, and both ends of a connection to it."""
+    listens = socket.create_server(("127.0.0.1", 0))
+    here = socket.create_connection(listens.getsockname())
+    there, _ = listens.accept()
+    return listens, here, there
+
+
+def test_only_what_was_made_meanwhile_is_cut() -> None:
+    before, connections = pair(), Connections()
+    meanwhile = pair()
+    connections.complete()
+    after = pair()
+    connections.cut()
+    for one, other, works in (
+        (before[1:], before, True),
+        (meanwhile[1:], meanwhile, False),
+        (after[1:], after, True),
+    ):
+        here, there = one
+        try:
+            here.sendall(b"x")
+            assert works and there.recv(1) == b"x"
+        except OSError:
+            assert not works
+        for each in other:
+            each.close()
+
+
+def test_a_later_connection_to_a_port_that_listened_is_cut_too() -> None:
+    connections = Connections()
+    listens = socket.create_server(("127.0.0.1", 0))
+    connections.complete()
+    here = socket.create_connection(listens.getsockname())
+    there, _ = listens.accept()
+    connections.cut()
+    assert here.recv(1) == b""
+    for each in (listens, here, there):
+        each.close()
+
+
+@on_ranks(2)
+def test_a_call_that_waits_on_gloo_ends_within_seconds() -> None:
+    """Also one that Gloo forgets as its connection breaks: without the slices it waits for its group's 60 s."""
+    given_up = [float("inf")]
+    before = torch_private.bindings.Work.wait
+    torch_private.interruptible_waits(lambda: time.monotonic() > given_up[0])
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        for attempt in range(6):
+            connections = Connections()
+            group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=60))
+            connections.complete()
+
+            def cut(connections: Connections = connections) -> None:
+                given_up[0] = time.monotonic() + 0.5
+                connections.cut()
+
+            timer = threading.Timer(0.1 + 0.01 * attempt * dist.get_rank(), cut)
+            timer.start()
+            x, y = torch.ones(20_000), torch.ones(10_000)
+            began = time.monotonic()
+            try:
+                while True:
+                    dist.all_reduce(x, group=group) if attempt % 2 else dist.reduce_scatter_tensor(
+                        y, x, group=group
+                    )
+            except RuntimeError:
+                assert time.monotonic() - began < 10
+            timer.join()
+            given_up[0] = float("inf")
+            if held_calls:
+                torch_private.keep_for_good([group])
+                held_calls.clear()
+            dist.destroy_process_group(group)
+        assert default_group() is not None
+    finally:
+        torch_private.bindings.Work.wait = before
+        dist.destroy_process_group()
