@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final, final
@@ -57,43 +57,40 @@ def announce(store: Any, generation: Generation) -> None:
     store.set(_KEY.format(generation.number), json.dumps(dict(generation.replaced)))
 
 
-@final
 class Generations:
-    """What this process knows of the generations of its job: joined, the one that its meshes are of, and newer ones.
+    """What one rank knows of the generations of its job: joined, the one that its meshes are of, and newer ones.
 
-    store: the job's; one connection of its own waits there. number: of the generation that this process was started for.
+    number: of the generation that its process was started for. lost: of each generation until then, from 1 on.
     """
 
-    def __init__(self, store: dist.Store, number: int) -> None:
-        self._store: Any = store
-        self._changed = threading.Condition()
-        self._lost: dict[int, Mapping[int, str]] = {0: {}}
-        self._latest = 0
-        self._connections: Connections | None = None
-        self._read_up_to(store, number)
+    def __init__(self, number: int, lost: Sequence[Mapping[int, str]]) -> None:
+        self._lost: list[Mapping[int, str]] = [{}, *lost]
         # The last one in which this process has opened a mesh.
         self._opened = number - 1
         self.joined = Generation(number, self._lost[number])
-        self._since = math.inf
-        interruptible_waits(self._given_up)
-        for each in (self._wait, self._cut):
-            threading.Thread(target=each, name="meshcomm-generation", daemon=True).start()
+
+    @property
+    def latest(self) -> int:
+        """The number of the last one that was announced."""
+        return len(self._lost) - 1
 
     def join(self) -> Generation:
         """The latest generation: what is opened from now on is of it."""
-        with self._changed:
-            if self._latest > self.joined.number:
-                self.joined = Generation(self._latest, self._lost_since(self._opened))
+        if self.latest > self.joined.number:
+            self.joined = Generation(self.latest, self._lost_since(self._opened))
         return self.joined
 
     def opened(self) -> None:
         """A mesh is open in the joined generation: ranks that are lost from now on are others."""
         self._opened = self.joined.number
 
+    def add(self, lost: Mapping[int, str]) -> None:
+        """One more generation is announced."""
+        self._lost.append(lost)
+
     def newer(self, within_s: float = 0.0) -> bool:
         """Whether there is a newer generation than the joined one, or one is announced within so many seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._latest > self.joined.number, within_s)
+        return self.latest > self.joined.number
 
     def lost(self, what: str, waits: bool) -> RankLost | None:
         """The error where ranks were lost since this process joined. waits: a peer is gone; the launcher may still see it.
@@ -102,8 +99,7 @@ class Generations:
         """
         if not self.newer(ANNOUNCED_S if waits else 0.0):
             return None
-        with self._changed:
-            ranks = self._lost_since(self.joined.number)
+        ranks = self._lost_since(self.joined.number)
         return RankLost(
             f"{what}: {ranks_text(sorted(ranks))} {'was' if len(ranks) == 1 else 'were'} lost and replaced",
             given="\n".join(f"rank {rank} {why}" for rank, why in sorted(ranks.items())),
@@ -117,45 +113,62 @@ class Generations:
 
         What opens a mesh makes one connection after the other.
         """
-        with self._changed:
-            self._connections = connections
 
     def _lost_since(self, number: int) -> dict[int, str]:
-        later = (self._lost[each] for each in range(number + 1, self._latest + 1))
-        return {rank: why for each in later for rank, why in each.items()}
+        return {rank: why for lost in self._lost[number + 1 :] for rank, why in lost.items()}
+
+
+@final
+class AnnouncedGenerations(Generations):
+    """Those that a launcher announces in the job's store, where a connection of its own waits for them."""
+
+    def __init__(self, store: dist.Store, number: int) -> None:
+        self._store: Any = store
+        self._changed = threading.Condition()
+        self._connections: Connections | None = None
+        self._since = math.inf
+        super().__init__(number, [_read(store, each) for each in range(1, number + 1)])
+        interruptible_waits(self._given_up)
+        for each in (self._wait, self._cut):
+            threading.Thread(target=each, name="meshcomm-generation", daemon=True).start()
+
+    def newer(self, within_s: float = 0.0) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self.latest > self.joined.number, within_s)
+
+    def cuts(self, connections: Connections) -> None:
+        self._connections = connections
 
     def _wait(self) -> None:
         store = self._store.clone()
         while True:
-            number = self._latest + 1
             try:
-                store.wait([_KEY.format(number)], _FOREVER)
-                self._read_up_to(store, number)
+                store.wait([_KEY.format(self.latest + 1)], _FOREVER)
+                lost = _read(store, self.latest + 1)
             except RuntimeError:
                 return  # the job has ended
+            with self._changed:
+                self.add(lost)
+                self._changed.notify_all()
 
     def _given_up(self) -> bool:
-        return self._latest > self.joined.number and time.monotonic() - self._since > _HOLDS_S
+        return self.latest > self.joined.number and time.monotonic() - self._since > _HOLDS_S
 
     def _cut(self) -> None:
         while True:
             pause_s = _CUTS_S
             with self._changed:
-                self._changed.wait_for(lambda: self._latest > self.joined.number)
-                number, self._since = self._latest, time.monotonic()
+                self._changed.wait_for(lambda: self.latest > self.joined.number)
+                number, self._since = self.latest, time.monotonic()
             while self.joined.number < number:
                 if self._connections is not None:
                     self._connections.cut()
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _CUTS_MOST_S)
 
-    def _read_up_to(self, store: Any, number: int) -> None:
-        for each in range(self._latest + 1, number + 1):
-            read = json.loads(store.get(_KEY.format(each)))
-            with self._changed:
-                self._lost[each] = {int(rank): why for rank, why in read.items()}
-                self._latest = each
-                self._changed.notify_all()
+
+def _read(store: Any, number: int) -> dict[int, str]:
+    return {int(rank): why for rank, why in json.loads(store.get(_KEY.format(number))).items()}
 
 
 _HERE: dict[str, Generations] = {}
@@ -167,5 +180,5 @@ def generations_of(store: dist.Store) -> Generations | None:
     if not number.isdecimal():
         return None
     if number not in _HERE:
-        _HERE[number] = Generations(store, int(number))
+        _HERE[number] = AnnouncedGenerations(store, int(number))
     return _HERE[number]

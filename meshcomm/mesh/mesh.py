@@ -693,10 +693,11 @@ class Mesh(AlongDims):
             with suppress(TimeoutError, RuntimeError):
                 within(_ABORTS_S, partial(_abort, ordered))
         self._torch.close()
-        groups = [each.group for each in self._transports.values() if isinstance(each, ProcessGroupTransport)]
-        groups.append(default_group())
         if held_calls:
-            keep_for_good(groups)
+            groups = [
+                each.group for each in self._transports.values() if isinstance(each, ProcessGroupTransport)
+            ]
+            keep_for_good([*groups, default_group()])
             held_calls.clear()
         self._runtime.resources.close()
 

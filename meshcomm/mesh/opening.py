@@ -215,9 +215,11 @@ class Opening:
         if self._world is None:
             gives_way()
         # Another mesh's or the program's, which is not ours to make again.
-        self._kept_group = dist.is_initialized()
+        self._kept_group = self._world is None and dist.is_initialized()
         self._meeting = self._meet()
-        if self._world is None and not self._meeting.is_fake:
+        if self._world is not None:
+            self._generations = self._world.generations
+        elif not self._meeting.is_fake:
             self._generations = generations_of(self._meeting.store)
         plan, runtime = self._opened()
         with ExitStack() as opening:
@@ -237,18 +239,19 @@ class Opening:
         while True:
             # Given back when the mesh closes, the last first.
             self._resources, self._transports, self._clients = ExitStack(), {}, {}
-            self._connections = None
-            self._generation = Generation()
-            if generations is not None:
-                self._generation, self._connections = generations.join(), Connections()
-                generations.cuts(self._connections)
+            connections = None
+            self._generation = Generation() if generations is None else generations.join()
+            if generations is not None and self._world is None:
+                connections = Connections()
+                generations.cuts(connections)
             try:
                 with ExitStack() as opening:
                     opening.enter_context(self._resources)
                     runtime = self._steps()
                     opening.pop_all()
-                if self._connections is not None and generations is not None:
-                    self._connections.complete()
+                if connections is not None:
+                    connections.complete()
+                if generations is not None:
                     generations.opened()
                 return self._plan, runtime
             except MeshcommError as error:
@@ -268,10 +271,14 @@ class Opening:
 
     def _job_store(self) -> dist.Store:
         """The job's store, under a prefix of the generation, by a connection that a newer one cuts."""
-        if self._generations is None:
-            return self._meeting.store
-        number, own = self._generation.number, self._meeting.store.clone()
-        return dist.PrefixStore(f"generation{number}", own) if number else own
+        store = self._meeting.store
+        if self._generations is not None and self._world is None:
+            store = store.clone()
+        return self._of_generation(store)
+
+    def _of_generation(self, store: dist.Store) -> dist.Store:
+        number = self._generation.number
+        return prefixed(f"generation{number}", store) if number else store
 
     # -- first: meet ----------------------------------------------------------------------------
 
@@ -308,8 +315,7 @@ class Opening:
         store, rank = self._meeting.store, self._meeting.rank
         try:
             claim(store, rank, kept=self._meeting.kept or bool(self._generation.number))
-            if self._generation.number:
-                store = dist.PrefixStore(f"generation{self._generation.number}", store)
+            store = self._of_generation(store)
             prefix = f"meshcomm{store.add(f'meshcomm/opened/{rank}', 1)}"
             # Torch has one list of group names. A mesh that started the default group, and one that was opened on that
             # group since, count in different parts of the store.
@@ -458,7 +464,7 @@ class Opening:
 
     def _open_group(self, group: Group, split: bool) -> Transport:
         if self._world is not None:
-            return self._world.open(group, self._prefix)
+            return self._world.open(group, self._world_prefix)
         # A backend that connects at a group's first call keeps its client of the store busy for so long, and the
         # threads that answer for this rank have to get through.
         own = backend_on(group.options.backend, self._device) in STREAM_ORDERED
@@ -469,6 +475,12 @@ class Opening:
             transport = open_group(group, rank, store, self._prefix, self._device, split)
         self._resources.callback(transport.close)
         return transport
+
+    @property
+    def _world_prefix(self) -> str:
+        """Groups of two generations are never the same."""
+        number = self._generation.number
+        return f"generation{number}/{self._prefix}" if number else self._prefix
 
     def _topology(self) -> Callable[[], TopologyConfig]:
         agreed = None if self._meeting.is_fake else self._agreed
@@ -488,7 +500,7 @@ class Opening:
         meeting, plan = self._meeting, self._plan
         coords, groups = plan.layout.coords(meeting.rank), plan.for_rank(meeting.rank).groups
         if self._world is not None:
-            return self._world.watch(coords, self._prefix)
+            return self._world.watch(coords, self._world_prefix)
         if not groups:
             return None
         # What the watchdog keeps must not keep the store.

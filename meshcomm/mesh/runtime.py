@@ -107,11 +107,13 @@ class Watching(ABC):
 class World(Protocol):
     """Stands in for launcher, device, store and process groups: `meshcomm.init` builds on it unchanged.
 
-    launch: what a launcher would say of this rank. store: seen by all ranks of the world.
+    launch: what a launcher would say of this rank. store: seen by all ranks of the world. generations: None where no rank
+    is ever lost.
     """
 
     launch: Launch
     store: dist.Store
+    generations: Generations | None
 
     def place(self, wanted: str) -> tuple[torch.device, str]:
         """The device of the mesh, and the backend for "auto", if `wanted` is the configured device."""

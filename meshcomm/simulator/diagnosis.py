@@ -32,6 +32,9 @@ def diagnose(shared: SharedState) -> MeshcommError | None:
     A store wait with less than half of the mesh's timeout as its own expires when nothing else can
     happen; every other wait would last for ever.
     """
+    if shared.unannounced:
+        shared.announce()
+        return None
     waiting = {actor.rank: actor for actor in shared.scheduler.actors if actor.wait is not None}
     in_store = (actor.wait for actor in waiting.values() if isinstance(actor.wait, StoreWait))
     shortest = min(in_store, key=attrgetter("timeout_s"), default=None)

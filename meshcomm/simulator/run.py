@@ -42,6 +42,7 @@ def simulate(
     args: Sequence[Any] = (),
     schedule_seed: int = 0,
     overrides: Sequence[str] = (),
+    lose: Mapping[int, int] | None = None,
     **keys: Any,
 ) -> list[T]:
     """Call `fn(mesh, *args)` as every rank of a mesh; return the results by rank.
@@ -55,6 +56,9 @@ def simulate(
             merge, views, options, rank_order, ranks, ...
         world_size: number of ranks; needed where a size is -1.
         schedule_seed: chooses which rank runs when several could. One seed, one schedule.
+        lose: the ranks that are lost, once each, each with the number of the operation, a call on a group or on the store,
+            from 1 on, that it does not make any more. A new rank has its place, and `fn` is called for it from the top; the
+            others get RankLost, as under `meshcomm run --replace`: docs/guide/elastic.md.
 
     Raises, at once and with nothing left running: DeadlockError for ranks that wait in a circle or
     for what nobody will do; CallMismatchError for ranks that call differently; UnmatchedMessage;
@@ -78,7 +82,7 @@ def simulate(
         with init(settings) as mesh:
             return fn(mesh, *copy.deepcopy(tuple(args)))
 
-    return run_ranks(body, size, schedule_seed, settings.mesh.timeout_s)
+    return run_ranks(body, size, schedule_seed, settings.mesh.timeout_s, lose=lose)
 
 
 def simulate_script(
@@ -129,14 +133,22 @@ def simulate_script(
 
 
 def run_ranks(
-    body: Callable[[], Any], size: int, seed: int, timeout_s: float, argv: Sequence[str] = ()
+    body: Callable[[], Any],
+    size: int,
+    seed: int,
+    timeout_s: float,
+    argv: Sequence[str] = (),
+    lose: Mapping[int, int] | None = None,
 ) -> list[Any]:
     """Call `body` as each of `size` ranks; what they returned.
 
-    timeout_s: of the mesh; see `diagnose`. argv: as for `RankLocals`.
+    timeout_s: of the mesh; see `diagnose`. argv: as for `RankLocals`. lose: as for `simulate`.
     """
     actors = [Actor(rank, RankLocals(rank, argv)) for rank in range(size)]
     shared = SharedState(Scheduler(actors, seed, timeout_s), timeout_s)
+    shared.losses = None if lose is None else dict(lose)
+    shared.scheduler.loses = shared.loses
+    shared.scheduler.replace = lambda lost: Actor(lost.rank, RankLocals(lost.rank, argv), replaces=True)
 
     def live(actor: Actor) -> Any:
         WORLD.set(SimulatedWorld(shared, actor))

@@ -99,6 +99,10 @@ def _held() -> threading.Lock:
     return lock
 
 
+class Lost(BaseException):
+    """Ends the thread of a rank that is lost, as SIGKILL ends a process: whatever it still calls raises it again."""
+
+
 class Unwound(BaseException):
     """Ends the thread of a rank whose simulation is over. No Exception: no program should catch it."""
 
@@ -111,7 +115,9 @@ class Actor:
     saved:    its state while it does not run. coords: by dim, in the first mesh that it was a member of.
     wait:     the SimulatedWork or StoreWait that it waits for, None while it runs or could.
     unwaited: the works of asynchronous calls and messages not waited for yet, in order.
-    ended:    its program is over, with `result` or `error`.
+    ended:    its program is over, with `result` or `error`. lost: another actor has its place.
+    replaces: a rank that was lost had this one's place.
+    operations: of the store and of groups, so far.
     """
 
     rank: int
@@ -123,6 +129,9 @@ class Actor:
     wait: Any = None
     unwaited: dict[Any, None] = field(default_factory=dict)
     ended: bool = False
+    lost: bool = False
+    replaces: bool = False
+    operations: int = 0
     result: Any = None
     error: BaseException | None = None
 
@@ -156,6 +165,9 @@ class Scheduler:
         # Whether the caller has gone, interrupted: the state of the process is its own then, and no rank's.
         self._abandoned = False
         self._context = contextvars.copy_context()
+        # Asked at each operation; and the actor in the place of one that was lost.
+        self.loses: Callable[[Actor], bool] = lambda actor: False
+        self.replace: Callable[[Actor], Actor] = lambda actor: actor
 
     def run(
         self,
@@ -247,8 +259,16 @@ class Scheduler:
         actor.wait = None
         self._ready.append(actor)
 
-    def check_thread(self, actor: Actor) -> None:
-        """Raise UnsupportedOp where another thread than the rank's own acts for it."""
+    def operates(self, actor: Actor) -> None:
+        """`actor` is about to use the store or a group.
+
+        Raises Lost where it is lost at this moment, or was before; UnsupportedOp where another thread than the rank's own
+        acts for it.
+        """
+        actor.operations += 1
+        if actor.lost or self.loses(actor):
+            actor.lost = True
+            raise Lost
         if threading.get_ident() != actor.ident:
             raise UnsupportedOp(
                 f"rank {actor.rank} communicates from a thread that is not its own",
@@ -340,15 +360,19 @@ class Scheduler:
         actor.saved.enter()
         try:
             actor.result = self._body(actor)
-        except Unwound:
+        except (Unwound, Lost):
             pass
         except BaseException as error:
-            if not self.over:
+            if not self.over and not actor.lost:
                 actor.error = error
         try:
             actor.saved.leave()
             actor.ended = True
-            self._left -= 1
+            if actor.lost and not self.over:
+                made = self.actors[actor.rank] = self.replace(actor)
+                self._ready.append(made)
+            else:
+                self._left -= 1
             following = self._next()
             if following is not None:
                 self._hand_to(following)

@@ -81,6 +81,7 @@ class SimulatedWork:
     call:   the operation, as in `all_reduce`. label: the group, as in `tp[dp=0]`.
     absent: returns the global ranks that the operation needs and that have not come.
     site:   where it was started; None for a blocking call, whose rank is still at that line.
+    gone:   whether ranks of the group were lost.
     number: sequence number of a collective on its group. peer: the other global rank of a message, None
             for a receive from any source. source: the coord that a receive got its message from.
     """
@@ -97,6 +98,7 @@ class SimulatedWork:
     tag: int = 0
     done: bool = False
     source: int = -1
+    gone: Callable[[], bool] = bool
 
     def __post_init__(self) -> None:
         if self.site is not None:
@@ -106,15 +108,17 @@ class SimulatedWork:
         """Let the other ranks run until it is done. No time passes meanwhile, so no timeout ends it."""
         if self.site is not None:
             self.actor.unwaited.pop(self, None)
-        if not self.done:
+        if not self.done and not self.gone():
             self.scheduler.wait(self.actor, self)
+        if not self.done:
+            raise broken(self.label)
         return True
 
     def is_completed(self) -> bool:
         """Whether it is done; where it is not, other ranks run first, so that asking again may help."""
-        if not self.done:
+        if not self.done and not self.gone():
             self.scheduler.poll(self.actor, self)
-        return self.done
+        return self.done or self.gone()
 
     def complete(self) -> None:
         """It is done; wake the rank if it waits for it."""
@@ -134,6 +138,11 @@ class SimulatedWork:
         tag = "" if self.tag == 0 else f", tag {self.tag}"
         text = f"{end} {peer}{tag}, on {self.label}"
         return text if call in (self.kind, "?") else f"{call} ({text})"
+
+
+def broken(label: str) -> RuntimeError:
+    """As a backend says it."""
+    return RuntimeError(f"connection closed: a rank of {label} was lost")
 
 
 class Contribution(NamedTuple):
@@ -232,11 +241,25 @@ class SimulatedGroup:
         self._messages = 0
         # Of a backend that queues calls.
         self.order = StartOrder(messages=True)
+        # Ranks were lost since it was made: nothing more goes through.
+        self.gone = False
+
+    def give_up(self) -> None:
+        """Ranks were lost."""
+        self.gone = True
+        self.pending.clear()
+        self._ends.clear()
+
+    def is_gone(self) -> bool:
+        """Whether ranks were lost."""
+        return self.gone
 
     def start(self, coord: int, number: int, call: Call, told: Told | None) -> SimulatedWork:
         """Coord `coord` starts its collective with sequence number `number`; see Contribution."""
         scheduler = self.scheduler
         scheduler.check()
+        if self.gone:
+            raise broken(self.label)
         pending = self.pending.get(number)
         if pending is None:
             pending = self.pending[number] = PendingCollective(self, number)
@@ -249,6 +272,7 @@ class SimulatedGroup:
             pending.absent,
             None if call.blocking else here(),
             number,
+            gone=self.is_gone,
         )
         contribution = Contribution(call, told, work)
         compared = contribution.compared()
@@ -274,12 +298,24 @@ class SimulatedGroup:
         """Coord `coord` sends or receives."""
         scheduler, rank = self.scheduler, self.ranks[coord]
         scheduler.check()
+        if self.gone:
+            raise broken(self.label)
         direction, x, peer, tag = message
         other = None if peer is None else self.ranks[peer]
         peers = [each for each in self.ranks if each != rank] if other is None else [other]
         actor = scheduler.actors[rank]
         work = SimulatedWork(
-            scheduler, actor, direction, site.call, self.label, lambda: peers, site, 0, other, tag
+            scheduler,
+            actor,
+            direction,
+            site.call,
+            self.label,
+            lambda: peers,
+            site,
+            0,
+            other,
+            tag,
+            gone=self.is_gone,
         )
         self._messages += 1
         src, dst = (coord, peer) if direction == "send" else (peer, coord)
@@ -372,7 +408,7 @@ class SimulatorTransport(Transport):
 
     def start(self, call: Call) -> SimulatedWork:
         group, actor, row = self._group, self._actor, call.row
-        group.scheduler.check_thread(actor)
+        group.scheduler.operates(actor)
         told, self._announced = self._announced, None
         self._number += 1
         if self._start_order is not None:
@@ -400,7 +436,7 @@ class SimulatorTransport(Transport):
                 scheduler.fail(error)
         works = []
         for message in batch:
-            scheduler.check_thread(self._actor)
+            scheduler.operates(self._actor)
             scheduler.maybe_pause(self._actor)
             works.append(self._group.start_message(self.coord, message, site))
         return works

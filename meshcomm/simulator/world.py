@@ -13,9 +13,10 @@ import torch.distributed as dist
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
 from meshcomm.comm.mismatch import error_of, find_desync
-from meshcomm.errors import CallMismatchError
+from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.layout import Group
 from meshcomm.mesh.environment import Launch
+from meshcomm.mesh.generation import Generations
 from meshcomm.mesh.runtime import Watching
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
@@ -24,6 +25,8 @@ from meshcomm.transport import Transport
 from meshcomm.transport.support import backend_on
 
 _CPU = torch.device("cpu")
+# A loss is announced, on average, after so many operations of other ranks, or when no rank can go on.
+_ANNOUNCED_ONE_IN = 8
 
 
 @final
@@ -35,6 +38,7 @@ class StoreWait:
     keys: list[str]
     timeout_s: float
     expired: bool = False
+    broken: bool = False
 
 
 @final
@@ -46,6 +50,8 @@ class SharedState:
     values:    of the store. writers: the ranks that wrote a key. waits: who waits, by a key that is missing.
     groups:    by prefix of the mesh, name and ranks; in the order of their first use.
     recorders: coords and recorder of each rank, by prefix and group.
+    losses:    by rank, the number of the operation at which it is lost; None: no rank is ever lost.
+    announced: the ranks that were lost, of each generation. unannounced: since then.
     """
 
     scheduler: Scheduler
@@ -58,6 +64,41 @@ class SharedState:
     recorders: dict[tuple[str, str], dict[int, tuple[Mapping[str, int], FlightRecorder]]] = field(
         default_factory=dict
     )
+    losses: dict[int, int] | None = None
+    announced: list[dict[int, str]] = field(default_factory=list)
+    unannounced: dict[int, str] = field(default_factory=dict)
+    generations: dict[int, Generations] = field(default_factory=dict)
+
+    def loses(self, actor: Actor) -> bool:
+        """Whether `actor` is lost now, at its next operation. A loss is announced at some later one of another rank."""
+        if self.unannounced and self.scheduler.choose(_ANNOUNCED_ONE_IN) == 0:
+            self.announce()
+        found = self.losses is not None and self.losses.get(actor.rank) == actor.operations
+        if found and self.losses is not None:
+            del self.losses[actor.rank]
+            self.unannounced[actor.rank] = "was lost"
+        return found
+
+    def announce(self) -> None:
+        """Break what the ranks of this generation wait for: they are to meet again, in a new one."""
+        scheduler = self.scheduler
+        lost, self.unannounced = self.unannounced, {}
+        self.announced.append(lost)
+        for generations in self.generations.values():
+            if generations.latest < len(self.announced):
+                generations.add(lost)
+        for group in self.groups.values():
+            group.give_up()
+        self.groups.clear()
+        self.recorders.clear()
+        self.waits.clear()
+        self.start_order = StartOrder()
+        for actor in scheduler.actors:
+            actor.unwaited.clear()
+            if actor.wait is not None:
+                if isinstance(actor.wait, StoreWait):
+                    actor.wait.broken = True
+                scheduler.wake(actor)
 
     def has_to_wait(self, wait: StoreWait) -> bool:
         """Keep `wait` under a key that is not set; False where all are."""
@@ -85,6 +126,14 @@ class SimulatedWorld:
         self.store: dist.Store = SimulatedStore(shared, actor)
         self._shared = shared
         self._actor = actor
+        self.generations: Generations | None = None
+        if shared.losses is not None:
+            if shared.unannounced:
+                # A launcher announces a loss before it starts the new process.
+                shared.announce()
+            number = len(shared.announced) if actor.replaces else 0
+            self.generations = Generations(number, shared.announced)
+            shared.generations[actor.rank] = self.generations
 
     def place(self, wanted: str) -> tuple[torch.device, str]:
         """Tensors are the host's, whatever the job's device; what its backend refuses stays refused."""
@@ -102,7 +151,7 @@ class SimulatedWorld:
     def watch(self, coords: Mapping[str, int], prefix: str) -> SimulatedWatch:
         if not self._actor.coords:
             self._actor.coords = dict(coords)
-        return SimulatedWatch(self._shared, self._actor.rank, coords, prefix)
+        return SimulatedWatch(self._shared, self._actor.rank, coords, prefix, self.generations)
 
 
 @final
@@ -111,24 +160,36 @@ class SimulatedWatch(Watching):
 
     timed = False
 
-    def __init__(self, shared: SharedState, rank: int, coords: Mapping[str, int], prefix: str) -> None:
-        self._shared = shared
+    def __init__(
+        self,
+        shared: SharedState,
+        rank: int,
+        coords: Mapping[str, int],
+        prefix: str,
+        generations: Generations | None,
+    ) -> None:
+        self._shared, self._generations = shared, generations
         self._rank = rank
         self._coords = coords
         self._prefix = prefix
         self._labels: list[str] = []
 
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
-        recorder = FlightRecorder(label, ranks, lambda _, where, error: failure(where, error))
+        recorder = FlightRecorder(label, ranks, self._failed)
         self._labels.append(label)
         self._shared.recorders.setdefault((self._prefix, label), {})[self._rank] = self._coords, recorder
         return recorder
 
+    def _failed(self, recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
+        lost = None if self._generations is None else self._generations.lost(where, True)
+        return lost or failure(where, error)
+
     def noted(self, step: int) -> None:
         """The last rank of a group to end a step compares those of all."""
         for label in self._labels:
-            group = [recorder for _, recorder in self._shared.recorders[self._prefix, label].values()]
-            if len(group) == len(group[0].ranks) and all(each.steps.step >= step for each in group):
+            of_group = self._shared.recorders.get((self._prefix, label), {})
+            group = [recorder for _, recorder in of_group.values()]
+            if group and len(group) == len(group[0].ranks) and all(each.steps.step >= step for each in group):
                 error = self._shared.desync(self._prefix, label)
                 if error is not None:
                     self._shared.scheduler.fail(error)
@@ -201,6 +262,8 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         wait = self._wait_for(keys, timeout)
         if self._shared.has_to_wait(wait):
             self._scheduler.wait(self._actor, wait)
+        if wait.broken:
+            raise dist.DistNetworkError("connection reset: a rank was lost")
         if wait.expired:
             raise dist.DistStoreError(
                 f"wait timeout after {timeout.total_seconds() * 1000:g}ms, keys: {keys}"
@@ -237,7 +300,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
     # -- inside ---------------------------------------------------------------------------------
 
     def _touch(self) -> None:
-        self._scheduler.check_thread(self._actor)
+        self._scheduler.operates(self._actor)
         self._scheduler.maybe_pause(self._actor)
 
     def _read(self, key: str) -> bytes | None:

@@ -45,6 +45,7 @@ log_every = 1
 MESHES: Final = {
     "pp2 dp2 tp2": '[mesh]\ndims = { pp = 2, dp = 2, tp = 2 }\ndevice = "cpu"\n'
     '[parallel]\npipeline = "pp"\ndata = "dp"\ntensor = "tp"\n',
+    "dp4 cp2": '[mesh]\ndims = { dp = 4, cp = 2 }\ndevice = "cpu"\n[parallel]\ndata = "dp"\ncontext = "cp"\n',
     "dp4": '[mesh]\ndims = { dp = 4 }\ndevice = "cpu"\n[parallel]\ndata = "dp"\n',
     "dp2": '[mesh]\ndims = { dp = 2 }\ndevice = "cpu"\n[parallel]\ndata = "dp"\n',
     "fsdp2": '[mesh]\ndims = { fsdp = 2 }\ndevice = "cpu"\n[parallel]\nshard = "fsdp"\n',
