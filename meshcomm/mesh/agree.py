@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from meshcomm.errors import MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.mesh.store import store_failed
+from meshcomm.mesh.store import SLICE_S, Interrupted, interrupted, store_failed
 
 # In the number that counts who has come: above these bits, the sum of the sizes that they expect, n * n for n ranks.
 # The store adds 64-bit numbers with a sign: worlds of up to two million ranks fit.
@@ -69,6 +69,8 @@ def agree(
             _conclude(store, count, deadline)
         try:
             verdict = _get(store, "verdict", max(deadline - time.monotonic(), 0.001))
+        except Interrupted:
+            raise
         except RuntimeError:
             # A rank that comes later reads that it is too late.
             verdict = store.compare_set("verdict", "", "gave up")
@@ -203,11 +205,20 @@ def _unpacked(text: str) -> tuple[int, ...]:
 
 def _get(store: Any, key: str, timeout_s: float) -> bytes:
     """The value of `key`, waited for: one trip to the store where wait and get are two."""
-    usual = store.timeout
-    store.set_timeout(timedelta(seconds=timeout_s))
+    usual, ends = store.timeout, time.monotonic() + timeout_s
     try:
-        value: bytes = store.get(key)
-        return value
+        while True:
+            left_s = max(ends - time.monotonic(), 0.001)
+            slice_s = min(left_s, SLICE_S) if interrupted else left_s
+            store.set_timeout(timedelta(seconds=slice_s))
+            try:
+                value: bytes = store.get(key)
+                return value
+            except RuntimeError as error:
+                if slice_s == left_s or "timeout" not in str(error).lower():
+                    raise
+            if any(each() for each in interrupted):
+                raise Interrupted("a wait at the store has ended: ranks were lost")
     finally:
         store.set_timeout(usual)
 

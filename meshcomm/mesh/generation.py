@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from meshcomm.errors import RankLost
 from meshcomm.layout.sizes import ranks_text
+from meshcomm.mesh.store import interrupted
 from meshcomm.transport.connections import Connections
 from meshcomm.transport.torch_private import interruptible_waits
 
@@ -80,6 +81,11 @@ class Generations:
             self.joined = Generation(self.latest, self._lost_since(self._opened))
         return self.joined
 
+    @property
+    def is_opening(self) -> bool:
+        """Whether no mesh is open yet in the joined generation."""
+        return self._opened < self.joined.number
+
     def opened(self) -> None:
         """A mesh is open in the joined generation: ranks that are lost from now on are others."""
         self._opened = self.joined.number
@@ -129,6 +135,7 @@ class AnnouncedGenerations(Generations):
         self._since = math.inf
         super().__init__(number, [_read(store, each) for each in range(1, number + 1)])
         interruptible_waits(self._given_up)
+        interrupted.append(self.newer)
         for each in (self._wait, self._cut):
             threading.Thread(target=each, name="meshcomm-generation", daemon=True).start()
 

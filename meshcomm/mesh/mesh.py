@@ -13,7 +13,7 @@ from gc import collect
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, final, overload
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from meshcomm.errors import (
     LayoutError,
     MeshClosed,
     MeshcommError,
+    MeshMismatchError,
     NotMember,
     RankLost,
     StoreError,
@@ -91,9 +92,9 @@ class Mesh(AlongDims):
         # On torch's fake backend: there are no other ranks, and results have a shape and no values.
         self.is_fake = runtime.is_fake
         self._store = prefixed("mesh", runtime.store)
-        self.store = MeshStore(
-            prefixed("user", self._store), self.label, plan.defaults.timeout_s, self.is_fake
-        )
+        user = prefixed("user", self._store)
+        lost = partial(_lost, ref(self))
+        self.store = MeshStore(user, self.label, plan.defaults.timeout_s, self.is_fake, lost)
         # The last result of `warm_up`; empty before the first call.
         self.warm_up_s: Mapping[str, float] = {}
         self.closed = False
@@ -380,14 +381,19 @@ class Mesh(AlongDims):
         ranks = self.ranks(along)
         key = f"{'.'.join(self.layout.expand(along))}/{ranks[0]}"
         self._barriers[key] = number = self._barriers.get(key, 0) + 1
-        monitored_barrier(
-            prefixed(f"barrier/{key}/{number}", self._store),
-            ranks.index(self.rank),
-            ranks,
-            timeout_s,
-            f"barrier along {along if isinstance(along, str) else ', '.join(along)} on {self.label}",
-            partial(calls_of, self._watch, self.metrics.recorders),
-        )
+        try:
+            monitored_barrier(
+                prefixed(f"barrier/{key}/{number}", self._store),
+                ranks.index(self.rank),
+                ranks,
+                timeout_s,
+                f"barrier along {along if isinstance(along, str) else ', '.join(along)} on {self.label}",
+                partial(calls_of, self._watch, self.metrics.recorders),
+            )
+        except (RuntimeError, StoreError) as error:
+            if (lost := self.lost(error)) is not None:
+                raise lost from error
+            raise
 
     # -- calls over time --------------------------------------------------------------------------
 
@@ -633,7 +639,7 @@ class Mesh(AlongDims):
         generations = None if self.closed else self._runtime.generations
         if generations is None or isinstance(error, RankLost):
             return error if isinstance(error, RankLost) and generations is not None else None
-        waits = isinstance(error, RuntimeError | CommunicationError | StoreError)
+        waits = isinstance(error, RuntimeError | CommunicationError | MeshMismatchError | StoreError)
         return generations.lost(f"a step on {self.label}", waits)
 
     def reopen(self, error: BaseException | None = None) -> Generation:
@@ -843,6 +849,12 @@ class Mesh(AlongDims):
             hint=f"merge = {{ {joined} = [{listed}] }} in the config, or, on every rank, "
             f'mesh.create_group("{joined}", ({listed}))',
         )
+
+
+def _lost(mesh: ref[Mesh], error: BaseException) -> RankLost | None:
+    """As `Mesh.lost`, for what the mesh holds itself."""
+    alive = mesh()
+    return None if alive is None else alive.lost(error)
 
 
 def _abort(transports: Iterable[Transport]) -> None:

@@ -7,7 +7,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, final
@@ -206,6 +206,7 @@ class Opening:
         if self._pretended is not None:
             self._settings = self._pretended.settings(self._settings)
         self._generations: Generations | None = None
+        self._connections: Connections | None = None
         self._resources = ExitStack()
         self._transports: dict[str, Transport] = {}
         self._clients: dict[bool, dist.Store] = {}
@@ -239,18 +240,16 @@ class Opening:
         while True:
             # Given back when the mesh closes, the last first.
             self._resources, self._transports, self._clients = ExitStack(), {}, {}
-            connections = None
+            self._connections = None
             self._generation = Generation() if generations is None else generations.join()
             if generations is not None and self._world is None:
-                connections = Connections()
-                generations.cuts(connections)
+                self._connections = Connections()
+                generations.cuts(self._connections)
             try:
-                with ExitStack() as opening:
+                with self._making(), ExitStack() as opening:
                     opening.enter_context(self._resources)
                     runtime = self._steps()
                     opening.pop_all()
-                if connections is not None:
-                    connections.complete()
                 if generations is not None:
                     generations.opened()
                 return self._plan, runtime
@@ -258,6 +257,9 @@ class Opening:
                 lost = isinstance(error, CommunicationError | StoreError | MeshMismatchError)
                 if generations is None or not generations.newer(ANNOUNCED_S if lost else 0.0):
                     raise
+
+    def _making(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._connections is None else self._connections.making()
 
     def _steps(self) -> Runtime:
         self._prefix = self._next_prefix()
@@ -453,7 +455,7 @@ class Opening:
             transports=self._transports,
             watch=watch,
             validate_calls=compared,
-            create=self._open_group,
+            create=self._open_later,
             resources=self._resources,
             data_dims=None if roles is None else roles.data_dims,
             is_fake=meeting.is_fake,
@@ -461,6 +463,15 @@ class Opening:
             generations=self._generations,
             reopen=None if self._kept_group else self._opened,
         )
+
+    def _open_later(self, group: Group, split: bool) -> Transport:
+        """One more group of an open mesh."""
+        with self._making():
+            if self._connections is not None:
+                # By a connection that is cut where a rank is lost meanwhile.
+                self._clients.clear()
+                self._clients |= dict.fromkeys((False, True), self._store.clone())
+            return self._open_group(group, split)
 
     def _open_group(self, group: Group, split: bool) -> Transport:
         if self._world is not None:

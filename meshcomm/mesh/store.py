@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.diagnosis import first_line
-from meshcomm.errors import MeshClosed, StoreError, StoreTimeout, UnsupportedOp
+from meshcomm.errors import MeshClosed, MeshcommError, StoreError, StoreTimeout, UnsupportedOp
 
 T = TypeVar("T")
 Value: TypeAlias = str | bytes | bytearray
@@ -25,6 +25,15 @@ GRACE_S: Final = 2.0
 # Most waits are shorter; they need no second connection.
 _SOON_S: Final = 0.01
 _POLL_S: Final = 0.001
+SLICE_S: Final = 0.25
+
+# Whether a wait for keys is to end, as the rank that would set them may be lost: asked four times a second.
+interrupted: list[Callable[[], bool]] = []
+
+
+class Interrupted(RuntimeError):
+    """A wait for keys has ended before its time: ranks were lost."""
+
 
 # No key ever holds this value: comparing with it reads a key without waiting for it, in every store.
 _NOBODY: Final = b"\x00meshcomm: no value\x00"
@@ -42,8 +51,18 @@ class MeshStore:
             cannot be reached; UnsupportedOp; MeshClosed after the mesh was closed.
     """
 
-    def __init__(self, store: dist.Store, label: str, timeout_s: float, alone: bool = False) -> None:
-        """alone: no other rank exists, as in a dry run; waiting for a key that is not set is then refused."""
+    def __init__(
+        self,
+        store: dist.Store,
+        label: str,
+        timeout_s: float,
+        alone: bool = False,
+        lost: Callable[[BaseException], MeshcommError | None] = lambda error: None,
+    ) -> None:
+        """alone: no other rank exists, as in a dry run; waiting for a key that is not set is then refused. lost: the error
+        where a call failed for ranks that were lost and replaced.
+        """
+        self._lost = lost
         self._store: Any = store  # torch's annotations leave out half of its methods
         self._alone = alone
         self._label = label
@@ -121,6 +140,7 @@ class MeshStore:
     def close(self, why: str = "is closed") -> None:
         """Refuse every further call: the mesh `why`. The keys stay for the other ranks."""
         self._closed = why
+        self._lost = lambda error: None
         del self._store  # and with it the connection, where nobody else uses it
 
     def __repr__(self) -> str:
@@ -182,6 +202,8 @@ class MeshStore:
                 hint="look at the process that holds the store, and at the network between",
             ) from None
         except (RuntimeError, ValueError) as error:
+            if (lost := self._lost(error)) is not None:
+                raise lost from error
             what = f"store.{call} on {self._label}: the job's {self._kind} failed"
             raise store_failed(what, error, f"{_named(keys)}; ") from error
 
@@ -280,11 +302,17 @@ def wait_for(store: Any, keys: Sequence[str], timeout_s: float) -> bool:
             return False
     if kind == "TCPStore":
         store = store.clone()
-    try:
-        # torch counts whole milliseconds.
-        store.wait(list(keys), timedelta(milliseconds=max(1, math.ceil((timeout_s - waited_s) * 1000))))
-    except RuntimeError as error:
-        if "timeout" in str(error).lower():
+    while True:
+        left_s = started + timeout_s - time.monotonic()
+        slice_s = min(left_s, SLICE_S) if interrupted else left_s
+        try:
+            # torch counts whole milliseconds.
+            store.wait(list(keys), timedelta(milliseconds=max(1, math.ceil(slice_s * 1000))))
+            return True
+        except RuntimeError as error:
+            if "timeout" not in str(error).lower():
+                raise
+        if any(each() for each in interrupted):
+            raise Interrupted("a wait at the store has ended: ranks were lost")
+        if slice_s == left_s:
             return False
-        raise
-    return True

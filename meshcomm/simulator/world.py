@@ -13,11 +13,12 @@ import torch.distributed as dist
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
 from meshcomm.comm.mismatch import error_of, find_desync
-from meshcomm.errors import CallMismatchError, MeshcommError
+from meshcomm.errors import CallMismatchError, CommunicationError, MeshcommError
 from meshcomm.layout import Group
 from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.generation import Generations
 from meshcomm.mesh.runtime import Watching
+from meshcomm.mesh.store import Interrupted
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
 from meshcomm.simulator.transport import SimulatedGroup, SimulatorTransport
@@ -142,6 +143,8 @@ class SimulatedWorld:
 
     def open(self, group: Group, prefix: str) -> SimulatorTransport:
         shared, key = self._shared, (prefix, group.name, group.ranks)
+        if self.generations is not None and self.generations.newer():
+            raise CommunicationError(f"rank {self._actor.rank} could not create the group {group.label}")
         if key not in shared.groups:
             shared.groups[key] = SimulatedGroup(shared.scheduler, group)
         backend = backend_on(group.options.backend, _CPU)
@@ -260,10 +263,13 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         timeout = self._timeout if timeout is None else timeout
         self._touch()
         wait = self._wait_for(keys, timeout)
+        generations = self._shared.generations.get(self._actor.rank)
+        if generations is not None and generations.newer():
+            raise Interrupted("a wait at the store has ended: ranks were lost")
         if self._shared.has_to_wait(wait):
             self._scheduler.wait(self._actor, wait)
         if wait.broken:
-            raise dist.DistNetworkError("connection reset: a rank was lost")
+            raise Interrupted("a wait at the store has ended: ranks were lost")
         if wait.expired:
             raise dist.DistStoreError(
                 f"wait timeout after {timeout.total_seconds() * 1000:g}ms, keys: {keys}"
@@ -302,6 +308,10 @@ class SimulatedStore(_Store):  # type: ignore[misc]
     def _touch(self) -> None:
         self._scheduler.operates(self._actor)
         self._scheduler.maybe_pause(self._actor)
+        generations = self._shared.generations.get(self._actor.rank)
+        if generations is not None and generations.is_opening and generations.newer():
+            # As of a store whose connections are cut; so long as a mesh is being opened.
+            raise dist.DistNetworkError("connection reset: a rank was lost")
 
     def _read(self, key: str) -> bytes | None:
         self._touch()

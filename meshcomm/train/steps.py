@@ -169,7 +169,7 @@ class Steps:
         self._checkpoints, self._lock = checkpoints, lock
         self._out = Path(train.out)
         self._first = len(losses) + len(pending)
-        self._pending, self._left = pending, (evaluates, saves)
+        self._results, self._left = [*pending], (evaluates, saves)
         self._recent: deque[Done] = deque(maxlen=_RECENT)
         # The last steps after which weights were evaluated and saved.
         self._evaluated, self._saved = 0 if evaluates else self._first, 0 if saves else self._first
@@ -243,7 +243,7 @@ class Steps:
 
     def facts(self, runs: int) -> dict[str, Any]:
         """What a new rank is told of the run, as plain data; see `progress_of`. Asks no other rank."""
-        pending = self._engine.pending()
+        pending = [*self._results, *self._engine.pending()]
         step = len(self._losses) + len(pending)
         lock = {
             "seconds": self._seconds,
@@ -268,7 +268,7 @@ class Steps:
         logged = time.perf_counter()
         began = logged - self._lock.seconds
         logged_step = self._first
-        self._report([*self._pending], 0.0)
+        self._report(0.0)
         evaluates, saves = self._left
         if evaluates:
             self._evaluate(self._first)
@@ -294,13 +294,14 @@ class Steps:
             # A look waits for the device where calls are queued on it.
             if mesh.is_async and not saves and not evaluates and not logs:
                 continue
-            results = engine.results()
+            # Held: what comes now may end by the loss of a rank.
+            self._results += engine.results()
             self._signals.look(step)
             now = time.perf_counter()
             self._seconds = now - began
             if logs:
                 self._cost.looked()
-            if self._report(results, (step - logged_step) / (now - logged)):
+            if self._report((step - logged_step) / (now - logged)):
                 logged, logged_step = now, step
             if evaluates:
                 self._evaluate(step)
@@ -314,12 +315,13 @@ class Steps:
     def _logs(self, step: int) -> bool:
         return step % self._train.log_every == 0 or step in (1, self._train.steps)
 
-    def _report(self, results: list[Done], steps_per_s: float) -> bool:
+    def _report(self, steps_per_s: float) -> bool:
         """Keep the losses of steps, and report those that are logged; whether there was one."""
         logged = False
         tokens = self._start.tokens_per_step
         rates, memory = self._cost.rates(steps_per_s), self._cost.memory
-        for done in results:
+        while self._results:
+            done = self._results.pop(0)
             self._losses.append(done.loss)
             self._recent.append(done)
             self._in_a_row = self._in_a_row + 1 if done.fault else 0

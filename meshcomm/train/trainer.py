@@ -127,6 +127,8 @@ class Trainer:
         self._given, self._loss = model, loss
         self._optimizer, self._scheduler = optimizer, scheduler
         self._made: Engine | None = None
+        # Whether it has a state: not before a checkpoint is read, where there is one.
+        self._holds = False
         self._steps: Steps | None = None
         # How often `run` was called: ranks that meet again must be in the same one.
         self._runs = 0
@@ -171,11 +173,11 @@ class Trainer:
         if mesh.recovers and self._survivor is None:
             shared = isinstance(self._given, nn.Module)
             facts = None if self._steps is None else partial(self._steps.facts, self._runs)
-            survivor = Survivor(self._made, shared=shared, facts=facts)
+            survivor = Survivor(self._made if self._holds else None, shared=shared, facts=facts)
         else:
             survivor = self._survivor or Survivor()
         mesh.reopen(error)
-        self._survivor, self._made, self._steps = survivor, None, None
+        self._survivor, self._made, self._steps, self._holds = survivor, None, None, False
 
     def reopen(self, error: Exception | None = None) -> int:
         """Reopen the mesh after ranks were lost and replaced, and have every rank at the same step, with the state after it.
@@ -208,7 +210,9 @@ class Trainer:
 
     def _restored(self) -> Any:
         """What the survivors know of the run, once the state is in a new engine; None where nobody holds it."""
-        return None if self._survivor is None else self._survivor.restore(self._make(False))
+        found = None if self._survivor is None else self._survivor.restore(self._make(False))
+        self._holds = self._holds or found is not None
+        return found
 
     @property
     def mesh(self) -> Mesh:
@@ -288,6 +292,8 @@ class Trainer:
             state = checkpoint.saved_data(self.mesh, engine, resumed.folder)
         reading = Reading(self._batches(data, lock.step, lock.samples or 0, state), corpus, evaluator)
         self._steps = Steps(engine, self._config, reading, self.callbacks, checkpoints, progress)
+        # What it knows is in the new steps only now.
+        self._survivor = None
         return self._steps.run()
 
     def _start(self, checkpoints: Checkpoints, start: Lock, attempt: Attempt) -> Progress:
@@ -301,6 +307,7 @@ class Trainer:
         losses: list[float] = []
         if resumed is not None and lock.step:
             checkpoint.resume(self.mesh, engine, resumed.folder, losses)
+        self._holds = True
         return Progress(start.continuing(lock), losses, resumed)
 
     def _go_on(self, checkpoints: Checkpoints, start: Lock) -> Progress | None:
@@ -315,7 +322,6 @@ class Trainer:
                 expected="one Trainer.run in the program of a job that replaces lost ranks",
                 hint="a job for each run",
             )
-        self._survivor = None
         checkpoints.tidy()
         return progress_of(self.engine, start, found, self.mesh.generation.replaced)
 
@@ -417,6 +423,7 @@ class Trainer:
         What the folder has is not read from elsewhere, nor drawn, before: call this first.
         """
         checkpoint.resume(self.mesh, self._make(False), Path(folder))
+        self._holds = True
 
     def _corpus(self) -> Corpus:
         facts = self._facts
@@ -433,12 +440,13 @@ class Trainer:
 
     def _make(self, filled: bool) -> Engine:
         if self._made is None:
+            holds = filled
             # What a checkpoint does not have is read or drawn at each start.
             filled = filled or not self._model.saves_all
             engine = Engine(self.mesh, self._config, self._model, self._optimizer, filled=filled)
             if self._scheduler is not None:
                 engine.scheduler = _scheduler(self._scheduler, engine.optimizer)
-            self._made = engine
+            self._made, self._holds = engine, holds
         return self._made
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple, final
 
 import psutil
@@ -24,33 +25,36 @@ class _Connection(NamedTuple):
 
 @final
 class Connections:
-    """Those that this process makes from now on, until `complete`; and later ones to a port that it listened at by then.
+    """Those that this process makes within `making`; and later ones to a port that it began to listen at there.
 
-    Two ranks of a large group of Gloo connect at their first message, after `complete`.
+    Two ranks of a large group of Gloo connect at their first message. Connections to addresses that the process was
+    connected to before, as the store's, are only cut within `making`: other threads use them later.
     """
 
     def __init__(self) -> None:
-        self._before = _connected()
-        self._ports_before = _ports()
-        self._made: set[_Connection] | None = None
+        self._known = {each.there for each in _connected()}
+        self._made: set[_Connection] = set()
         self._ports: set[int] = set()
+        self._before: set[_Connection] | None = None
 
-    def complete(self) -> None:
-        """All groups are made: what this process connects to from now on is its own affair.
-
-        The store, to which it was connected before, is left alone from now on: other threads use it.
-        """
-        known = {each.there for each in self._before}
-        self._made = {each for each in _connected() - self._before if each.there not in known}
-        self._ports = _ports() - self._ports_before
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """In the block groups are made, and nothing else is connected."""
+        before, ports = _connected(), _ports()
+        self._before = before
+        try:
+            yield
+        finally:
+            self._made |= {each for each in _connected() - before if each.there not in self._known}
+            self._ports |= _ports() - ports
+            self._before = None
 
     def cut(self) -> None:
         """Shut them down, from any thread. The descriptors stay open: who made them closes them."""
-        now = _connected()
-        if self._made is None:
-            found = now - self._before
-        else:
-            found = {each for each in now if each in self._made or each.here.port in self._ports}
+        now, before = _connected(), self._before
+        found = {each for each in now if each in self._made or each.here.port in self._ports}
+        if before is not None:
+            found |= now - before
         for each in found:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.descriptor)) as copy:
                 # Shutting down a socket that listens would end the process, by Gloo.

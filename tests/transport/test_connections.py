@@ -27,8 +27,8 @@ def pair() -> tuple[socket.socket, socket.socket, socket.socket]:
 
 def test_only_what_was_made_meanwhile_is_cut() -> None:
     before, connections = pair(), Connections()
-    meanwhile = pair()
-    connections.complete()
+    with connections.making():
+        meanwhile = pair()
     after = pair()
     connections.cut()
     for one, other, works in (
@@ -48,8 +48,8 @@ def test_only_what_was_made_meanwhile_is_cut() -> None:
 
 def test_a_later_connection_to_a_port_that_listened_is_cut_too() -> None:
     connections = Connections()
-    listens = socket.create_server(("127.0.0.1", 0))
-    connections.complete()
+    with connections.making():
+        listens = socket.create_server(("127.0.0.1", 0))
     here = socket.create_connection(listens.getsockname())
     there, _ = listens.accept()
     connections.cut()
@@ -68,8 +68,8 @@ def test_a_call_that_waits_on_gloo_ends_within_seconds() -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         for attempt in range(6):
             connections = Connections()
-            group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=60))
-            connections.complete()
+            with connections.making():
+                group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=60))
 
             def cut(connections: Connections = connections) -> None:
                 given_up[0] = time.monotonic() + 0.5

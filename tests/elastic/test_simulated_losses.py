@@ -1,0 +1,137 @@
+"""A rank is lost at some operation of a training, in the simulator: every moment ends right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import meshcomm
+from meshcomm.config import Config, load_config
+from meshcomm.errors import RankLost
+from meshcomm.mesh import Mesh
+from meshcomm.mesh.opening import init
+from meshcomm.mesh.runtime import WORLD
+from meshcomm.simulator.run import run_ranks
+from meshcomm.train import Trainer
+from tests.elastic.deaths import config_of
+
+SMALLER = {
+    "num_layers = 4": "num_layers = 1",
+    "hidden_size = 32": "hidden_size = 8",
+    "intermediate_size = 64": "intermediate_size = 8",
+    "num_heads = 4": "num_heads = 2",
+    "seq_len = 32": "seq_len = 4",
+}
+RANKS = 8
+
+
+class Trained(NamedTuple):
+    """Of one rank: its losses, and the numbers of its operations when the steps began and at the end."""
+
+    losses: tuple[float, ...]
+    began: int
+    ended: int
+
+
+def trained(
+    settings: Config, lose: Mapping[int, int], seed: int, trainer: Callable[..., Trainer] = Trainer
+) -> list[Trained]:
+    """Two steps on 8 ranks. lose: by rank, the number of the operation at which it is lost."""
+
+    def body() -> Trained:
+        world: Any = WORLD.get()
+        with init(settings) as mesh:
+            made = trainer(mesh, settings)
+            began = world._actor.operations
+            return Trained(made.run().losses, began, world._actor.operations)
+
+    found: list[Trained] = run_ranks(body, RANKS, seed, 60.0, lose=lose)
+    return found
+
+
+def settings_of(folder: Path) -> Config:
+    """A training of two steps on dp=4 cp=2, that saves and evaluates after each."""
+    text = config_of("dp4 cp2", 2, "eval_every = 1\neval_batches = 1\n")
+    for usual, smaller in {**SMALLER, "[data]": "[data]\nvalidation = 0.3"}.items():
+        assert usual in text
+        text = text.replace(usual, smaller)
+    path = folder / "train.toml"
+    path.write_text(text)
+    return load_config(path, [f'train.out="{folder}/out"'])
+
+
+def loses_at(folder: Path, moments: list[tuple[int, int, int]]) -> None:
+    """Lose a rank at an operation, in another schedule each: (rank, number, seed)."""
+    settings = settings_of(folder)
+    expected = trained(settings, {}, 0)[0].losses
+    for rank, number, seed in moments:
+        found = trained(settings, {rank: number}, seed)
+        assert all(each.losses == expected for each in found), (rank, number, seed)
+
+
+def test_some_moments(tmp_path: Path) -> None:
+    ended = trained(settings_of(tmp_path), {}, 0)[0].ended
+    draw = random.Random(1)
+    loses_at(tmp_path, [(draw.randrange(RANKS), draw.randrange(1, ended), seed) for seed in range(6)])
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_every_operation_of_two_steps(rank: int, tmp_path: Path) -> None:
+    each = trained(settings_of(tmp_path), {}, 0)[rank]
+    loses_at(tmp_path, [(rank, number, number) for number in range(each.began + 1, each.ended + 1)])
+
+
+@pytest.mark.faults
+def test_two_ranks_at_any_two_moments(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path)
+    whole = trained(settings, {}, 0)
+    draw = random.Random(2)
+    for seed in range(100):
+        lose = {rank: draw.randrange(1, whole[0].ended) for rank in draw.sample(range(RANKS), 2)}
+        found = trained(settings, lose, seed)
+        assert all(each.losses == whole[0].losses for each in found), (lose, seed)
+
+
+def loop(mesh: Mesh) -> tuple[int, float]:
+    """A loop of one's own, as docs/guide/elastic.md has it."""
+    step, total = 0, 0.0
+
+    def of_the_farthest() -> tuple[int, float]:
+        every: list[tuple[int, float]] = mesh.objects.all_gather("dp", (step, total))
+        return max(every)
+
+    if mesh.generation.number:
+        step, total = of_the_farthest()
+    while True:
+        try:
+            while step < 4:
+                x = mesh.all_reduce("dp", torch.tensor([float(step + mesh.rank)]))
+                mesh.barrier("dp")
+                step, total = step + 1, total + x.item()
+            mesh.barrier("dp")
+            return step, total
+        except RankLost as error:
+            mesh.reopen(error)
+            step, total = of_the_farthest()
+
+
+@pytest.mark.parametrize("number", range(1, 40, 3))
+def test_a_loop_of_ones_own(number: int) -> None:
+    expected = meshcomm.simulate(loop, dims={"dp": 3})
+    assert meshcomm.simulate(loop, dims={"dp": 3}, lose={1: number}, schedule_seed=number) == expected
+
+
+def test_a_program_that_does_not_reopen_fails_by_name() -> None:
+    def body(mesh: Mesh) -> None:
+        for _ in range(20):
+            mesh.all_reduce("dp", torch.ones(1))
+
+    with pytest.raises(meshcomm.errors.RankFailed, match=r"RankLost: .*rank 1 was lost and replaced"):
+        meshcomm.simulate(body, dims={"dp": 3}, lose={1: 14})
