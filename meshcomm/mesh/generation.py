@@ -131,7 +131,7 @@ class AnnouncedGenerations(Generations):
     def __init__(self, store: dist.Store, number: int) -> None:
         self._store: Any = store
         self._changed = threading.Condition()
-        self._connections: Connections | None = None
+        self._connections: list[Connections] = []
         self._since = math.inf
         super().__init__(number, [_read(store, each) for each in range(1, number + 1)])
         interruptible_waits(self._given_up)
@@ -143,8 +143,13 @@ class AnnouncedGenerations(Generations):
         with self._changed:
             return self._changed.wait_for(lambda: self.latest > self.joined.number, within_s)
 
+    def join(self) -> Generation:
+        if self.newer():
+            self._connections = []
+        return super().join()
+
     def cuts(self, connections: Connections) -> None:
-        self._connections = connections
+        self._connections.append(connections)
 
     def _wait(self) -> None:
         store = self._store.clone()
@@ -155,6 +160,7 @@ class AnnouncedGenerations(Generations):
             except RuntimeError:
                 return  # the job has ended
             with self._changed:
+                self._since = time.monotonic()
                 self.add(lost)
                 self._changed.notify_all()
 
@@ -166,10 +172,10 @@ class AnnouncedGenerations(Generations):
             pause_s = _CUTS_S
             with self._changed:
                 self._changed.wait_for(lambda: self.latest > self.joined.number)
-                number, self._since = self.latest, time.monotonic()
+                number = self.latest
             while self.joined.number < number:
-                if self._connections is not None:
-                    self._connections.cut()
+                for each in [*self._connections]:
+                    each.cut()
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _CUTS_MOST_S)
 

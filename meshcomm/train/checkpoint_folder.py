@@ -61,6 +61,11 @@ def complete(folder: Path) -> list[Path]:
     )
 
 
+def has(folder: Path, step: int) -> bool:
+    """Whether there is a complete checkpoint of this step in `folder`."""
+    return is_complete(folder / name_of(step))
+
+
 def go_on_without(path: Path) -> str:
     """What to try where the checkpoint `path` is not written: the newest complete one before it, or a new run."""
     older = [each for each in complete(path.parent) if each != path and step_of(each) <= step_of(path)]

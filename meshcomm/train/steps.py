@@ -22,6 +22,7 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
 from meshcomm.train.callbacks import Best, Callback, EarlyStop, Evaluation, Resumed, Start, Step, Summary
 from meshcomm.train.checkpoint import Checkpoints, state_of
+from meshcomm.train.checkpoint_folder import FOLDER, has
 from meshcomm.train.cost import Cost
 from meshcomm.train.data import Batches, Corpus, GivenBatches, ReadAhead
 from meshcomm.train.evaluation import Evaluator
@@ -127,22 +128,24 @@ def progress_of(
     mesh, train, step = engine.mesh, engine.sections.train, engine.done
     losses: list[float] = list(facts["losses"])
     known = len(losses)
-    written = on_all_ranks(
-        mesh, "read the metrics", lambda: last_step(Path(train.out)) if is_first(mesh) else None
-    )
-    reported = next(each for each in of_every_rank(mesh, written) if each is not None)
+    out = Path(train.out)
+
+    def look() -> tuple[int, bool] | None:
+        # A save beside the training may have been under way.
+        return (last_step(out), has(out / FOLDER, step)) if is_first(mesh) else None
+
+    found = of_every_rank(mesh, on_all_ranks(mesh, "read the metrics", look))
+    reported, saved = next(each for each in found if each is not None)
     recent = [*(Done(*each) for each in facts["recent"]), *(Done(*each) for each in facts["pending"])]
     pending = [each for each in recent if each.number > reported]
     losses = [*losses, *(each[1] for each in facts["pending"])][: step - len(pending)]
     counted = facts["lock"]["skipped"] - sum(bool(each.fault) for each in pending if each.number <= known)
     lock = dataclasses.replace(start, **{**facts["lock"], "step": step, "skipped": counted})
-    resumed = Resumed(step, Path(train.out), (), replaced=replaced)
+    resumed = Resumed(step, out, (), replaced=replaced)
+    is_done = {"evaluates": facts["evaluates"] == step, "saves": saved}
     due = {"evaluates": train.eval_every, "saves": train.checkpoint_every}
     left = {
-        name: bool(every)
-        and bool(step)
-        and (step % every == 0 or step == train.steps)
-        and facts[name] != step
+        name: bool(every) and bool(step) and (step % every == 0 or step == train.steps) and not is_done[name]
         for name, every in due.items()
     }
     return Progress(lock, losses, resumed, pending, **left)
@@ -171,8 +174,8 @@ class Steps:
         self._first = len(losses) + len(pending)
         self._results, self._left = [*pending], (evaluates, saves)
         self._recent: deque[Done] = deque(maxlen=_RECENT)
-        # The last steps after which weights were evaluated and saved.
-        self._evaluated, self._saved = 0 if evaluates else self._first, 0 if saves else self._first
+        # The last step after which weights were evaluated.
+        self._evaluated = 0 if evaluates else self._first
         self._losses, self._seconds, self._skipped, self._in_a_row = losses, lock.seconds, lock.skipped, 0
         self._evaluation: Evaluation | None = None
         self._cost = Cost(mesh, train)
@@ -258,7 +261,6 @@ class Steps:
             "pending": [tuple(each) for each in pending],
             "lock": lock,
             "evaluates": self._evaluated,
-            "saves": self._saved,
         }
 
     # -- inside -----------------------------------------------------------------------------------
@@ -374,7 +376,6 @@ class Steps:
         batches = self._reading.batches
         data = batches.saved if isinstance(batches, GivenBatches) else None
         folder = self._checkpoints.save(lock, state_of(self._mesh, self._engine, self._losses, data))
-        self._saved = step
         for callback in self._callbacks:
             callback.on_save(step, folder)
 

@@ -29,6 +29,7 @@ from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.build import Model, Sections, sections
 from meshcomm.parallel.compose import Batch, Engine, LossOf
+from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
 from meshcomm.train import checkpoint
@@ -151,6 +152,9 @@ class Trainer:
             self._make(True)
 
     def _begin_again(self) -> None:
+        if not self._mesh.recovers:
+            self._begin()
+            return
         while True:
             try:
                 self._begin()
@@ -160,6 +164,8 @@ class Trainer:
 
     def _recovering(self, action: Callable[[], T]) -> T:
         """The result of `action`; of another try where it fails for ranks that were lost and replaced."""
+        if not self._mesh.recovers:
+            return action()
         while True:
             try:
                 return action()
@@ -172,6 +178,8 @@ class Trainer:
         mesh = self._mesh
         if mesh.recovers and self._survivor is None:
             shared = isinstance(self._given, nn.Module)
+            if shared and self._made is not None and mesh.lost(error) is not None:
+                _refuse_shards(self._made, error)
             facts = None if self._steps is None else partial(self._steps.facts, self._runs)
             survivor = Survivor(self._made if self._holds else None, shared=shared, facts=facts)
         else:
@@ -453,6 +461,17 @@ class Trainer:
 def run(mesh: Mesh, config: Config, callback: Callback, attempt: Attempt | None = None) -> Summary:
     """Train what `config` says: `Trainer(mesh, config, callbacks=[callback]).run()`."""
     return Trainer(mesh, config, callbacks=[callback]).run(attempt=attempt)
+
+
+def _refuse_shards(engine: Engine, error: Exception) -> None:
+    """Raise UnsupportedOp where FSDP2 has changed a module of the program's own: it cannot do so again."""
+    if any(isinstance(each, Sharded) for each in engine.gradients):
+        raise UnsupportedOp(
+            "a module that FSDP2 has sharded cannot go on after the loss of a rank",
+            given=f"parallel.shard, and a {type(engine.modules[0]).__name__} as the model of the trainer",
+            expected="a model that can be built again",
+            hint="a ModelSpec, as docs/guide/unknown_model.md has it; or --max-restarts in place of --replace",
+        ) from error
 
 
 def _nobody_holds(mesh: Mesh) -> TrainingError:

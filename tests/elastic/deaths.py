@@ -121,20 +121,19 @@ def config_of(mesh: str, steps: int, more: str = "") -> str:
 
 @contextmanager
 def training(
-    folder: Path, config: str, replace: int, sets: Sequence[str] = (), script: Path | None = None
+    folder: Path, config: str, replace: int, script: Path | None = None, words: Sequence[str] = ()
 ) -> Iterator[Run]:
     """Run a training; nothing of it is left when the block ends."""
     folder.mkdir(parents=True, exist_ok=True)
     path, log = folder / "train.toml", folder / "log.txt"
     path.write_text(config)
-    words = ["train"] if script is None else ["run"]
-    words += ["--replace", str(replace), "--set", f'train.out="{folder / "out"}"']
-    words += [part for each in sets for part in ("--set", each)]
-    words += [str(path), *([] if script is None else [str(script)])]
+    command = ["train" if script is None else "run", *words]
+    command += ["--replace", str(replace), "--set", f'train.out="{folder / "out"}"']
+    command += [str(path), *([] if script is None else [str(script)])]
     with log.open("wb") as out:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", _MARK: str(folder)}
         process = subprocess.Popen(
-            [sys.executable, "-m", "meshcomm", *words],
+            [sys.executable, "-m", "meshcomm", *command],
             stdout=out,
             stderr=subprocess.STDOUT,
             env=env,

@@ -61,6 +61,36 @@ mesh.close()
 """
 
 
+DTENSORS = """
+import os, signal, torch, meshcomm
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+mesh = meshcomm.init(dims={"dp": 2, "tp": 2})
+grid = mesh.device_mesh  # made before the loss, and used after it
+held = DTensor.from_local(torch.full((2, 2), float(mesh.coord("tp"))), grid, [Replicate(), Shard(0)])
+
+def latest(step):
+    for dim in ("dp", "tp"):
+        step = max(mesh.objects.all_gather(dim, step))
+    return step
+
+step = latest(0) if mesh.generation.number else 0
+while step < 5:
+    try:
+        if (mesh.rank, step, mesh.generation.number) == (3, 2, 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert held.full_tensor()[:, 0].tolist() == [0, 0, 1, 1]
+        torch.distributed.barrier()
+        mesh.barrier()
+        step += 1
+    except Exception as error:
+        mesh.reopen(error)
+        step = latest(step)
+print("whole", held.redistribute(placements=[Replicate(), Replicate()]).to_local().sum().item())
+mesh.close()
+"""
+
+
 def run(*words: str, replace: int = 1) -> subprocess.CompletedProcess[str]:
     """`meshcomm run` of a script."""
     command = [sys.executable, "-m", "meshcomm", "run", "--replace", str(replace), *words]
@@ -91,6 +121,15 @@ def test_a_program_that_does_not_reopen_ends_by_the_name_of_the_lost_rank(tmp_pa
         "meshcomm: rank 0 ended by RankLost: a program goes on by mesh.reopen(error), a Trainer by itself"
         in lines
     )
+
+
+@pytest.mark.faults
+def test_dtensors_and_device_meshes_stay(tmp_path: Path) -> None:
+    script = tmp_path / "dtensors.py"
+    script.write_text(DTENSORS)
+    ended = run("--world-size", "4", str(script))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("whole 4.0") == 4
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +203,40 @@ def test_more_ranks_are_lost_than_can_be_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
+def test_a_new_process_with_another_config_is_named(tmp_path: Path) -> None:
+    with training(tmp_path, config_of("dp2", 1000), 1) as job:
+        assert job.await_step(2)
+        path = tmp_path / "train.toml"
+        path.write_text(path.read_text().replace("lr = 0.01", "lr = 0.02"))
+        job.kill(1, signal.SIGKILL)
+        assert job.process.wait(60) == 2
+        assert "train.lr" in job.log.read_text(), job.log.read_text()
+    assert not left_over(tmp_path)
+
+
+@pytest.mark.faults
+def test_the_launcher_is_killed_while_a_rank_is_replaced(tmp_path: Path) -> None:
+    with training(tmp_path, config_of("dp4", 1000), 1) as job:
+        assert job.await_step(2)
+        job.kill(1, signal.SIGKILL)
+        time.sleep(1)
+        job.process.kill()
+        job.process.wait(10)
+    deadline = time.monotonic() + 10
+    while left_over(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left_over(tmp_path)
+
+
+def test_another_launcher_does_not_replace() -> None:
+    words = ["-m", "meshcomm", "train", "--replace", "1", str(ROOT / "configs/quickstart.toml")]
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "8", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env, check=False)
+    assert ended.returncode == 2
+    assert "--replace 1 inside a job that torchrun started" in ended.stderr
+
+
+@pytest.mark.faults
 def test_an_exception_ends_a_rank(tmp_path: Path, expected: dict[str, list[float]]) -> None:
     script = tmp_path / "raises.py"
     script.write_text(RAISES)
@@ -206,7 +279,9 @@ def test_while_it_evaluates_and_saves(background: bool, tmp_path: Path) -> None:
         after = job.out.joinpath("metrics.jsonl").read_text().splitlines()
         folders = sorted(path.name for path in (job.out / "checkpoints").iterdir() if path.is_dir())
     assert [facts(line) for line in after] == [facts(line) for line in before]
-    assert len(folders) == STEPS, folders
+    # One that was under way beside the training when a rank was lost is not finished; the next one is.
+    assert len(folders) >= (STEPS - 3 if background else STEPS), folders
+    assert f"step-{STEPS:06}" in folders
 
 
 def facts(line: str) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from meshcomm.errors import MeshcommError, TrainingError
+from meshcomm.errors import CommunicationError, MeshcommError, TrainingError
 from meshcomm.launch.reaper import end_with_parent
 from meshcomm.train.data.batches import Batches
 
@@ -53,6 +53,9 @@ class ReadAhead:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._steps = None
+        # torch tells of it wherever the program is, also in a call, whose error it is the cause of.
+        if isinstance(error, CommunicationError) and error.__cause__ is not None:
+            error = error.__cause__
         if isinstance(error, RuntimeError) and str(error).startswith(_WORKER):
             raise TrainingError(
                 "a process that reads samples has ended, or does not answer",
