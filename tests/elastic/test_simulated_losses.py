@@ -12,7 +12,7 @@ import torch
 
 import meshcomm
 from meshcomm.config import Config, load_config
-from meshcomm.errors import RankLost
+from meshcomm.errors import DeadlockError, RankLost
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import WORLD
@@ -28,6 +28,7 @@ SMALLER = {
     "seq_len = 32": "seq_len = 4",
 }
 RANKS = 8
+LAST_EXCHANGE = 6
 
 
 class Trained(NamedTuple):
@@ -68,10 +69,15 @@ def settings_of(folder: Path) -> Config:
 def loses_at(folder: Path, moments: list[tuple[int, int, int]]) -> None:
     """Lose a rank at an operation, in another schedule each: (rank, number, seed)."""
     settings = settings_of(folder)
-    expected = trained(settings, {}, 0)[0].losses
+    whole = trained(settings, {}, 0)
     for rank, number, seed in moments:
-        found = trained(settings, {rank: number}, seed)
-        assert all(each.losses == expected for each in found), (rank, number, seed)
+        try:
+            found = trained(settings, {rank: number}, seed)
+        except DeadlockError:
+            # In the last exchange: ranks that have left it end their program, and nobody can meet them any more.
+            assert number > whole[rank].ended - LAST_EXCHANGE, (rank, number, seed)
+            continue
+        assert all(each.losses == whole[0].losses for each in found), (rank, number, seed)
 
 
 def test_some_moments(tmp_path: Path) -> None:
