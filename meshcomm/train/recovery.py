@@ -30,7 +30,7 @@ class Survivor:
     """What a rank holds of a training, from the loss of a rank until its state is in a new engine.
 
     engine: its own, or None on a rank that has none, as a new one. shared: keeps its module, which the new engine has too.
-    facts: gives those of the run, which new ranks are told.
+    facts: returns what a new rank needs to know of the run, see `Steps.facts`.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ def _signature(engine: Engine) -> list[Any]:
 
 
 def _pairs(mesh: Mesh, known: Mapping[int, tuple[Any, bool]]) -> list[tuple[str, int, int]] | None:
-    """(dim, giver, receiver) for each rank that holds nothing: the giver holds the same parts; None: nobody does."""
+    """(dim, giver, receiver) for each rank without a state: the giver holds the same parts. None if some rank has no giver."""
     found = []
     for to in (rank for rank, (_, holds) in known.items() if not holds):
         coords = mesh.get_coords(to)

@@ -274,7 +274,9 @@ class Steps:
         evaluates, saves = self._left
         if evaluates:
             self._evaluate(self._first)
-        if saves:
+        # A loader may have read the next step already, and its state would be that after it.
+        ahead = isinstance(self._reading.batches, GivenBatches) and self._reading.batches.has_state
+        if saves and not ahead:
             self._save(self._first)
         for step in range(self._first + 1, train.steps + 1):
             if self._stopped():

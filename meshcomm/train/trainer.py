@@ -131,6 +131,8 @@ class Trainer:
         # Whether it has a state: not before a checkpoint is read, where there is one.
         self._holds = False
         self._steps: Steps | None = None
+        # What was read of the program's data before ranks were lost.
+        self._read: GivenBatches | None = None
         # How often `run` was called: ranks that meet again must be in the same one.
         self._runs = 0
         # Where ranks have met again: what this one holds, until it is in a new engine.
@@ -265,7 +267,7 @@ class Trainer:
                    parameter gets no gradient, the loss or the gradient norm is not finite (see train.on_nonfinite), or a
                    checkpoint cannot be written or read; CallMismatchError where ranks called differently in a step.
         """
-        self._runs += 1
+        self._runs, self._read = self._runs + 1, None
         if self._recorder is not None:
             batches = self._batches(self._corpus() if data is None else data)
             # The recorder ends it.
@@ -298,7 +300,15 @@ class Trainer:
         state = None
         if corpus is None and resumed is not None and lock.step and not resumed.replaced:
             state = checkpoint.saved_data(self.mesh, engine, resumed.folder)
-        reading = Reading(self._batches(data, lock.step, lock.samples or 0, state), corpus, evaluator)
+        batches: Batches | ReadAhead | GivenBatches
+        if self._read is None or state is not None:
+            batches = self._batches(data, lock.step, lock.samples or 0, state)
+        else:
+            batches = self._read
+            batches.goes_on(engine, lock.step)
+        # Until the end of the run: whatever is lost, an iterable is not asked to begin again.
+        self._read = batches if isinstance(batches, GivenBatches) else None
+        reading = Reading(batches, corpus, evaluator)
         self._steps = Steps(engine, self._config, reading, self.callbacks, checkpoints, progress)
         # What it knows is in the new steps only now.
         self._survivor = None
@@ -307,7 +317,7 @@ class Trainer:
     def _start(self, checkpoints: Checkpoints, start: Lock, attempt: Attempt) -> Progress:
         """From the first step or a checkpoint."""
         if self._survivor is not None:
-            # Nobody holds what was lost: the job goes on as after a restart.
+            # No rank holds the lost parts: continue as after a restart.
             attempt, self._survivor, self._made = replace(attempt, restarts=attempt.restarts + 1), None, None
         resumed, lock = checkpoints.begin(attempt, start)
         # What a checkpoint has is not read from elsewhere, nor drawn, before.

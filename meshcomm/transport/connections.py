@@ -1,7 +1,6 @@
 """The connections of a mesh's groups, to cut them: a call that waits for a rank that is gone then ends at once.
 
-Gloo cannot be told to give up a call: its `abort` and `shutdown` leave a call that is under way as it is (tried on
-torch 2.15), which ends when a connection of its group breaks.
+On torch 2.15, Gloo's `abort` and `shutdown` do not end a call that is under way. A broken connection of its group does.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ def trained(
     return found
 
 
-def settings_of(folder: Path) -> Config:
-    """A training of two steps on dp=4 cp=2, that saves and evaluates after each."""
-    text = config_of("dp4 cp2", 2, "eval_every = 1\neval_batches = 1\n")
+def settings_of(folder: Path, *, evaluates: bool = True) -> Config:
+    """A training of two steps on dp=4 cp=2."""
+    text = config_of("dp4 cp2", 2, "eval_every = 1\neval_batches = 1\n" if evaluates else "")
     for usual, smaller in {**SMALLER, "[data]": "[data]\nvalidation = 0.3"}.items():
         assert usual in text
         text = text.replace(usual, smaller)
@@ -103,6 +103,34 @@ def test_two_ranks_at_any_two_moments(tmp_path: Path) -> None:
         lose = {rank: draw.randrange(1, whole[0].ended) for rank in draw.sample(range(RANKS), 2)}
         found = trained(settings, lose, seed)
         assert all(each.losses == whole[0].losses for each in found), (lose, seed)
+
+
+class Drawn:
+    """Data of the program's own, in another order each time that they begin."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._draw = torch.Generator().manual_seed(mesh.coord("dp"))
+
+    def __iter__(self) -> Any:
+        while True:
+            tokens = torch.randint(250, (2, 5), generator=self._draw)
+            yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def test_data_that_would_begin_again_in_another_order(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, evaluates=False)
+
+    def body() -> tuple[tuple[float, ...], int]:
+        world: Any = WORLD.get()
+        with init(settings) as mesh:
+            return Trainer(mesh, settings).run(Drawn(mesh)).losses, world._actor.operations
+
+    expected = run_ranks(body, RANKS, 0, 60.0, lose={})
+    draw = random.Random(3)
+    for seed in range(8):
+        lose = {draw.randrange(RANKS): draw.randrange(expected[0][1] // 2, expected[0][1] - 10)}
+        found = run_ranks(body, RANKS, seed, 60.0, lose=lose)
+        assert [each[0] for each in found] == [expected[0][0]] * RANKS, (lose, seed)
 
 
 def loop(mesh: Mesh) -> tuple[int, float]:

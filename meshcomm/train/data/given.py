@@ -20,6 +20,7 @@ Data: TypeAlias = Callable[[int], GivenBatch] | Iterable[GivenBatch]
 
 # How the state of a loader is called in a checkpoint: by its coord along data and shard, and their size.
 STATE: Final = "run.data.{}.of.{}"
+_NOTHING: Final[Any] = object()
 _PLAIN: Final = ("inputs", "targets", "documents")
 _OF_TRANSFORMERS: Final = ("input_ids", "labels", "attention_mask", "position_ids")
 
@@ -139,6 +140,8 @@ class GivenBatches:
         self._engine, self._data = engine, data
         self._name = STATE.format(engine.data_coord, engine.data_size)
         self._epoch = 0
+        # The batch of the last step, which a loss of ranks may undo.
+        self._last, self._held = after, _NOTHING
         self._resumes = False
         if not isinstance(data, Iterable):
             self._of = data
@@ -154,7 +157,28 @@ class GivenBatches:
 
     def __call__(self, step: int) -> tuple[Tensor, ...]:
         """This rank's share of the step. Raises TrainingError where there is nothing, and as `placed`."""
-        return placed(self._engine, self._of(step), f"step {step}")
+        if self._held is _NOTHING or step != self._last:
+            self._held, self._last = self._of(step), step
+        return placed(self._engine, self._held, f"step {step}")
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the loader's own state is saved and put back."""
+        return self._resumes
+
+    def goes_on(self, engine: Engine, step: int) -> None:
+        """Give the steps after `step` to another engine, as if the later ones had not been asked for.
+
+        Raises TrainingError where it would have to begin again: a sampler may draw another order then.
+        """
+        self._engine = engine
+        if isinstance(self._data, Iterable) and self._last not in (step, step + 1):
+            raise TrainingError(
+                "the data of a rank cannot go back to an earlier step in the same process",
+                given=f"a {type(self._data).__name__} that has given step {self._last}; step {step + 1} is next",
+                expected="data by the number of the step, or a rank that holds the state of the lost one",
+                hint="trainer.run(lambda step: ...); or --max-restarts in place of --replace",
+            )
 
     def read(self, step: int) -> None:
         """Where in its data a step ends: only the steps are counted."""
