@@ -31,10 +31,11 @@ Second = Annotated[
 ]
 
 Replace = Annotated[
-    int,
+    int | None,
     typer.Option(
         min=0,
-        help="Give so many ranks that are lost a new process; the others run on, see docs/guide/elastic.md.",
+        help="Give so many ranks that are lost a new process; the others run on. In place of elastic.replace, see "
+        "docs/guide/elastic.md.",
     ),
 ]
 
@@ -99,7 +100,7 @@ def train(
             min=0, help="After a rank fails, start all again, at most so often; see checkpoint_every."
         ),
     ] = 0,
-    replace: Replace = 0,
+    replace: Replace = None,
     overrides: Overrides = None,
 ) -> None:
     """Train the built-in model in parallel. Outside a launcher, starts one process per rank here."""
@@ -120,7 +121,7 @@ def run(
             "--stats", help="Print rank 0's calls and bytes on each group that the script made by torch."
         ),
     ] = False,
-    replace: Replace = 0,
+    replace: Replace = None,
     overrides: Overrides = None,
 ) -> None:
     """Run a script, one process per rank; its meshcomm.init() makes the mesh of CONFIG.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import Field, PrivateAttr
 
+from meshcomm.config.elastic import ElasticConfig
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.config.model import ModelConfig
 from meshcomm.config.parallel import ParallelConfig
@@ -38,6 +39,8 @@ class Config(Section):
     """Interfaces and NCCL's log."""
     topology: TopologyConfig = TopologyConfig()
     """How the ranks lie on machines."""
+    elastic: ElasticConfig = ElasticConfig()
+    """What happens when ranks are lost."""
     parallel: ParallelConfig | None = None
     """Which dim plays which part. None: no training."""
     model: ModelConfig | None = None

@@ -191,6 +191,41 @@ def _device_to_bind(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("process.device_id", what, '"auto" or false on cpu', ways, given)
 
 
+def _elastic(resolved: Resolved) -> Iterator[Problem]:
+    elastic, mesh, parallel = resolved.config.elastic, resolved.config.mesh, resolved.config.parallel
+    given = f"elastic.{elastic.written('min')}, {mesh.written('dims')}"
+    for dim, least in elastic.min.items():
+        size = mesh.dims.get(dim)
+        parts = [] if parallel is None else [part for part, name in parallel.parts.items() if name == dim]
+        if size is None:
+            yield Problem(
+                f"elastic.min.{dim}", "no dim of the mesh", f"one of {', '.join(mesh.dims)}", [], given
+            )
+        elif least > size != -1:
+            ways = [f"elastic.min.{dim} = {size - 1}"] * (size > 1)
+            what = f"more than the mesh has along {dim}: {least} > {size}"
+            yield Problem(f"elastic.min.{dim}", what, f"at most {size}", ways, given)
+        elif parts and not {"data", "shard"} & {*parts}:
+            what = f"the model needs every rank along {dim}, which plays {parts[0]}"
+            copies = (
+                [name for part, name in parallel.parts.items() if part in ("data", "shard")]
+                if parallel
+                else []
+            )
+            ways = [f"elastic.min = {{{name} = 1}}" for name in copies]
+            yield Problem(f"elastic.min.{dim}", what, "a dim that plays data or shard", ways, given)
+    for key in ("ranks", "rank_order"):
+        if elastic.min and getattr(mesh, key) is not None:
+            what = f"a mesh with {key} keeps its size"
+            yield Problem(
+                "elastic.min",
+                what,
+                f"no mesh.{key}",
+                [f"remove mesh.{key}"],
+                f"{key} = {toml(getattr(mesh, key))}",
+            )
+
+
 def _network_of_nccl(resolved: Resolved) -> Iterator[Problem]:
     mesh = resolved.config.mesh
     settings = {} if may_use_nccl(mesh) else resolved.config.network.nccl_settings()
@@ -508,7 +543,7 @@ def _compiled_documents(resolved: Resolved) -> Iterator[Problem]:
 
 
 RULES: Final[tuple[Rule, ...]] = (
-    _sections, _device_to_bind, _network_of_nccl, _tokenizer, _evaluation,
+    _sections, _device_to_bind, _elastic, _network_of_nccl, _tokenizer, _evaluation,
     _parts, _expert_dim, _expert_view,
     _global_batch, _microbatches, _tokens,
     _split_along_tensor, _stages, _ulysses, _windows, _experts,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshcomm.config import Config, load_config
+from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import ConfigError, LaunchError
 
 # What ranks may take to finish a step and save it, once they are asked to end.
@@ -24,9 +25,17 @@ _SAVING_S: Final = 30.0
 
 
 def train(
-    config: Path, overrides: Sequence[str], world: int | None, max_restarts: int = 0, replace: int = 0
+    config: Path,
+    overrides: Sequence[str],
+    world: int | None,
+    max_restarts: int = 0,
+    replace: int | None = None,
 ) -> int:
-    """Train as `config` says; returns the exit code. Outside a launcher, starts all ranks here."""
+    """Train as `config` says; returns the exit code. Outside a launcher, starts all ranks here.
+
+    replace: in place of elastic.replace.
+    """
+    overrides = _replacing(overrides, replace)
     settings = load_config(config, overrides)
     if settings.train is None or settings.model is None:
         raise ConfigError(
@@ -43,7 +52,7 @@ def train(
         from meshcomm.jobs.starting import start_job
     body = partial(_train, settings)
     words = ["train", str(config)]
-    return start_job(settings, world, words, overrides, body, max_restarts, _SAVING_S, replace)
+    return start_job(settings, world, words, overrides, body, max_restarts, _SAVING_S)
 
 
 def _train(settings: Config) -> None:
@@ -53,7 +62,7 @@ def _train(settings: Config) -> None:
         from meshcomm.launch.spawn import SAVED
         from meshcomm.mesh.all_ranks import is_first
         from meshcomm.mesh.opening import init
-        from meshcomm.train import Callback, find_attempt
+        from meshcomm.train import find_attempt
         from meshcomm.train import run as run_training
         from meshcomm.train.screen import TrainingReporter
 
@@ -61,14 +70,15 @@ def _train(settings: Config) -> None:
     with init(settings) as mesh:
         if not mesh.is_member:
             return
-        reporter = Callback()
-        if is_first(mesh):
-            console = Console()
-            console.print(mesh)
-            reporter = TrainingReporter(console)
-        summary = run_training(mesh, settings, reporter, attempt)
+        console = Console(quiet=not is_first(mesh))
+        console.print(mesh)
+        summary = run_training(mesh, settings, TrainingReporter(console), attempt)
     if summary.asked_to_stop:
         raise SystemExit(SAVED)
+
+
+def _replacing(overrides: Sequence[str], replace: int | None) -> Sequence[str]:
+    return overrides if replace is None else [*overrides, f"elastic.replace={replace}"]
 
 
 @contextmanager
@@ -92,12 +102,14 @@ def run(
     world: int | None,
     *,
     stats: bool = False,
-    replace: int = 0,
+    replace: int | None = None,
 ) -> int:
     """Run a script on every rank; its `meshcomm.init()` makes the mesh of `config`, if there is one, on `world` ranks.
 
-    stats: rank 0 prints its calls on the groups that the script made by torch, when their default group ends.
+    replace: in place of elastic.replace. stats: rank 0 prints its calls on the groups that the script made by torch, when their default group ends.
     """
+    if config is not None:
+        overrides = _replacing(overrides, replace)
     settings = None if config is None else load_config(config, overrides)
     if settings is not None and world is not None:
         settings.resolved(world)
@@ -117,7 +129,8 @@ def run(
 
     named = [str(each) for each in (config, script) if each is not None]
     words = ["run", *["--stats"] * stats, *named, *arguments]
-    return start_job(settings, world, words, overrides, body, replace=replace)
+    elastic = ElasticConfig(replace=replace or 0) if settings is None else settings.elastic
+    return start_job(settings, world, words, overrides, body, elastic=elastic)
 
 
 def parity(

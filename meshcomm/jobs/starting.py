@@ -10,11 +10,14 @@ from functools import partial
 import torch
 
 from meshcomm.config import Config
+from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError, MeshcommError
+from meshcomm.launch.places import sizes_of
 from meshcomm.launch.rank import as_rank
 from meshcomm.launch.spawn import GRACE_S, launch
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.environment import Launch, find_launch, how_many_ranks
+from meshcomm.mesh.generation import VARIABLE
 from meshcomm.mesh.source import world_of_mesh
 
 
@@ -26,23 +29,20 @@ def start_job(
     body: Callable[[], None],
     max_restarts: int = 0,
     grace_s: float = GRACE_S,
-    replace: int = 0,
+    elastic: ElasticConfig | None = None,
 ) -> int:
     """Run `body` as this rank, if a launcher started us; else start `meshcomm WORDS` once per rank here.
 
     settings: None for a script that says its own mesh. world: None for what `settings` say. overrides: of `--set`.
-    Returns the exit code.
+    elastic: None: that of `settings`. Returns the exit code.
     """
     here = find_launch(os.environ)
+    if elastic is None:
+        elastic = ElasticConfig() if settings is None else settings.elastic
     if here.kind != "single":
         refuse_other_world(here, world)
-        if replace:
-            raise LaunchError(
-                f"--replace {replace} inside a job that {here.kind} started",
-                given=f"--replace {replace}, launcher {here.kind} with {here.world_size} processes",
-                expected="no --replace: who starts the processes of a job is who can start new ones",
-                hint="meshcomm run --replace N on one host, without another launcher",
-            )
+        if VARIABLE not in os.environ:
+            _refuse_elastic(here, elastic)
         if max_restarts:
             raise LaunchError(
                 f"--max-restarts {max_restarts} inside a job that {here.kind} started",
@@ -53,8 +53,10 @@ def start_job(
         as_rank(body, here, partial(label_of, settings, here.rank, here.world_size))
         return 0
     size = world_of(settings, world)
+    sizes = None
     if settings is not None:
         settings.resolved(size)
+        sizes = sizes_of(settings, size)
     sets = [part for override in overrides for part in ("--set", override)]
     # Options go before the words: all that follows a script's name is the script's.
     return launch(
@@ -63,8 +65,21 @@ def start_job(
         max_restarts,
         lambda rank: label_of(settings, rank, size),
         grace_s,
-        replace,
+        elastic,
+        sizes,
     )
+
+
+def _refuse_elastic(here: Launch, elastic: ElasticConfig) -> None:
+    """Raise LaunchError where another launcher is to replace ranks."""
+    if elastic.replace or elastic.min:
+        given = f"elastic.{elastic.written('replace min')}"
+        raise LaunchError(
+            f"lost ranks are to be replaced inside a job that {here.kind} started",
+            given=f"{given}, launcher {here.kind} with {here.world_size} processes",
+            expected="neither [elastic] nor --replace: who starts the processes of a job is who can start new ones",
+            hint="meshcomm run --replace N on one host, without another launcher",
+        )
 
 
 def refuse_other_world(here: Launch, world: int | None) -> None:

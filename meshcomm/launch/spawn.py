@@ -15,14 +15,15 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Final, NoReturn, final
 
-import torch.distributed as dist
-
+from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError
+from meshcomm.launch.places import Sizes
 from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
+from meshcomm.launch.replacing import Replacing
 from meshcomm.launch.root_cause import root_cause, without_error
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.exposure import serve_on_loopback
-from meshcomm.mesh.generation import VARIABLE, Generation, announce
+from meshcomm.mesh.generation import VARIABLE
 from meshcomm.mesh.rank_failure import Failure, collect, forget, names_of_ranks
 from meshcomm.mesh.rendezvous import of_this_attempt
 
@@ -40,9 +41,6 @@ _GRACE_VARIABLE: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _SPEAKS_S: Final = 5.0
 # After Ctrl-C somebody waits at the terminal.
 _INTERRUPT_GRACE_S: Final = 3.0
-# Exit codes that a new process would end with too: a misused library, or an interrupt.
-_FINAL: Final = (2, 130)
-
 Exits = dict[int, tuple[int, float]]
 """By rank that failed by itself: its exit code, negative for a signal, and the time it was last seen alive."""
 
@@ -61,11 +59,12 @@ def launch(
     max_restarts: int = 0,
     label: Callable[[int], str] = "rank {}".format,
     grace_s: float = GRACE_S,
-    replace: int = 0,
+    elastic: ElasticConfig | None = None,
+    sizes: Sizes | None = None,
 ) -> int:
     """Run `python ARGUMENTS` as `world_size` ranks; return the job's exit code.
 
-    replace: how many ranks that were lost get a new process, while the others run on: see `Mesh.reopen`.
+    elastic: what is done when ranks are lost, while the others run on: see `Mesh.reopen`. sizes: that the mesh may have then.
     label: the name of a rank, with its coords, where the program has opened no mesh; only called after a failure.
     grace_s: what ranks get between a signal to this process and being killed; ten seconds where one of them has failed.
         TORCH_ELASTIC_SHUTDOWN_TIMEOUT says another number for both.
@@ -93,18 +92,22 @@ def launch(
     before = {each: signal.signal(each, _signalled) for each in handled}
     try:
         for attempt in range(max_restarts + 1):
-            spares = _Spares(folder, attempt, replace, label)
-            exits, ended = _run_ranks(arguments, world_size, folder, attempt, max_restarts, grace_s, spares)
+            replacing = Replacing(world_size, elastic or ElasticConfig(), sizes)
+            ranks = _Ranks(arguments, world_size, folder, attempt, max_restarts, label, replacing)
+            exits, ended = ranks.run(grace_s)
             if not exits:
-                return 0 if len(ended) == world_size else SAVED
-            names = spares.names
-            failures = spares.failures(exits)
-            root, others = root_cause(failures.values(), world_size, names, ended)
+                return 0 if len(ended) == len(replacing.places.processes) else SAVED
+            failures = ranks.failures(exits)
+            # By the ranks of the present mesh, as in what they say themselves.
+            failed = replacing.numbered(failures)
+            names = ranks.name_of_rank if failed else ranks.name
+            ended = [rank for rank, process in enumerate(replacing.places.processes) if process in ended]
+            root, others = root_cause(
+                failed or failures.values(), len(replacing.places.processes), names, ended
+            )
             restart = f"; restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else ""
             lines = [root.text] if root.text else []
-            left = sorted(
-                failure.rank for failure in failures.values() if failure.what.startswith("RankLost")
-            )
+            left = sorted(failure.rank for failure in failed if failure.what.startswith("RankLost"))
             if left:
                 way = "a program goes on by mesh.reopen(error), a Trainer by itself"
                 others.append(f"{ranks_text(left)} ended by RankLost: {way}")
@@ -122,186 +125,162 @@ def launch(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@final
-class _Spares:
-    """The new processes that an attempt may still start for ranks that were lost, and the ends of those that were replaced.
-
-    count: how many. store: the job's, once it is there.
-    """
-
-    def __init__(self, folder: Path, attempt: int, count: int, label: Callable[[int], str]) -> None:
-        self._folder, self._attempt, self._count, self._label = folder, attempt, count, label
-        self._generation = Generation()
-        self._replaced: dict[int, Failure] = {}
-        self.store: dist.Store | None = None
-
-    @property
-    def left(self) -> int:
-        """How many can still be replaced."""
-        return self._count
-
-    def names(self, rank: int) -> str:
-        """The rank with its coords."""
-        return names_of_ranks(self._folder, self._attempt).get(rank) or self._label(rank)
-
-    def failures(self, exits: Exits) -> dict[int, Failure]:
-        """How ranks have failed; where all of them only lost a peer, with the ranks that were replaced last."""
-        found = {
-            rank: without_error(rank, code, alive_at, self.names) for rank, (code, alive_at) in exits.items()
-        }
-        found |= {failure.rank: failure for failure in collect(self._folder, self._attempt)}
-        return found if any(not each.follows for each in found.values()) else {**self._replaced, **found}
-
-    def replace(self, exits: Exits, ended: bool) -> Generation | None:
-        """The generation in which new processes take the places of these ranks; None where the job has to end.
-
-        ended: whether another rank has ended well. A rank that gave up as it lost a peer, or that was misused, would do so
-        again.
-        """
-        failures = self.failures(exits)
-        lost = {rank: failures[rank] for rank in exits}
-        if ended or self.store is None or len(lost) > self._count:
-            return None
-        if any(failure.follows or failure.code in _FINAL for failure in lost.values()):
-            return None
-        self._count -= len(lost)
-        for rank, failure in lost.items():
-            forget(self._folder, self._attempt, rank)
-            lines = [failure.text] if failure.text else []
-            lines.append(f"meshcomm: {failure.summary}; replaced, {self._count} more can be")
-            print("\n".join(lines), file=sys.stderr, flush=True)
-        self._generation = Generation(
-            self._generation.number + 1, {rank: failure.what for rank, failure in lost.items()}
-        )
-        self._replaced = lost
-        announce(self.store, self._generation)
-        return self._generation
-
-
 def _signalled(number: int, _: object) -> NoReturn:
     raise _Signalled(number)
 
 
-def _run_ranks(
-    arguments: Sequence[str],
-    world_size: int,
-    folder: Path,
-    attempt: int,
-    max_restarts: int,
-    grace_s: float,
-    spares: _Spares,
-) -> tuple[Exits, list[int]]:
-    """Start all ranks; return when none is left."""
-    # A new store for each attempt, which no rank's end takes away and no other host reaches.
-    store = serve_on_loopback(_LOOPBACK, 0, _STORE_TIMEOUT)
-    if store is None:
-        raise LaunchError(
-            f"no store can listen on {_LOOPBACK}",
-            given=f"no free port of {_LOOPBACK}, or too many open files",
-            expected="a free port, chosen by the system",
-            hint="meshcomm doctor shows the limits of this host",
-        )
-    # What torchrun sets on one host.
-    common = {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        **os.environ,
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(world_size)),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": _LOOPBACK,
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": folder.name,
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        JOB_VARIABLE: str(folder),
-        # What a loss ends, torch's store tells of by a trace through C++ from each rank.
-        **(
-            {VARIABLE: "0", "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
-            if spares.left
-            else {}
-        ),
-    }
-    spares.store = of_this_attempt(store, common)
-    said = os.environ.get(_GRACE_VARIABLE)
-    # Of ranks beside one that has failed; they have nothing to finish.
-    ending, within_s = int(signal.SIGTERM), float(said or GRACE_S)
-    ranks: list[Popen[bytes]] = []
-    signalled: _Signalled | None = None
-    usual = signal.signal(signal.SIGUSR1, lambda number, _: _send(ranks, number))
-    try:
+@final
+class _Ranks:
+    """The processes of one attempt. replacing: what is done where some are lost."""
 
-        def start(rank: int) -> Popen[bytes]:
-            own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-            return Popen([sys.executable, *arguments], env=common | own, start_new_session=True)
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        world_size: int,
+        folder: Path,
+        attempt: int,
+        max_restarts: int,
+        label: Callable[[int], str],
+        replacing: Replacing,
+    ) -> None:
+        self._arguments, self._folder, self._attempt = arguments, folder, attempt
+        self._label, self._replacing = label, replacing
+        self._processes: list[Popen[bytes]] = []
+        # A new store for each attempt, which no rank's end takes away and no other host reaches.
+        store = serve_on_loopback(_LOOPBACK, 0, _STORE_TIMEOUT)
+        if store is None:
+            raise LaunchError(
+                f"no store can listen on {_LOOPBACK}",
+                given=f"no free port of {_LOOPBACK}, or too many open files",
+                expected="a free port, chosen by the system",
+                hint="meshcomm doctor shows the limits of this host",
+            )
+        self._store = store
+        # What torchrun sets on one host.
+        self._common = {
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            **os.environ,
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(world_size)),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": _LOOPBACK,
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": folder.name,
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+            JOB_VARIABLE: str(folder),
+        }
+        self._common.pop(VARIABLE, None)
+        if replacing.is_elastic:
+            # What a loss ends, torch's store tells of by a trace through C++ from each rank.
+            self._common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            self._common[VARIABLE] = "0"
+            replacing.store = of_this_attempt(store, self._common)
 
-        def replace(exits: Exits, ended: bool) -> bool:
-            generation = spares.replace(exits, ended)
-            if generation is None:
-                return False
-            common[VARIABLE] = str(generation.number)
-            for rank in exits:
-                # What the rank has started must not stay beside what the new one starts.
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(ranks[rank].pid, signal.SIGKILL)
-                ranks[rank] = start(rank)
-            return True
+    def run(self, grace_s: float) -> tuple[Exits, list[int]]:
+        """Start all; return when none is left: who has failed, and who had ended well."""
+        said = os.environ.get(_GRACE_VARIABLE)
+        # Of ranks beside one that has failed; they have nothing to finish.
+        ending, within_s = int(signal.SIGTERM), float(said or GRACE_S)
+        signalled: _Signalled | None = None
+        ranks = self._processes
+        usual = signal.signal(signal.SIGUSR1, lambda number, _: _send(ranks, number))
+        try:
+            ranks += map(self._start, range(self._replacing.places.count))
+            return self._await_exits()
+        except _Signalled as received:
+            signalled, ending, within_s = received, received.number, float(said or grace_s)
+            # Schedulers repeat it while ranks save what they have.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if ending == signal.SIGINT:
+                within_s = min(within_s, _INTERRUPT_GRACE_S)
+            raise
+        finally:
+            _end(ranks, {ending: within_s, signal.SIGKILL: GRACE_S})
+            if signalled is not None:
+                members = self._replacing.places.processes
+                signalled.saved = {ranks[each].poll() for each in members} == {SAVED}
+            end_all(self._folder)
+            signal.signal(signal.SIGUSR1, usual)
 
-        ranks += map(start, range(world_size))
-        return _await_exits(ranks, lambda: len(collect(folder, attempt)), replace)
-    except _Signalled as received:
-        signalled, ending, within_s = received, received.number, float(said or grace_s)
-        # Schedulers repeat it while ranks save what they have.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if ending == signal.SIGINT:
-            within_s = min(within_s, _INTERRUPT_GRACE_S)
-        raise
-    finally:
-        _end(ranks, {ending: within_s, signal.SIGKILL: GRACE_S})
-        if signalled is not None:
-            signalled.saved = {process.poll() for process in ranks} == {SAVED}
-        end_all(folder)
-        signal.signal(signal.SIGUSR1, usual)
+    def name(self, process: int) -> str:
+        """Its rank, with the coords."""
+        return names_of_ranks(self._folder, self._attempt).get(process) or self._label(process)
+
+    def name_of_rank(self, rank: int) -> str:
+        """A rank of the present mesh, with its coords."""
+        return self.name(self._replacing.places.processes[rank])
+
+    def failures(self, exits: Exits) -> dict[int, Failure]:
+        """How processes have failed; where all of them only lost a peer, with those that were lost last."""
+        found = {
+            each: without_error(each, code, alive_at, self.name) for each, (code, alive_at) in exits.items()
+        }
+        found |= {failure.rank: failure for failure in collect(self._folder, self._attempt)}
+        if any(not each.follows for each in found.values()):
+            return found
+        return {**self._replacing.last, **found}
+
+    def _spoke(self) -> int:
+        return len(collect(self._folder, self._attempt))
+
+    def _start(self, process: int) -> Popen[bytes]:
+        own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(process))
+        return Popen([sys.executable, *self._arguments], env=self._common | own, start_new_session=True)
+
+    def _goes_on(self, exits: Exits, ended: bool) -> bool:
+        failures = self.failures(exits)
+        if not self._replacing.lost({each: failures[each] for each in exits}, ended):
+            return False
+        for each in exits:
+            forget(self._folder, self._attempt, each)
+            # What the rank has started must not stay beside what the new one starts.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._processes[each].pid, signal.SIGKILL)
+        return True
+
+    def _await_exits(self) -> tuple[Exits, list[int]]:
+        """Return when all ranks have ended well, or one has failed: who has failed, and who had ended well."""
+        ranks, replacing = self._processes, self._replacing
+        alive_at = [time.time()] * len(ranks)
+        failed: Exits = {}
+        deadline = None
+        while True:
+            now = time.time()
+            for each, number in replacing.starts().items():
+                self._common[VARIABLE] = str(number)
+                ranks[each] = self._start(each)
+            codes = [process.poll() for process in ranks]
+            members = replacing.places.processes
+            well = [each for each in members if codes[each] in (0, SAVED)]
+            failed |= {
+                each: (code, alive_at[each])
+                for each, code in enumerate(codes)
+                if code not in (None, 0, SAVED) and each not in failed and each not in replacing.down
+            }
+            if failed and deadline is None and self._goes_on(failed, bool(well)):
+                failed = {}
+                continue
+            replacing.grow(bool(well))
+            if failed and deadline is None:
+                # One that its backend ended by SIGABRT cannot say why: the others are asked what they called, which takes
+                # them a moment.
+                aborted = all(code == -signal.SIGABRT for code, _ in failed.values())
+                deadline = now + (_SPEAKS_S if aborted else 0.0)
+            left = sum(codes[each] is None for each in members)
+            if not left or (deadline is not None and (now >= deadline or self._spoke() >= left)):
+                return failed, [each for each in well if codes[each] == 0]
+            alive_at = [now] * len(ranks)
+            time.sleep(_POLL_S)
 
 
 def _send(ranks: Sequence[Popen[bytes]], number: int) -> None:
     for process in ranks:
         if process.poll() is None:
             process.send_signal(number)
-
-
-def _await_exits(
-    ranks: Sequence[Popen[bytes]], spoke: Callable[[], int], replace: Callable[[Exits, bool], bool]
-) -> tuple[Exits, list[int]]:
-    """Return when all ranks have ended well, or one has failed: who has failed, and who had ended well.
-
-    replace: (who has failed, whether a rank has ended well) -> whether new processes have their places in `ranks`.
-    spoke: how many ranks have left an error. One that its backend ended by SIGABRT cannot: the others are asked what
-    they called, which takes them a moment.
-    """
-    alive_at = [time.time()] * len(ranks)
-    failed: Exits = {}
-    deadline = None
-    while True:
-        now = time.time()
-        codes = [process.poll() for process in ranks]
-        failed |= {
-            rank: (code, alive_at[rank])
-            for rank, code in enumerate(codes)
-            if code not in (None, 0, SAVED) and rank not in failed
-        }
-        if failed and deadline is None and replace(failed, bool({0, SAVED} & {*codes})):
-            failed = {}
-            continue
-        if failed and deadline is None:
-            aborted = all(code == -signal.SIGABRT for code, _ in failed.values())
-            deadline = now + (_SPEAKS_S if aborted else 0.0)
-        if None not in codes or (deadline is not None and (now >= deadline or spoke() >= codes.count(None))):
-            return failed, [rank for rank, code in enumerate(codes) if code == 0]
-        alive_at = [now] * len(ranks)
-        time.sleep(_POLL_S)
 
 
 def _end(ranks: Sequence[Popen[bytes]], signals: Mapping[int, float]) -> None:

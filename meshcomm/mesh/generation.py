@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Final, final
 
@@ -28,6 +28,10 @@ VARIABLE: Final = "MESHCOMM_GENERATION"
 """Set by a launcher that replaces lost ranks: "0" for the first processes, for others the generation that they join."""
 
 _KEY: Final = "meshcomm/generation/{}"
+# Set by a process that waits for a generation: its number, and the process's.
+_WAITS: Final = "meshcomm/waits/{}/{}"
+# What comes after a generation: a larger mesh, or the end of the program.
+_NEXT: Final = "meshcomm/next/{}"
 
 # A launcher needs this long to see that a process has ended, and to announce the next generation.
 ANNOUNCED_S: Final = 5.0
@@ -43,42 +47,86 @@ _FOREVER: Final = timedelta(days=30)
 class Generation:
     """Which one the mesh is of. number: 0 before any rank was lost.
 
-    replaced: the ranks whose processes are new in it, each with how the one before ended.
+    replaced: the ranks whose processes are new in it, each with how the one before ended. processes: by rank, the number
+    by which the launcher knows its process, which is RANK in its environment; (): these are the ranks. dims: the sizes that
+    are others than in the configuration.
     """
 
     number: int = 0
     replaced: Mapping[int, str] = field(default_factory=dict)
+    processes: tuple[int, ...] = ()
+    dims: Mapping[str, int] = field(default_factory=dict)
+
+    def process_of(self, rank: int) -> int:
+        """The number by which the launcher knows the process of a rank."""
+        return self.processes[rank] if self.processes else rank
+
+    def ranks_of(self, processes: Mapping[int, str]) -> dict[int, str]:
+        """By rank, what is said of processes; without those that have none."""
+        if not self.processes:
+            return dict(processes)
+        return {rank: processes[each] for rank, each in enumerate(self.processes) if each in processes}
 
 
-def announce(store: Any, generation: Generation) -> None:
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """The next generation, as a launcher says it. processes, dims: as of Generation.
+
+    lost: the processes that have ended since the last one, each with how. new: those that take part for the first time, each
+    with how the one before it ended.
+    """
+
+    lost: Mapping[int, str] = field(default_factory=dict)
+    new: Mapping[int, str] = field(default_factory=dict)
+    processes: tuple[int, ...] = ()
+    dims: Mapping[str, int] = field(default_factory=dict)
+
+
+def announce(store: Any, number: int, announcement: Announcement) -> None:
     """Have the ranks of the job meet again. Called by a launcher, before it starts the new processes.
 
-    store: the job's, as `of_this_attempt` has it. generation: the number of the last one and one.
+    store: the job's, as `of_this_attempt` has it. number: that of the last one and one.
     """
-    store.set(_KEY.format(generation.number), json.dumps(dict(generation.replaced)))
+    store.set(_KEY.format(number), json.dumps(asdict(announcement)))
+
+
+def is_waiting(store: Any, number: int, process: int) -> bool:
+    """Whether a process that was started for a generation to come is there, and waits for it."""
+    return bool(store.check([_WAITS.format(number, process)]))
+
+
+def may_grow(store: Any, number: int) -> bool:
+    """Whether the ranks meet in a generation in which nobody was lost; not once they have said `all_done` of the one before.
+
+    Called by a launcher, which then announces it.
+    """
+    return bool(store.compare_set(_NEXT.format(number), "", "grows") == b"grows")
 
 
 class Generations:
     """What one rank knows of the generations of its job: joined, the one that its meshes are of, and newer ones.
 
-    number: of the generation that its process was started for. lost: of each generation until then, from 1 on.
+    process: the number by which the launcher knows this one. number: of the generation that it was started for.
+    announced: each one until then, from 1 on.
     """
 
-    def __init__(self, number: int, lost: Sequence[Mapping[int, str]]) -> None:
-        self._lost: list[Mapping[int, str]] = [{}, *lost]
+    def __init__(self, process: int, number: int, announced: Sequence[Announcement]) -> None:
+        self._process = process
+        self._announced = [Announcement(), *announced]
         # The last one in which this process has opened a mesh.
         self._opened = number - 1
-        self.joined = Generation(number, self._lost[number])
+        self.joined = self._generation(number)
 
     @property
     def latest(self) -> int:
         """The number of the last one that was announced."""
-        return len(self._lost) - 1
+        return len(self._announced) - 1
 
     def join(self) -> Generation:
-        """The latest generation: what is opened from now on is of it."""
-        if self.latest > self.joined.number:
-            self.joined = Generation(self.latest, self._lost_since(self._opened))
+        """The latest generation: what is opened from now on is of it. Returns when this process takes part in one."""
+        if self.latest > self.joined.number or not self._takes_part():
+            self._await_part()
+            self.joined = self._generation(self.latest)
         return self.joined
 
     @property
@@ -90,9 +138,9 @@ class Generations:
         """A mesh is open in the joined generation: ranks that are lost from now on are others."""
         self._opened = self.joined.number
 
-    def add(self, lost: Mapping[int, str]) -> None:
+    def add(self, announcement: Announcement) -> None:
         """One more generation is announced."""
-        self._lost.append(lost)
+        self._announced.append(announcement)
 
     def newer(self, within_s: float = 0.0) -> bool:
         """Whether there is a newer generation than the joined one, or one is announced within so many seconds."""
@@ -105,14 +153,34 @@ class Generations:
         """
         if not self.newer(ANNOUNCED_S if waits else 0.0):
             return None
-        ranks = self._lost_since(self.joined.number)
+        joined, latest = self.joined, self._announced[-1]
+        ended = {each: why for one in self._announced[joined.number + 1 :] for each, why in one.lost.items()}
+        ranks = joined.ranks_of(ended)
+        sizes = ", ".join(f"{name}={size}" for name, size in (latest.dims or joined.dims).items())
+        lost = f"{ranks_text(sorted(ranks))} {'was' if len(ranks) == 1 else 'were'} lost"
+        if not ranks:
+            text = "new processes have come, and the mesh grows"
+        elif latest.dims == joined.dims:
+            text = f"{lost} and replaced"
+        else:
+            text = f"{lost}, and the others go on {f'with {sizes}' if latest.dims else 'with new ones'}"
         return RankLost(
-            f"{what}: {ranks_text(sorted(ranks))} {'was' if len(ranks) == 1 else 'were'} lost and replaced",
-            given="\n".join(f"rank {rank} {why}" for rank, why in sorted(ranks.items())),
-            expected="every rank to meet the new processes, and to make the unfinished step again",
+            f"{what}: {text}",
+            given="\n".join(f"rank {rank} {why}" for rank, why in sorted(ranks.items()))
+            or f"{len(latest.new)} new processes",
+            expected="every rank to meet the new processes, and to make the unfinished step again"
+            if latest.new
+            else "every other rank to meet again, and to make the unfinished step again",
             hint="except RankLost as error: mesh.reopen(error); a Trainer does so by itself",
             missing=tuple(sorted(ranks)),
         )
+
+    def all_done(self) -> bool:
+        """Whether the mesh is the last one, as the program has nothing more to do; False where it is about to grow.
+
+        Called by: one rank.
+        """
+        return True
 
     def cuts(self, connections: Connections) -> None:
         """Cut `connections` when a newer generation is announced, again and again until it is joined.
@@ -120,24 +188,42 @@ class Generations:
         What opens a mesh makes one connection after the other.
         """
 
-    def _lost_since(self, number: int) -> dict[int, str]:
-        return {rank: why for lost in self._lost[number + 1 :] for rank, why in lost.items()}
+    def _generation(self, number: int) -> Generation:
+        latest = self._announced[number]
+        found = Generation(number, {}, tuple(latest.processes), latest.dims)
+        new = {
+            each: why
+            for one in self._announced[self._opened + 1 : number + 1]
+            for each, why in one.new.items()
+        }
+        return replace(found, replaced=found.ranks_of(new))
+
+    def _takes_part(self) -> bool:
+        processes = self._announced[-1].processes
+        return not processes or self._process in processes
+
+    def _await_part(self) -> None:
+        """Return when the latest generation has this process."""
 
 
 @final
 class AnnouncedGenerations(Generations):
     """Those that a launcher announces in the job's store, where a connection of its own waits for them."""
 
-    def __init__(self, store: dist.Store, number: int) -> None:
+    def __init__(self, store: dist.Store, process: int, number: int) -> None:
         self._store: Any = store
         self._changed = threading.Condition()
         self._connections: list[Connections] = []
         self._since = math.inf
-        super().__init__(number, [_read(store, each) for each in range(1, number + 1)])
+        if number:
+            self._store.set(_WAITS.format(number, process), "")
+        for each in range(1, number + 1):
+            self._store.wait([_KEY.format(each)], _FOREVER)
+        super().__init__(process, number, [_read(store, each) for each in range(1, number + 1)])
         interruptible_waits(self._given_up)
         interrupted.append(self.newer)
-        for each in (self._wait, self._cut):
-            threading.Thread(target=each, name="meshcomm-generation", daemon=True).start()
+        for target in (self._wait, self._cut):
+            threading.Thread(target=target, name="meshcomm-generation", daemon=True).start()
 
     def newer(self, within_s: float = 0.0) -> bool:
         with self._changed:
@@ -148,8 +234,16 @@ class AnnouncedGenerations(Generations):
             self._connections = []
         return super().join()
 
+    def all_done(self) -> bool:
+        key = _NEXT.format(self.joined.number + 1)
+        return bool(self._store.compare_set(key, "", "done") == b"done")
+
     def cuts(self, connections: Connections) -> None:
         self._connections.append(connections)
+
+    def _await_part(self) -> None:
+        with self._changed:
+            self._changed.wait_for(self._takes_part)
 
     def _wait(self) -> None:
         store = self._store.clone()
@@ -180,18 +274,20 @@ class AnnouncedGenerations(Generations):
                 pause_s = min(2 * pause_s, _CUTS_MOST_S)
 
 
-def _read(store: Any, number: int) -> dict[int, str]:
-    return {int(rank): why for rank, why in json.loads(store.get(_KEY.format(number))).items()}
+def _read(store: Any, number: int) -> Announcement:
+    found = json.loads(store.get(_KEY.format(number)))
+    lost, new = ({int(each): why for each, why in found[name].items()} for name in ("lost", "new"))
+    return Announcement(lost, new, tuple(found["processes"]), found["dims"])
 
 
 _HERE: dict[str, Generations] = {}
 
 
-def generations_of(store: dist.Store) -> Generations | None:
-    """Those of this process; None where its launcher does not replace ranks. store: the job's."""
+def generations_of(store: dist.Store, process: int) -> Generations | None:
+    """Those of this process; None where its launcher does not replace ranks. store: the job's. process: its rank there."""
     number = os.environ.get(VARIABLE, "")
     if not number.isdecimal():
         return None
     if number not in _HERE:
-        _HERE[number] = AnnouncedGenerations(store, int(number))
+        _HERE[number] = AnnouncedGenerations(store, process, int(number))
     return _HERE[number]

@@ -686,6 +686,21 @@ class Mesh(AlongDims):
             opening.pop_all()
         return self.generation
 
+    def finish(self) -> None:
+        """Return when every rank has come here. From then on the mesh does not grow any more, and ranks may end.
+
+        Called by: every rank of the mesh, at the end of a program that reopens it; `Trainer.run` does so by itself.
+        Raises:    RankLost where the mesh grows first.
+        """
+        from meshcomm.mesh.all_ranks import is_first, of_every_rank
+
+        of_every_rank(self, None)
+        generations = self._runtime.generations
+        if generations is not None:
+            grows = not generations.all_done() if is_first(self) else False
+            if any(of_every_rank(self, grows)) and (error := generations.lost(self.label, True)) is not None:
+                raise error
+
     def _abandon(self) -> None:
         """Give everything back, of which nothing can be waited for."""
         self.closed = True

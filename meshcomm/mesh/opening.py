@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, final
@@ -53,7 +54,7 @@ from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.rank_failure import leave_names
 from meshcomm.mesh.rendezvous import Meeting, another_job, blame, claim, meet, of_this_attempt, state_of_rank
 from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching
-from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of
+from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of, with_sizes
 from meshcomm.mesh.store import prefixed, store_failed
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.mesh.watched import gives_way
@@ -205,6 +206,7 @@ class Opening:
             self._settings, self._failure = MeshOnly(MeshConfig(dims={"all": -1})), error
         if self._pretended is not None:
             self._settings = self._pretended.settings(self._settings)
+        self._first_settings = self._settings
         self._generations: Generations | None = None
         self._connections: Connections | None = None
         self._resources = ExitStack()
@@ -217,11 +219,11 @@ class Opening:
             gives_way()
         # Another mesh's or the program's, which is not ours to make again.
         self._kept_group = self._world is None and dist.is_initialized()
-        self._meeting = self._meet()
+        self._meeting = self._met = self._meet()
         if self._world is not None:
             self._generations = self._world.generations
         elif not self._meeting.is_fake:
-            self._generations = generations_of(self._meeting.store)
+            self._generations = generations_of(self._meeting.store, self._meeting.rank)
         plan, runtime = self._opened()
         with ExitStack() as opening:
             opening.enter_context(runtime.resources)
@@ -242,6 +244,7 @@ class Opening:
             self._resources, self._transports, self._clients = ExitStack(), {}, {}
             self._connections = None
             self._generation = Generation() if generations is None else generations.join()
+            self._take_place(self._generation)
             if generations is not None and self._world is None:
                 self._connections = Connections()
                 generations.cuts(self._connections)
@@ -257,6 +260,14 @@ class Opening:
                 lost = isinstance(error, CommunicationError | StoreError | MeshMismatchError)
                 if generations is None or not generations.newer(ANNOUNCED_S if lost else 0.0):
                     raise
+
+    def _take_place(self, generation: Generation) -> None:
+        """Have the rank and the sizes of a generation: torch's default group has ranks from 0 on, without gaps."""
+        met, processes = self._met, generation.processes
+        self._meeting = met
+        if processes:
+            self._meeting = replace(met, rank=processes.index(met.rank), world_size=len(processes))
+        self._settings = with_sizes(self._first_settings, generation.dims)
 
     def _making(self) -> AbstractContextManager[None]:
         return nullcontext() if self._connections is None else self._connections.making()
@@ -316,7 +327,7 @@ class Opening:
         """A prefix of this mesh's own in the job's store: each rank counts its openings, the same on all ranks."""
         store, rank = self._meeting.store, self._meeting.rank
         try:
-            claim(store, rank, kept=self._meeting.kept or bool(self._generation.number))
+            claim(store, self._met.rank, kept=self._met.kept or bool(self._generation.number))
             store = self._of_generation(store)
             prefix = f"meshcomm{store.add(f'meshcomm/opened/{rank}', 1)}"
             # Torch has one list of group names. A mesh that started the default group, and one that was opened on that
@@ -508,7 +519,7 @@ class Opening:
             warnings.warn(str(found), ScatteredRanks, stacklevel=4)
 
     def _watch(self, compared: int | None) -> Watching | None:
-        meeting, plan = self._meeting, self._plan
+        meeting, plan, generation = self._meeting, self._plan, self._generation
         coords, groups = plan.layout.coords(meeting.rank), plan.for_rank(meeting.rank).groups
         if self._world is not None:
             return self._world.watch(coords, self._world_prefix)
@@ -522,7 +533,7 @@ class Opening:
             reports=reports_of(self._settings.mesh.reports, self._agreed.moment),
             compared=compared,
             alone=meeting.is_fake,
-            process_of=partial(state_of_rank, meeting.store),
+            process_of=lambda rank: state_of_rank(meeting.store, generation.process_of(rank)),
             refused=partial(_refused, meeting, last),
             lost=_none_lost if self._generations is None else self._generations.lost,
         )
@@ -530,7 +541,8 @@ class Opening:
         watchdog = Watchdog(store, meeting.rank, coords, plan.layout.world_size, options)
         ranks = plan.layout.ranks.tolist()
         if not meeting.is_fake and meeting.rank == min(ranks):
-            leave_names({other: plan.layout.label(other) for other in ranks})
+            names = {generation.process_of(other): plan.layout.label(other) for other in ranks}
+            leave_names(names, again=bool(generation.number))
         return watchdog
 
 

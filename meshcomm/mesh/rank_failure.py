@@ -147,12 +147,15 @@ def leave(failure: Failure, folder: Path, attempt: int) -> bool:
     return _leave(asdict(failure), folder / f"{attempt}-{kind}-{failure.rank}.json")
 
 
-def leave_names(names: Mapping[int, str]) -> None:
-    """Leave the ranks' names, with their coords in the first mesh of the program, for meshcomm's launcher."""
+def leave_names(names: Mapping[int, str], *, again: bool = False) -> None:
+    """Leave the ranks' names, with their coords in the first mesh of the program, for meshcomm's launcher.
+
+    again: the ranks have met again, and other processes may have them.
+    """
     folder = _folder_of_job()
     if folder is not None:
         path = folder / _NAMES.format(attempt_of(os.environ))
-        if not path.exists():
+        if again or not path.exists():
             _leave({str(rank): name for rank, name in names.items()}, path)
 
 

@@ -10,10 +10,11 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from math import prod
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 from meshcomm.config.mesh import DimOptions, MeshConfig
 from meshcomm.config.process import NetworkConfig, ProcessConfig, TopologyConfig
+from meshcomm.config.section import Table
 from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.layout import Plan
 from meshcomm.layout.sizes import toml_dims
@@ -78,6 +79,21 @@ def settings_of(config: Source | None, given: dict[str, Any], overrides: Sequenc
     if path is not None and path != _TAKEN.get():
         _refuse_unused(path, settings)
     return settings
+
+
+S = TypeVar("S", bound="Settings")
+
+
+def with_sizes(settings: S, sizes: Mapping[str, int]) -> S:
+    """The same configuration of a mesh with these sizes of its dims; {}: with its own."""
+    if not sizes:
+        return settings
+    if isinstance(settings, MeshOnly):
+        mesh = settings.mesh.model_copy(update={"dims": Table(sizes)})
+        return cast(S, settings._replace(mesh=mesh))
+    from meshcomm.config import load_config
+
+    return cast(S, load_config(settings, [f"mesh.dims={toml_dims(sizes)}"]))
 
 
 def world_of_mesh(mesh: MeshConfig) -> int:

@@ -16,7 +16,7 @@ from meshcomm.comm.mismatch import error_of, find_desync
 from meshcomm.errors import CallMismatchError, CommunicationError, MeshcommError
 from meshcomm.layout import Group
 from meshcomm.mesh.environment import Launch
-from meshcomm.mesh.generation import Generations
+from meshcomm.mesh.generation import Announcement, Generations
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.store import Interrupted
 from meshcomm.simulator.scheduler import Actor, Scheduler
@@ -52,7 +52,7 @@ class SharedState:
     groups:    by prefix of the mesh, name and ranks; in the order of their first use.
     recorders: coords and recorder of each rank, by prefix and group.
     losses:    by rank, the number of the operation at which it is lost; None: no rank is ever lost.
-    announced: the ranks that were lost, of each generation. unannounced: since then.
+    announced: each generation. unannounced: the ranks that were lost since then.
     """
 
     scheduler: Scheduler
@@ -66,7 +66,7 @@ class SharedState:
         default_factory=dict
     )
     losses: dict[int, int] | None = None
-    announced: list[dict[int, str]] = field(default_factory=list)
+    announced: list[Announcement] = field(default_factory=list)
     unannounced: dict[int, str] = field(default_factory=dict)
     generations: dict[int, Generations] = field(default_factory=dict)
 
@@ -84,10 +84,11 @@ class SharedState:
         """Break what the ranks of this generation wait for: they are to meet again, in a new one."""
         scheduler = self.scheduler
         lost, self.unannounced = self.unannounced, {}
-        self.announced.append(lost)
+        announcement = Announcement(lost, lost)
+        self.announced.append(announcement)
         for generations in self.generations.values():
             if generations.latest < len(self.announced):
-                generations.add(lost)
+                generations.add(announcement)
         for group in self.groups.values():
             group.give_up()
         self.groups.clear()
@@ -133,7 +134,7 @@ class SimulatedWorld:
                 # A launcher announces a loss before it starts the new process.
                 shared.announce()
             number = len(shared.announced) if actor.replaces else 0
-            self.generations = Generations(number, shared.announced)
+            self.generations = Generations(actor.rank, number, shared.announced)
             shared.generations[actor.rank] = self.generations
 
     def place(self, wanted: str) -> tuple[torch.device, str]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, final
 from meshcomm.config import TrainConfig
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank
+from meshcomm.mesh.generation import Generation
 from meshcomm.mesh.stats import Stats
 from meshcomm.train.cost import Memory, Rates
 
@@ -27,8 +28,8 @@ class Resumed:
     """What is configured differently now, a line each: `mesh.dims: {...} -> {...}`."""
     restarts: int = 0
     """Of the launcher, where it resumes because of one."""
-    replaced: Mapping[int, str] = field(default_factory=dict)
-    """The ranks that were lost and have new processes, where the others run on; with how each was lost."""
+    generation: Generation | None = None
+    """Where ranks were lost and the others run on: that of the mesh. None: from a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ the others has got so far, all of them apply the step; else none has, and the st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -40,6 +41,8 @@ class Survivor:
         self.facts: Any = None
         self.step = -1 if engine is None else engine.reached.applied
         self.state: State | None = None
+        # Which parts of the model the state is of.
+        self._parts: list[Any] = []
 
     @torch.no_grad()
     def settle(self, mesh: Mesh) -> None:
@@ -71,7 +74,7 @@ class Survivor:
                 engine.undo()
             self.step = reached.applied
             self.facts = None if self._facts_of is None else self._facts_of()
-            self.state = engine.saved_state()
+            self.state, self._parts = engine.saved_state(), _signature(engine)
             if self._shared:
                 # The new engine is filled through the same module.
                 self.state = {name: _copy(each) for name, each in self.state.items()}
@@ -89,25 +92,24 @@ class Survivor:
         Called by: every rank of the mesh.
         """
         mesh = engine.mesh
-        signature = _signature(engine)
-        every = of_every_rank(mesh, (signature, self.state is not None))
+        wanted = _signature(engine)
+        every = of_every_rank(mesh, (wanted, None if self.state is None else self._parts))
         known = dict(zip(ranks_of(mesh), every, strict=True))
         pairs = _pairs(mesh, known)
         if pairs is None:
             return None
-        sources = {to: (dim, giver) for dim, giver, to in pairs}
-        state = self.state
+        held = self.state
+        # In a smaller mesh a rank may have other parts than before.
+        if held is not None and self._parts == wanted:
+            engine.put_back(_kinds(held), lambda room: _fill(room, held), self.step)
         for dim, giver, to in pairs:
-            if giver == mesh.rank and state is not None:
-                _send(mesh, dim, mesh.get_coords(to)[dim], state, self.step)
-        if state is None:
-            dim, giver = sources[mesh.rank]
-            src = mesh.get_coords(giver)[dim]
-            kinds, step = mesh.objects.recv(dim, src=src)
-            engine.put_back(kinds, lambda room: _receive(mesh, dim, src, kinds, room), step)
-        else:
-            engine.put_back(_kinds(state), lambda room: _fill(room, state), self.step)
-        tells = mesh.rank == min(rank for rank, (_, holds) in known.items() if holds)
+            src, dst = mesh.get_coords(giver)[dim], mesh.get_coords(to)[dim]
+            if giver == mesh.rank and held is not None:
+                _send(mesh, dim, dst, held, self.step)
+            elif to == mesh.rank:
+                kinds, step = mesh.objects.recv(dim, src=src)
+                engine.put_back(kinds, partial(_receive, mesh, dim, src, kinds), step)
+        tells = mesh.rank == min(rank for rank, (_, parts) in known.items() if parts is not None)
         return next(filter(None, of_every_rank(mesh, self.facts if tells else None)), {})
 
 
@@ -135,20 +137,20 @@ def _signature(engine: Engine) -> list[Any]:
     ]
 
 
-def _pairs(mesh: Mesh, known: Mapping[int, tuple[Any, bool]]) -> list[tuple[str, int, int]] | None:
-    """(dim, giver, receiver) for each rank without a state: the giver holds the same parts. None if some rank has no giver."""
+def _pairs(mesh: Mesh, known: Mapping[int, tuple[Any, Any]]) -> list[tuple[str, int, int]] | None:
+    """(dim, giver, receiver) for each rank that does not hold its parts: the giver does. None if some rank has no giver.
+
+    known: by rank, the parts that it wants and those that it holds.
+    """
     found = []
-    for to in (rank for rank, (_, holds) in known.items() if not holds):
+    for to in (rank for rank, (wanted, held) in known.items() if held != wanted):
         coords = mesh.get_coords(to)
         beside = (
             (dim, mesh.get_rank(**{**coords, dim: coord}))
             for dim, size in mesh.layout.dims.items()
             for coord in range(size)
         )
-        pair = next(
-            ((dim, giver) for dim, giver in beside if known[giver][1] and known[giver][0] == known[to][0]),
-            None,
-        )
+        pair = next(((dim, giver) for dim, giver in beside if known[giver][1] == known[to][0]), None)
         if pair is None:
             return None
         found.append((*pair, to))

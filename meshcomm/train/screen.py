@@ -13,6 +13,7 @@ from rich.table import Table
 
 from meshcomm.errors import RankLost
 from meshcomm.layout.sizes import ranks_text
+from meshcomm.mesh.all_ranks import is_first
 from meshcomm.show.page import page_view
 from meshcomm.show.stats import stats_page
 from meshcomm.show.units import bytes_text, count
@@ -23,7 +24,7 @@ _QUIET_S = 30.0
 
 @final
 class TrainingReporter(Callback):
-    """The callback of the rank that prints.
+    """Prints on the first rank of the mesh.
 
     On a terminal it draws a bar with step, loss, tokens per second and time left. Elsewhere it
     prints a plain line for the first and last step, every tenth of the run, and every 30 s.
@@ -38,6 +39,8 @@ class TrainingReporter(Callback):
 
     def on_start(self, start: Start) -> None:
         """Print what is about to run, and open the bar."""
+        # Another rank may be the first one after the loss of ranks.
+        self._console.quiet = self.trainer is not None and not is_first(self.trainer.mesh)
         self._steps, self._said = start.steps, None
         size = f"{start.text_bytes:,} " if start.text_bytes else ""
         files = f" from {count(start.text_files, 'file')}" if start.text_files else ""
@@ -125,9 +128,11 @@ def _title(summary: Summary) -> str:
 
 def resumed_text(resumed: Resumed) -> str:
     """The step and checkpoint that a run resumes from, and the settings that differ since."""
-    if resumed.replaced:
-        ranks = ranks_text(sorted(resumed.replaced))
-        return f"{ranks} replaced: goes on after step {resumed.step}, with what the other ranks hold"
+    met = resumed.generation
+    if met is not None:
+        new = f"{ranks_text(sorted(met.replaced))} replaced: " if met.replaced else ""
+        sizes = "".join(f", {name}={size}" for name, size in met.dims.items())
+        return f"{new}goes on after step {resumed.step}, with what the other ranks hold{sizes}"
     why = f"restart {resumed.restarts}: " if resumed.restarts else ""
     if not resumed.step:
         return f"{why}no checkpoint in {resumed.folder}, so the first step is next"

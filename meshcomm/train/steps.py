@@ -118,9 +118,7 @@ class Progress(NamedTuple):
     saves: bool = False
 
 
-def progress_of(
-    engine: Engine, start: Lock, facts: Mapping[str, Any], replaced: Mapping[int, str]
-) -> Progress:
+def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progress:
     """What the survivors of a loss of ranks know. facts: of one of them, see `Steps.facts`. Called by: every rank.
 
     The first rank may be new: what the file of metrics lacks is reported again.
@@ -141,7 +139,7 @@ def progress_of(
     losses = [*losses, *(each[1] for each in facts["pending"])][: step - len(pending)]
     counted = facts["lock"]["skipped"] - sum(bool(each.fault) for each in pending if each.number <= known)
     lock = dataclasses.replace(start, **{**facts["lock"], "step": step, "skipped": counted})
-    resumed = Resumed(step, out, (), replaced=replaced)
+    resumed = Resumed(step, out, (), generation=mesh.generation)
     is_done = {"evaluates": facts["evaluates"] == step, "saves": saved}
     due = {"evaluates": train.eval_every, "saves": train.checkpoint_every}
     left = {

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
-from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
+from meshcomm.mesh.all_ranks import is_first, on_all_ranks
+from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, with_sizes
 from meshcomm.models import ModelSpec, model_of
 from meshcomm.models.build import no_adapters, with_lora
 from meshcomm.models.check import check_once
@@ -124,7 +124,7 @@ class Trainer:
     ) -> None:
         self._recorder = RECORDER.get()
         said = None if self._recorder is None else self._recorder.config
-        self._mesh, self._config = mesh, _of_the_job(config) if said is None else said
+        self._mesh, self._asked = mesh, _of_the_job(config) if said is None else said
         self._given, self._loss = model, loss
         self._optimizer, self._scheduler = optimizer, scheduler
         self._made: Engine | None = None
@@ -144,7 +144,9 @@ class Trainer:
 
     def _begin(self) -> None:
         """All that the constructor does with other ranks; again on each mesh that is reopened."""
-        mesh, config, model = self._mesh, self._config, self._given
+        mesh, model = self._mesh, self._given
+        # Where ranks were lost, the mesh may be smaller than it was asked to be.
+        self._config = config = with_sizes(self._asked, mesh.generation.dims)
         if self._survivor is not None:
             self._survivor.settle(mesh)
         self._facts = agree(mesh, config)
@@ -284,7 +286,7 @@ class Trainer:
             summary = self._train(source, attempt)
             if self.mesh.recovers:
                 # A rank that has ended could not meet a new one.
-                of_every_rank(self.mesh, None)
+                self.mesh.finish()
             return summary
 
     def _train(self, data: Data | Corpus, attempt: Attempt) -> Summary:
@@ -298,7 +300,7 @@ class Trainer:
         evaluate = evaluate_of(engine.sections.train)
         evaluator = Evaluator(engine, corpus, None if evaluate is None else partial(evaluate, self))
         state = None
-        if corpus is None and resumed is not None and lock.step and not resumed.replaced:
+        if corpus is None and resumed is not None and lock.step and resumed.generation is None:
             state = checkpoint.saved_data(self.mesh, engine, resumed.folder)
         batches: Batches | ReadAhead | GivenBatches
         if self._read is None or state is not None:
@@ -341,7 +343,7 @@ class Trainer:
                 hint="a job for each run",
             )
         checkpoints.tidy()
-        return progress_of(self.engine, start, found, self.mesh.generation.replaced)
+        return progress_of(self.engine, start, found)
 
     def _batches(
         self, data: Data | Corpus, step: int = 0, samples: int = 0, state: Tensor | None = None

@@ -434,7 +434,7 @@ def models(model: type[Section] = Section) -> Iterator[type[Section]]:
 
 def test_every_section_is_frozen_strict_and_shows_an_example_of_what_it_needs() -> None:
     found = [model for model in models() if model.__module__.startswith("meshcomm.config")]
-    assert len(found) == 15
+    assert len(found) == 16
     for model in found:
         settings = model.model_config
         assert settings["frozen"] and settings["strict"] and settings["extra"] == "forbid"

@@ -1,0 +1,152 @@
+"""What a launcher does when processes of ranks are lost: new ones, or a smaller mesh until they come."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, Final, final
+
+from meshcomm.config.elastic import ElasticConfig
+from meshcomm.launch.places import Places, Sizes
+from meshcomm.layout.sizes import ranks_text
+from meshcomm.mesh.generation import Announcement, announce, is_waiting, may_grow
+from meshcomm.mesh.rank_failure import Failure
+
+# Exit codes that a new process would end with too: a misused library, or an interrupt.
+_FINAL: Final = (2, 130)
+
+
+@final
+class Replacing:
+    """The processes of a job while some are lost. It starts none: a launcher asks what is to be done.
+
+    count: of the job's ranks, by which the processes are numbered. sizes: that the mesh may have instead; None: its own.
+    store: the job's; None: nothing can be announced, and the first loss ends the job. now: seconds of a clock.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        elastic: ElasticConfig,
+        sizes: Sizes | None = None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._elastic, self._now = elastic, now
+        self._left = elastic.replace
+        self._alive = set(range(count))
+        # By process that has ended: when a new one is started, and the generation that says so. And by new one that takes no part
+        # yet: the generation that it was started for.
+        self._due: dict[int, tuple[float, int]] = {}
+        self._coming: dict[int, int] = {}
+        self._how: dict[int, str] = {}
+        self.places = Places.first(count, sizes)
+        self.number = 0
+        self.last: dict[int, Failure] = {}
+        self.store: Any = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the job can go on without a rank that is lost."""
+        return bool(self._elastic.replace or self.places.sizes)
+
+    @property
+    def down(self) -> Collection[int]:
+        """Those that have ended, and that no new process stands for yet."""
+        return {*range(self.places.count)} - self._alive - {*self._coming}
+
+    def lost(self, failures: Mapping[int, Failure], ended: bool) -> bool:
+        """These processes have ended: whether the job goes on. What is to be started, `starts` gives.
+
+        ended: whether a rank has ended well: it could not meet the others again.
+        """
+        # One that gave up as it lost a peer, or that was misused, would do so again.
+        if (
+            ended
+            or self.store is None
+            or any(each.follows or each.code in _FINAL for each in failures.values())
+        ):
+            return False
+        elastic, members = self._elastic, [each for each in failures if each in self.places.processes]
+        returning = sorted(failures, key=lambda each: each not in members)[: self._left]
+        waits = {*members} <= {*returning} and elastic.delay_s <= elastic.patience_s
+        places: Places | None = self.places
+        if members and not waits:
+            ready = {each for each in self._coming if self._is_waiting(each)}
+            places = self.places.filled((self._alive | ready) - {*failures})
+        if places is None or (places.sizes is None and len(returning) < len(failures)):
+            return False
+        self._left -= len(returning)
+        self._how |= {each: failure.what for each, failure in failures.items()}
+        self._alive -= {*failures}
+        for each in failures:
+            self._coming.pop(each, None)
+        if members:
+            self.last = {each: failures[each] for each in members}
+            lost = {each: failures[each].what for each in members}
+            self._announce(places, lost, members if waits else ())
+        self._due |= dict.fromkeys(returning, (self._now() + elastic.delay_s, self.number))
+        what = f"replaced, {self._left} more can be" if waits else f"goes on with {self._size()}"
+        if not members:
+            what = "it took no part"
+        for failure in failures.values():
+            lines = [failure.text] if failure.text else []
+            _say(*lines, f"meshcomm: {failure.summary}; {what}")
+        return True
+
+    def starts(self) -> dict[int, int]:
+        """The processes to start now, each with the generation that it is started for."""
+        now = self._now()
+        found = {}
+        for each, (due, number) in [*self._due.items()]:
+            if due > now:
+                continue
+            del self._due[each]
+            if each in self.places.processes:
+                self._alive.add(each)
+                found[each] = number
+            else:
+                found[each] = self._coming[each] = self.number + 1
+        return found
+
+    def grow(self, ended: bool) -> None:
+        """Have the mesh grow where new processes wait for it. ended: as of `lost`."""
+        if ended or not self._coming or self.store is None:
+            return
+        alive = self._alive | {each for each in self._coming if self._is_waiting(each)}
+        places = self.places.filled(alive)
+        if places is not None and places.size > self.places.size and may_grow(self.store, self.number + 1):
+            self._announce(places, {}, ())
+            _say(f"meshcomm: {ranks_text(sorted(self._last_new))} are new; goes on with {self._size()}")
+
+    def numbered(self, failures: Mapping[int, Failure]) -> list[Failure]:
+        """Those of the present mesh, by its ranks."""
+        ranks = {process: rank for rank, process in enumerate(self.places.processes)}
+        return [
+            replace(failure, rank=ranks[process]) for process, failure in failures.items() if process in ranks
+        ]
+
+    def _announce(self, places: Places, lost: Mapping[int, str], again: Collection[int]) -> None:
+        """again: those of `lost` that are replaced in it."""
+        coming = {each for each in self._coming if each in places.processes}
+        new = {each: self._how[each] for each in places.processes if each in coming or each in again}
+        for each in coming:
+            del self._coming[each]
+        self._alive |= coming
+        self.places, self.number, self._last_new = places, self.number + 1, [*new]
+        whole = places.processes == tuple(range(places.count))
+        announcement = Announcement(lost, new, () if whole else places.processes, places.dims)
+        announce(self.store, self.number, announcement)
+
+    def _is_waiting(self, process: int) -> bool:
+        return is_waiting(self.store, self._coming[process], process)
+
+    def _size(self) -> str:
+        sizes = self.places.sizes
+        return f"{sizes.dim}={self.places.size}" if sizes is not None else "new ones"
+
+
+def _say(*lines: str) -> None:
+    print("\n".join(lines), file=sys.stderr, flush=True)
