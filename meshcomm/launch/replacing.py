@@ -37,9 +37,11 @@ class Replacing:
         self._elastic, self._now = elastic, now
         self._left = elastic.replace
         self._alive = set(range(count))
-        # By process that has ended: when a new one is started, and the generation that says so. And by new one that takes no part
-        # yet: the generation that it was started for.
-        self._due: dict[int, tuple[float, int]] = {}
+        # By process that has ended: when a new one is started.
+        self._due: dict[int, float] = {}
+        # By one that the others wait for: until when, and the generation that says so.
+        self._awaited: dict[int, tuple[float, int]] = {}
+        # By new one that takes no part yet: the generation that it was started for.
         self._coming: dict[int, int] = {}
         self._how: dict[int, str] = {}
         self.places = Places.first(count, sizes)
@@ -74,8 +76,7 @@ class Replacing:
         waits = {*members} <= {*returning} and elastic.delay_s <= elastic.patience_s
         places: Places | None = self.places
         if members and not waits:
-            ready = {each for each in self._coming if self._is_waiting(each)}
-            places = self.places.filled((self._alive | ready) - {*failures})
+            places = self.places.filled(self._ready() - {*failures})
         if places is None or (places.sizes is None and len(returning) < len(failures)):
             return False
         self._left -= len(returning)
@@ -83,11 +84,14 @@ class Replacing:
         self._alive -= {*failures}
         for each in failures:
             self._coming.pop(each, None)
+            self._awaited.pop(each, None)
         if members:
             self.last = {each: failures[each] for each in members}
             lost = {each: failures[each].what for each in members}
             self._announce(places, lost, members if waits else ())
-        self._due |= dict.fromkeys(returning, (self._now() + elastic.delay_s, self.number))
+        self._due |= dict.fromkeys(returning, self._now() + elastic.delay_s)
+        if waits:
+            self._awaited |= dict.fromkeys(members, (self._now() + elastic.patience_s, self.number))
         what = f"replaced, {self._left} more can be" if waits else f"goes on with {self._size()}"
         if not members:
             what = "it took no part"
@@ -96,30 +100,43 @@ class Replacing:
             _say(*lines, f"meshcomm: {failure.summary}; {what}")
         return True
 
-    def starts(self) -> dict[int, int]:
-        """The processes to start now, each with the generation that it is started for."""
+    def starts(self) -> list[int]:
+        """The processes to start now. A launcher calls `started` for each when it is there."""
         now = self._now()
-        found = {}
-        for each, (due, number) in [*self._due.items()]:
-            if due > now:
-                continue
+        found = [each for each, due in self._due.items() if due <= now]
+        for each in found:
             del self._due[each]
-            if each in self.places.processes:
-                self._alive.add(each)
-                found[each] = number
-            else:
-                found[each] = self._coming[each] = self.number + 1
         return found
+
+    def started(self, process: int) -> int:
+        """A new process stands for one that was lost: the generation that it is started for, which it is told."""
+        number = self._awaited.pop(process, (0.0, 0))[1]
+        if number:
+            self._alive.add(process)
+        else:
+            number = self._coming[process] = self.number + 1
+        return number
+
+    def lose_patience(self) -> None:
+        """Have the others go on without new processes that have not come in time."""
+        late = [each for each, (until, _) in self._awaited.items() if until < self._now()]
+        if late and (places := self.places.filled(self._ready() - {*late})) is not None:
+            for each in late:
+                del self._awaited[each]
+            self._announce(places, {each: self._how[each] for each in late}, ())
+            _say(
+                f"meshcomm: no new process for {ranks_text(sorted(late))} in time; goes on with {self._size()}"
+            )
 
     def grow(self, ended: bool) -> None:
         """Have the mesh grow where new processes wait for it. ended: as of `lost`."""
         if ended or not self._coming or self.store is None:
             return
-        alive = self._alive | {each for each in self._coming if self._is_waiting(each)}
-        places = self.places.filled(alive)
+        places = self.places.filled(self._ready())
         if places is not None and places.size > self.places.size and may_grow(self.store, self.number + 1):
             self._announce(places, {}, ())
-            _say(f"meshcomm: {ranks_text(sorted(self._last_new))} are new; goes on with {self._size()}")
+            new = sorted(places.processes.index(each) for each in self._last_new)
+            _say(f"meshcomm: new processes for {ranks_text(new)}; goes on with {self._size()}")
 
     def numbered(self, failures: Mapping[int, Failure]) -> list[Failure]:
         """Those of the present mesh, by its ranks."""
@@ -140,8 +157,11 @@ class Replacing:
         announcement = Announcement(lost, new, () if whole else places.processes, places.dims)
         announce(self.store, self.number, announcement)
 
-    def _is_waiting(self, process: int) -> bool:
-        return is_waiting(self.store, self._coming[process], process)
+    def _ready(self) -> set[int]:
+        """Those that could take part now."""
+        return self._alive | {
+            each for each, number in self._coming.items() if is_waiting(self.store, number, each)
+        }
 
     def _size(self) -> str:
         sizes = self.places.sizes

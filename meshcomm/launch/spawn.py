@@ -250,8 +250,8 @@ class _Ranks:
         deadline = None
         while True:
             now = time.time()
-            for each, number in replacing.starts().items():
-                self._common[VARIABLE] = str(number)
+            for each in replacing.starts():
+                self._common[VARIABLE] = str(replacing.started(each))
                 ranks[each] = self._start(each)
             codes = [process.poll() for process in ranks]
             members = replacing.places.processes

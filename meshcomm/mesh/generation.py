@@ -33,8 +33,10 @@ _WAITS: Final = "meshcomm/waits/{}/{}"
 # What comes after a generation: a larger mesh, or the end of the program.
 _NEXT: Final = "meshcomm/next/{}"
 
-# A launcher needs this long to see that a process has ended, and to announce the next generation.
-ANNOUNCED_S: Final = 5.0
+ANNOUNCED_VARIABLE: Final = "MESHCOMM_ANNOUNCED_S"
+"""How many seconds a launcher may take to see that a process has ended, and to announce the next generation."""
+
+_ANNOUNCED_S: Final = 5.0
 # How long from one cut to the next, while a newer generation is not joined.
 _CUTS_S: Final = 0.02
 _CUTS_MOST_S: Final = 0.5
@@ -110,6 +112,9 @@ class Generations:
     announced: each one until then, from 1 on.
     """
 
+    announced_s = _ANNOUNCED_S
+    """How long a rank that has lost a peer waits for the next one."""
+
     def __init__(self, process: int, number: int, announced: Sequence[Announcement]) -> None:
         self._process = process
         self._announced = [Announcement(), *announced]
@@ -151,7 +156,7 @@ class Generations:
 
         what: the call that this ends, and the rank that makes it.
         """
-        if not self.newer(ANNOUNCED_S if waits else 0.0):
+        if not self.newer(self.announced_s if waits else 0.0):
             return None
         joined, latest = self.joined, self._announced[-1]
         ended = {each: why for one in self._announced[joined.number + 1 :] for each, why in one.lost.items()}
@@ -215,6 +220,7 @@ class AnnouncedGenerations(Generations):
         self._changed = threading.Condition()
         self._connections: list[Connections] = []
         self._since = math.inf
+        self.announced_s = float(os.environ.get(ANNOUNCED_VARIABLE, _ANNOUNCED_S))
         if number:
             self._store.set(_WAITS.format(number, process), "")
         for each in range(1, number + 1):

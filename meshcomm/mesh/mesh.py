@@ -710,6 +710,9 @@ class Mesh(AlongDims):
             self._watch.close(abandons=True)
         if self._outside is not None:
             self._outside.close()
+        for each in self._transports.values():
+            # That calls which were given up are never waited for is no mistake of the program.
+            each.tells_unwaited = True
         if ordered := {each for each in self._transports.values() if each.ordered}:
             with suppress(TimeoutError, RuntimeError):
                 within(_ABORTS_S, partial(_abort, ordered))

@@ -47,7 +47,7 @@ from meshcomm.mesh.environment import (
     with_variables,
 )
 from meshcomm.mesh.existing import Existing, of_device_meshes, of_groups
-from meshcomm.mesh.generation import ANNOUNCED_S, Generation, Generations, generations_of
+from meshcomm.mesh.generation import Generation, Generations, generations_of
 from meshcomm.mesh.groups import create_transports, open_group
 from meshcomm.mesh.launched import end_by, launch_here, reports_of
 from meshcomm.mesh.mesh import Mesh
@@ -258,7 +258,7 @@ class Opening:
                 return self._plan, runtime
             except MeshcommError as error:
                 lost = isinstance(error, CommunicationError | StoreError | MeshMismatchError)
-                if generations is None or not generations.newer(ANNOUNCED_S if lost else 0.0):
+                if generations is None or not generations.newer(generations.announced_s if lost else 0.0):
                     raise
 
     def _take_place(self, generation: Generation) -> None:

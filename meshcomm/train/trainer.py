@@ -188,7 +188,10 @@ class Trainer:
             survivor = Survivor(self._made if self._holds else None, shared=shared, facts=facts)
         else:
             survivor = self._survivor or Survivor()
+        tensor, coords = None if self._made is None else self._facts.sections.parallel.tensor, mesh.coords
         mesh.reopen(error)
+        if tensor is not None and isinstance(self._given, nn.Module) and coords[tensor] != mesh.coord(tensor):
+            raise _other_parts(mesh, tensor, coords[tensor])
         self._survivor, self._made, self._steps, self._holds = survivor, None, None, False
 
     def reopen(self, error: Exception | None = None) -> int:
@@ -484,6 +487,15 @@ def _refuse_shards(engine: Engine, error: Exception) -> None:
             expected="a model that can be built again",
             hint="a ModelSpec, as docs/guide/unknown_model.md has it; or --max-restarts in place of --replace",
         ) from error
+
+
+def _other_parts(mesh: Mesh, tensor: str, before: int) -> UnsupportedOp:
+    return UnsupportedOp(
+        f"a module of the program's own cannot take other parts of the model, on {mesh.label}",
+        given=f"{tensor}={before} until ranks were lost, {tensor}={mesh.coord(tensor)} since",
+        expected="a model that can be built again, or the same parts",
+        hint="a ModelSpec, as docs/guide/unknown_model.md has it; or no elastic.min",
+    )
 
 
 def _nobody_holds(mesh: Mesh) -> TrainingError:

@@ -171,7 +171,15 @@ class GivenBatches:
 
         Raises TrainingError where it would have to begin again: a sampler may draw another order then.
         """
-        self._engine = engine
+        before, self._engine = self._engine, engine
+        share = (before.data_coord, before.data_size)
+        if isinstance(self._data, Iterable) and share != (engine.data_coord, engine.data_size):
+            raise TrainingError(
+                "this rank has another share of each global batch since ranks were lost, and its data give the old one",
+                given=f"a {type(self._data).__name__} for share {share[0]} of {share[1]}; now {engine.data_coord} of {engine.data_size}",
+                expected="data by the number of the step, from mesh.data_rank and mesh.data_world_size of the moment",
+                hint="trainer.run(lambda step: ...); or no elastic.min",
+            )
         if isinstance(self._data, Iterable) and self._last not in (step, step + 1):
             raise TrainingError(
                 "the data of a rank cannot go back to an earlier step in the same process",

@@ -1,0 +1,154 @@
+"""Ranks that have no new process: the others go on with fewer, with the same global batch, and grow back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.deaths import ROOT, Run, config_of, left_over, training
+
+STEPS = 12
+BATCH = ("--set", "train.global_batch_size=12", "--set", "train.micro_batch_size=1")
+
+LOOP = """
+import os, signal
+import torch, meshcomm
+from meshcomm.errors import RankLost
+
+def latest(step):
+    return max(mesh.objects.all_gather("dp", step))
+
+mesh = meshcomm.init()
+process = int(os.environ["RANK"])
+step = latest(0) if mesh.generation.number else 0
+done = False
+while not done:
+    try:
+        while step < 40:
+            mine = torch.tensor([1.0, process])
+            mesh.all_reduce("dp", mine)
+            if (process, step) == (1, 3) and not mesh.generation.number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            mesh.barrier("dp")
+            step += 1
+            if mesh.size("dp") == 2 and mesh.generation.number == 1:
+                step = min(step, 30)  # until the third one is there
+        mesh.finish()
+        done = True
+    except RankLost as error:
+        print(f"lost {error.missing}, {len(mesh.reopen(error).replaced)} new, dp={mesh.size('dp')}")
+        step = latest(step)
+print(f"process {process} is rank {mesh.rank} of {mesh.world_size}: {mine.tolist()}")
+mesh.close()
+"""
+
+
+def elastic(text: str) -> str:
+    """Behind a config."""
+    return f"\n[elastic]\n{text}\n"
+
+
+def losses(job: Run) -> list[float]:
+    """Of every step."""
+    return [line["loss"] for line in job.lines]
+
+
+def test_a_loop_of_ones_own_goes_on_with_fewer_and_grows_back(tmp_path: Path) -> None:
+    config, script = tmp_path / "mesh.toml", tmp_path / "loop.py"
+    config.write_text(
+        '[mesh]\ndims = { dp = 3 }\ndevice = "cpu"\n[elastic]\nmin = { dp = 2 }\nreplace = 1\ndelay_s = 0.5\n'
+    )
+    script.write_text(LOOP)
+    command = [sys.executable, "-m", "meshcomm", "run", str(config), str(script)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("lost (1,), 0 new, dp=2") == 2
+    assert ended.stdout.count("lost (), 1 new, dp=3") == 2
+    for process in range(3):
+        assert f"process {process} is rank {process} of 3: [3.0, 3.0]" in ended.stdout
+    assert "meshcomm: rank 1 (dp=1) was ended by SIGKILL; goes on with dp=2" in ended.stderr
+    assert "meshcomm: new processes for rank 1; goes on with dp=3" in ended.stderr
+
+
+def expected(folder: Path, mesh: str) -> list[float]:
+    with training(folder / "undisturbed", config_of(mesh, STEPS), 0, words=BATCH) as job:
+        assert job.process.wait(200) == 0, job.log.read_text()
+        return losses(job)
+
+
+def test_a_training_goes_on_with_fewer(tmp_path: Path) -> None:
+    text = THREE.format(STEPS) + elastic("min = { dp = 2 }")
+    with training(tmp_path, text, 0, words=BATCH) as job:
+        assert job.await_step(3), job.log.read_text()
+        job.kill(0, signal.SIGKILL)
+        assert job.process.wait(100) == 0, job.log.read_text()
+        assert losses(job) == pytest.approx(expected(tmp_path, "dp2"), rel=1e-12)
+        assert "rank 0 (dp=0) was ended by SIGKILL; goes on with dp=1" in job.log.read_text()
+        assert "with what the other ranks hold, dp=1" in job.log.read_text()
+    assert not left_over(tmp_path)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("mesh", "deaths", "sizes"),
+    [
+        # Ranks 3 and 5 are of two copies: what is left of both becomes one.
+        ("dp4 cp2", (3, 5, 0), ("dp=3", "dp=3", "dp=2")),
+        ("pp2 dp2 tp2", (6,), ("dp=1",)),
+        ("dp2 fsdp2", (1,), ("dp=1",)),
+    ],
+)
+def test_some_are_lost_and_come_back(
+    mesh: str, deaths: tuple[int, ...], sizes: tuple[str, ...], tmp_path: Path
+) -> None:
+    text = config_of(mesh, 5 * STEPS) + elastic("min = { dp = 1 }\ndelay_s = 12")
+    with training(tmp_path / "before", config_of(mesh, 5 * STEPS), 0, words=BATCH) as job:
+        assert job.process.wait(200) == 0, job.log.read_text()
+        before = losses(job)
+    with training(tmp_path, text, len(deaths), words=BATCH) as job:
+        for number, process in enumerate(deaths):
+            assert job.await_step(4 * number + 3), job.log.read_text()
+            job.kill(process, signal.SIGKILL)
+        assert job.process.wait(200) == 0, job.log.read_text()
+        assert losses(job) == pytest.approx(before, rel=1e-12)
+        said = [line for line in job.log.read_text().splitlines() if line.startswith("meshcomm:")]
+        assert [line.rpartition(" ")[2] for line in said][: len(deaths)] == [*sizes], said
+        assert said[-1].endswith(
+            f"with {mesh.split()[0].replace('dp', 'dp=') if mesh[0] == 'd' else 'dp=2'}"
+        ), said
+    assert not left_over(tmp_path)
+
+
+@pytest.mark.faults
+def test_shards_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+    """Nobody else has the parts of a lost rank: a smaller mesh reads the last checkpoint."""
+    mesh = '[mesh]\ndims = { fsdp = 4 }\ndevice = "cpu"\n[parallel]\nshard = "fsdp"\n'
+    text = mesh + config_of("dp2", STEPS, "checkpoint_every = 2\n").partition('data = "dp"\n')[2]
+    with training(tmp_path / "before", text, 0, words=BATCH) as job:
+        assert job.process.wait(200) == 0, job.log.read_text()
+        before = losses(job)
+    with training(tmp_path, text + elastic("min = { fsdp = 2 }"), 0, words=BATCH) as job:
+        assert job.await_step(5), job.log.read_text()
+        job.kill(2, signal.SIGKILL)
+        assert job.process.wait(100) == 0, job.log.read_text()
+        assert losses(job) == pytest.approx(before, rel=1e-12)
+        assert "resumed after step" in job.log.read_text()
+
+
+@pytest.mark.faults
+def test_too_few_are_left(tmp_path: Path) -> None:
+    with training(tmp_path, config_of("dp4", 1000) + elastic("min = { dp = 3 }"), 0, words=BATCH) as job:
+        for process in (1, 3):
+            last = job.lines[-1]["step"] if job.lines else 0
+            assert job.await_step(int(last) + 2)
+            job.kill(process, signal.SIGKILL)
+        assert job.process.wait(60) == 128 + signal.SIGKILL
+        # By its rank in the smaller mesh.
+        assert "rank 2 (dp=2) was ended by SIGKILL\n" in job.log.read_text()
+    assert not left_over(tmp_path)
