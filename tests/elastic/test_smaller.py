@@ -83,14 +83,14 @@ def expected(folder: Path, mesh: str) -> list[float]:
 
 
 def test_a_training_goes_on_with_fewer(tmp_path: Path) -> None:
-    text = THREE.format(STEPS) + elastic("min = { dp = 2 }")
+    text = config_of("dp2", STEPS).replace("dp = 2", "dp = 3") + elastic("min = { dp = 2 }")
     with training(tmp_path, text, 0, words=BATCH) as job:
         assert job.await_step(3), job.log.read_text()
         job.kill(0, signal.SIGKILL)
         assert job.process.wait(100) == 0, job.log.read_text()
         assert losses(job) == pytest.approx(expected(tmp_path, "dp2"), rel=1e-12)
-        assert "rank 0 (dp=0) was ended by SIGKILL; goes on with dp=1" in job.log.read_text()
-        assert "with what the other ranks hold, dp=1" in job.log.read_text()
+        assert "rank 0 (dp=0) was ended by SIGKILL; goes on with dp=2" in job.log.read_text()
+        assert "with what the other ranks hold, dp=2" in job.log.read_text()
     assert not left_over(tmp_path)
 
 
