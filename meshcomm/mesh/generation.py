@@ -6,6 +6,7 @@ process its number. Everything that belongs to one generation lies under its pre
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
@@ -37,6 +38,8 @@ _CUTS_MOST_S: Final = 0.5
 # How long a backend may hold a call whose connections were cut.
 _HOLDS_S: Final = 1.0
 _FOREVER: Final = timedelta(days=30)
+# What the thread that waits for announcements may take to end.
+_LEAVES_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +139,14 @@ class AnnouncedGenerations(Generations):
         super().__init__(number, [_read(store, each) for each in range(1, number + 1)])
         interruptible_waits(self._given_up)
         interrupted.append(self.newer)
-        for each in (self._wait, self._cut):
-            threading.Thread(target=each, name="meshcomm-generation", daemon=True).start()
+        self._waits = Connections(known=())
+        with self._waits.making():
+            waits = self._store.clone()
+        name = "meshcomm-generation"
+        self._waiting = threading.Thread(target=self._wait, args=(waits,), name=name, daemon=True)
+        self._waiting.start()
+        threading.Thread(target=self._cut, name=name, daemon=True).start()
+        atexit.register(self._at_exit)
 
     def newer(self, within_s: float = 0.0) -> bool:
         with self._changed:
@@ -151,8 +160,12 @@ class AnnouncedGenerations(Generations):
     def cuts(self, connections: Connections) -> None:
         self._connections.append(connections)
 
-    def _wait(self) -> None:
-        store = self._store.clone()
+    def _at_exit(self) -> None:
+        # A thread that comes back from C++ while Python ends would end this process by SIGABRT.
+        self._waits.cut()
+        self._waiting.join(_LEAVES_S)
+
+    def _wait(self, store: Any) -> None:
         while True:
             try:
                 store.wait([_KEY.format(self.latest + 1)], _FOREVER)
