@@ -22,9 +22,9 @@ from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reape
 from meshcomm.launch.root_cause import root_cause, without_error
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.exposure import serve_on_loopback
-from meshcomm.mesh.generation import VARIABLE, Generation, announce
+from meshcomm.mesh.generation import VARIABLE, Generation, announce, have_met
 from meshcomm.mesh.rank_failure import Failure, collect, forget, names_of_ranks
-from meshcomm.mesh.rendezvous import of_this_attempt
+from meshcomm.mesh.rendezvous import of_this_attempt, state_of_rank
 
 SAVED: Final = os.EX_TEMPFAIL
 """The exit code of a rank that a signal ended behind a checkpoint, and of a job of such ranks: 75, "try again"."""
@@ -102,6 +102,10 @@ def launch(
             root, others = root_cause(failures.values(), world_size, names, ended)
             restart = f"; restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else ""
             lines = [root.text] if root.text else []
+            if replace and ended and root.rank not in ended:
+                others.append(
+                    f"{ranks_text(ended)} had ended well: no new process can meet all ranks any more"
+                )
             left = sorted(
                 failure.rank for failure in failures.values() if failure.what.startswith("RankLost")
             )
@@ -133,6 +137,7 @@ class _Spares:
         self._folder, self._attempt, self._count, self._label = folder, attempt, count, label
         self._generation = Generation()
         self._replaced: dict[int, Failure] = {}
+        self._lost: Exits = {}
         self.store: dist.Store | None = None
 
     @property
@@ -147,7 +152,10 @@ class _Spares:
     def failures(self, exits: Exits) -> dict[int, Failure]:
         """How ranks have failed; where all of them only lost a peer, with the ranks that were replaced last."""
         found = {
-            rank: without_error(rank, code, alive_at, self.names) for rank, (code, alive_at) in exits.items()
+            rank: self._replaced[rank]
+            if self._lost.get(rank) == (code, alive_at)
+            else without_error(rank, code, alive_at, self.names)
+            for rank, (code, alive_at) in exits.items()
         }
         found |= {failure.rank: failure for failure in collect(self._folder, self._attempt)}
         return found if any(not each.follows for each in found.values()) else {**self._replaced, **found}
@@ -173,9 +181,18 @@ class _Spares:
         self._generation = Generation(
             self._generation.number + 1, {rank: failure.what for rank, failure in lost.items()}
         )
-        self._replaced = lost
+        self._replaced, self._lost = lost, {**exits}
         announce(self.store, self._generation)
         return self._generation
+
+    def unmet(self, ended: Sequence[int]) -> Exits:
+        """The ranks that were replaced last, where nobody can meet their new processes, as others have ended before; else {}.
+
+        ended: the ranks that have ended well. One that has opened no mesh is not waited for.
+        """
+        if not ended or not self._lost or have_met(self.store, self._generation.number):
+            return {}
+        return self._lost if any(state_of_rank(self.store, rank) for rank in ended) else {}
 
 
 def _signalled(number: int, _: object) -> NoReturn:
@@ -250,7 +267,7 @@ def _run_ranks(
             return True
 
         ranks += map(start, range(world_size))
-        return _await_exits(ranks, lambda: len(collect(folder, attempt)), replace)
+        return _await_exits(ranks, lambda: len(collect(folder, attempt)), replace, spares.unmet)
     except _Signalled as received:
         signalled, ending, within_s = received, received.number, float(said or grace_s)
         # Schedulers repeat it while ranks save what they have.
@@ -273,11 +290,15 @@ def _send(ranks: Sequence[Popen[bytes]], number: int) -> None:
 
 
 def _await_exits(
-    ranks: Sequence[Popen[bytes]], spoke: Callable[[], int], replace: Callable[[Exits, bool], bool]
+    ranks: Sequence[Popen[bytes]],
+    spoke: Callable[[], int],
+    replace: Callable[[Exits, bool], bool],
+    unmet: Callable[[Sequence[int]], Exits],
 ) -> tuple[Exits, list[int]]:
     """Return when all ranks have ended well, or one has failed: who has failed, and who had ended well.
 
     replace: (who has failed, whether a rank has ended well) -> whether new processes have their places in `ranks`.
+    unmet: who has ended well -> who was lost, and has a new process that waits for one of these.
     spoke: how many ranks have left an error. One that its backend ended by SIGABRT cannot: the others are asked what
     they called, which takes them a moment.
     """
@@ -292,9 +313,12 @@ def _await_exits(
             for rank, code in enumerate(codes)
             if code not in (None, 0, SAVED) and rank not in failed
         }
-        if failed and deadline is None and replace(failed, bool({0, SAVED} & {*codes})):
+        well = [rank for rank, code in enumerate(codes) if code in (0, SAVED)]
+        if failed and deadline is None and replace(failed, bool(well)):
             failed = {}
             continue
+        if not failed and (lost := unmet(well)):
+            return lost, [rank for rank in well if codes[rank] == 0]
         if failed and deadline is None:
             aborted = all(code == -signal.SIGABRT for code, _ in failed.values())
             deadline = now + (_SPEAKS_S if aborted else 0.0)

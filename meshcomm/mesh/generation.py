@@ -29,6 +29,7 @@ VARIABLE: Final = "MESHCOMM_GENERATION"
 """Set by a launcher that replaces lost ranks: "0" for the first processes, for others the generation that they join."""
 
 _KEY: Final = "meshcomm/generation/{}"
+_MET: Final = "meshcomm/generation/{}/met"
 
 # A launcher needs this long to see that a process has ended, and to announce the next generation.
 ANNOUNCED_S: Final = 5.0
@@ -61,6 +62,11 @@ def announce(store: Any, generation: Generation) -> None:
     store.set(_KEY.format(generation.number), json.dumps(dict(generation.replaced)))
 
 
+def have_met(store: Any, number: int) -> bool:
+    """Whether the ranks of the job, old and new, have all come to the generation. Called by a launcher."""
+    return bool(store.check([_MET.format(number)]))
+
+
 class Generations:
     """What one rank knows of the generations of its job: joined, the one that its meshes are of, and newer ones.
 
@@ -88,6 +94,9 @@ class Generations:
     def is_opening(self) -> bool:
         """Whether no mesh is open yet in the joined generation."""
         return self._opened < self.joined.number
+
+    def met(self) -> None:
+        """All ranks have come to the joined generation."""
 
     def opened(self) -> None:
         """A mesh is open in the joined generation: ranks that are lost from now on are others."""
@@ -159,6 +168,10 @@ class AnnouncedGenerations(Generations):
 
     def cuts(self, connections: Connections) -> None:
         self._connections.append(connections)
+
+    def met(self) -> None:
+        if self.joined.number and self.is_opening:
+            self._store.set(_MET.format(self.joined.number), "")
 
     def _at_exit(self) -> None:
         # A thread that comes back from C++ while Python ends would end this process by SIGABRT.
