@@ -174,7 +174,10 @@ class HandleNotWaited(MeshcommError):
 
 
 class RankFailed(MeshcommError):
-    """The program of some ranks raised; `by_rank` has each one's exception, the first is the cause."""
+    """The program of some ranks raised; `by_rank` has each one's exception, the first is the cause.
+
+    Or ranks were lost, and nobody can take their places, as others have ended: then `by_rank` has where.
+    """
 
     by_rank: dict[int, BaseException]
 

@@ -11,8 +11,9 @@ from typing import Any, Final, final
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.launch.places import Places, Sizes
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.mesh.generation import Announcement, announce, is_waiting, may_grow
+from meshcomm.mesh.generation import Announcement, announce, have_met, is_waiting, may_grow
 from meshcomm.mesh.rank_failure import Failure
+from meshcomm.mesh.rendezvous import state_of_rank
 
 # Exit codes that a new process would end with too: a misused library, or an interrupt.
 _FINAL: Final = (2, 130)
@@ -127,6 +128,15 @@ class Replacing:
             _say(
                 f"meshcomm: no new process for {ranks_text(sorted(late))} in time; goes on with {self._size()}"
             )
+
+    def unmet(self, ended: Collection[int]) -> Mapping[int, Failure]:
+        """The processes that were lost last, where nobody can meet the new ones, as others have ended before; else {}.
+
+        ended: those that have ended well. One that has opened no mesh is not waited for.
+        """
+        if not ended or not self.number or have_met(self.store, self.number):
+            return {}
+        return self.last if any(state_of_rank(self.store, each) for each in ended) else {}
 
     def grow(self, ended: bool) -> None:
         """Have the mesh grow where new processes wait for it. ended: as of `lost`."""

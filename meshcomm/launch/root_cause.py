@@ -79,6 +79,7 @@ def root_cause(
             root, rank=left[0], who=label(left[0]), what=what, frame="", missing=left[1:], raised=False
         )
     accounted = {
+        *ended,
         root.rank,
         *root.missing,
         *mismatched,

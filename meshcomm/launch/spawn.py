@@ -107,6 +107,10 @@ def launch(
             )
             restart = f"; restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else ""
             lines = [root.text] if root.text else []
+            if replacing.is_elastic and ended and root.rank not in ended:
+                others.append(
+                    f"{ranks_text(ended)} had ended well: no new process can meet all ranks any more"
+                )
             left = sorted(failure.rank for failure in failed if failure.what.startswith("RankLost"))
             if left:
                 way = "a program goes on by mesh.reopen(error), a Trainer by itself"
@@ -146,6 +150,7 @@ class _Ranks:
         self._arguments, self._folder, self._attempt = arguments, folder, attempt
         self._label, self._replacing = label, replacing
         self._processes: list[Popen[bytes]] = []
+        self._unmet: Mapping[int, Failure] = {}
         # A new store for each attempt, which no rank's end takes away and no other host reaches.
         store = serve_on_loopback(_LOOPBACK, 0, _STORE_TIMEOUT)
         if store is None:
@@ -217,7 +222,8 @@ class _Ranks:
     def failures(self, exits: Exits) -> dict[int, Failure]:
         """How processes have failed; where all of them only lost a peer, with those that were lost last."""
         found = {
-            each: without_error(each, code, alive_at, self.name) for each, (code, alive_at) in exits.items()
+            each: self._unmet.get(each) or without_error(each, code, alive_at, self.name)
+            for each, (code, alive_at) in exits.items()
         }
         found |= {failure.rank: failure for failure in collect(self._folder, self._attempt)}
         if any(not each.follows for each in found.values()):
@@ -264,6 +270,10 @@ class _Ranks:
             if failed and deadline is None and self._goes_on(failed, bool(well)):
                 failed = {}
                 continue
+            if not failed and (unmet := replacing.unmet(well)):
+                self._unmet = unmet
+                return {each: (failure.code, failure.time) for each, failure in unmet.items()}, well
+            replacing.lose_patience()
             replacing.grow(bool(well))
             if failed and deadline is None:
                 # One that its backend ended by SIGABRT cannot say why: the others are asked what they called, which takes

@@ -6,6 +6,7 @@ process its number. Everything that belongs to one generation lies under its pre
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
@@ -28,6 +29,7 @@ VARIABLE: Final = "MESHCOMM_GENERATION"
 """Set by a launcher that replaces lost ranks: "0" for the first processes, for others the generation that they join."""
 
 _KEY: Final = "meshcomm/generation/{}"
+_MET: Final = "meshcomm/generation/{}/met"
 # Set by a process that waits for a generation: its number, and the process's.
 _WAITS: Final = "meshcomm/waits/{}/{}"
 # What comes after a generation: a larger mesh, or the end of the program.
@@ -43,6 +45,8 @@ _CUTS_MOST_S: Final = 0.5
 # How long a backend may hold a call whose connections were cut.
 _HOLDS_S: Final = 1.0
 _FOREVER: Final = timedelta(days=30)
+# What the thread that waits for announcements may take to end.
+_LEAVES_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,11 @@ def may_grow(store: Any, number: int) -> bool:
     return bool(store.compare_set(_NEXT.format(number), "", "grows") == b"grows")
 
 
+def have_met(store: Any, number: int) -> bool:
+    """Whether the ranks of the job, old and new, have all come to the generation. Called by a launcher."""
+    return bool(store.check([_MET.format(number)]))
+
+
 class Generations:
     """What one rank knows of the generations of its job: joined, the one that its meshes are of, and newer ones.
 
@@ -138,6 +147,9 @@ class Generations:
     def is_opening(self) -> bool:
         """Whether no mesh is open yet in the joined generation."""
         return self._opened < self.joined.number
+
+    def met(self) -> None:
+        """All ranks have come to the joined generation."""
 
     def opened(self) -> None:
         """A mesh is open in the joined generation: ranks that are lost from now on are others."""
@@ -228,8 +240,14 @@ class AnnouncedGenerations(Generations):
         super().__init__(process, number, [_read(store, each) for each in range(1, number + 1)])
         interruptible_waits(self._given_up)
         interrupted.append(self.newer)
-        for target in (self._wait, self._cut):
-            threading.Thread(target=target, name="meshcomm-generation", daemon=True).start()
+        self._waits = Connections(known=())
+        with self._waits.making():
+            waits = self._store.clone()
+        name = "meshcomm-generation"
+        self._waiting = threading.Thread(target=self._wait, args=(waits,), name=name, daemon=True)
+        self._waiting.start()
+        threading.Thread(target=self._cut, name=name, daemon=True).start()
+        atexit.register(self._at_exit)
 
     def newer(self, within_s: float = 0.0) -> bool:
         with self._changed:
@@ -251,8 +269,12 @@ class AnnouncedGenerations(Generations):
         with self._changed:
             self._changed.wait_for(self._takes_part)
 
-    def _wait(self) -> None:
-        store = self._store.clone()
+    def _at_exit(self) -> None:
+        # A thread that comes back from C++ while Python ends would end this process by SIGABRT.
+        self._waits.cut()
+        self._waiting.join(_LEAVES_S)
+
+    def _wait(self, store: Any) -> None:
         while True:
             try:
                 store.wait([_KEY.format(self.latest + 1)], _FOREVER)

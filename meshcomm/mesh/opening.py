@@ -277,6 +277,8 @@ class Opening:
         self._store = prefixed(self._prefix, self._job_store())
         facts = self._facts()
         self._agreed = self._agree(facts)
+        if self._generations is not None:
+            self._generations.met()
         self._warn_of_places()
         if self._world is None:
             self._start_default_group()

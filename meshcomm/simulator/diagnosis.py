@@ -10,7 +10,7 @@ from typing import Any, Final
 from meshcomm.comm.diagnosis import find_circle
 from meshcomm.errors import DeadlockError, HandleNotWaited, MeshcommError, RankFailed, UnmatchedMessage
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.simulator.scheduler import Actor
+from meshcomm.simulator.scheduler import Actor, Lost
 from meshcomm.simulator.transport import PendingMessage, SimulatedWork, callsite_of, raised_at
 from meshcomm.simulator.world import SharedState, StoreWait
 
@@ -68,6 +68,24 @@ def unyielding(shared: SharedState, actor: Actor) -> MeshcommError | None:
 def at_the_end(shared: SharedState) -> MeshcommError | None:
     """The error for what ranks that have all ended did wrong, or None."""
     return _failed(shared, {}) or _left_over(shared) or _not_waited(shared)
+
+
+def irreplaceable(shared: SharedState, actor: Actor) -> MeshcommError | None:
+    """The error where ranks were lost that cannot be replaced, as `actor` or others have ended before."""
+    lost = shared.unmet(actor)
+    if not lost:
+        return None
+    actors = shared.scheduler.actors
+    ended = [each.rank for each in actors if each.ended_well]
+    who = actors[lost[0]].name if len(lost) == 1 else ranks_text(lost)
+    were, have = "was" if len(lost) == 1 else "were", "has" if len(ended) == 1 else "have"
+    return _failed(shared, {}) or RankFailed(
+        f"{who} {were} lost and cannot be replaced: {ranks_text(ended)} {have} ended",
+        given="\n".join(f"rank {rank} was lost {shared.lost_at[rank]}" for rank in lost),
+        expected="all other ranks still in their programs: a new process has to meet every one of them",
+        hint="meshcomm run --replace ends such a job by the name of the lost rank, too; --max-restarts starts it again",
+        by_rank={rank: Lost(shared.lost_at[rank]) for rank in lost},
+    )
 
 
 # -- one error each; None where it does not apply -------------------------------------------

@@ -26,7 +26,7 @@ from meshcomm.mesh.source import (
     given_keys,
     world_of_mesh,
 )
-from meshcomm.simulator.diagnosis import at_the_end, diagnose, unyielding
+from meshcomm.simulator.diagnosis import at_the_end, diagnose, irreplaceable, unyielding
 from meshcomm.simulator.scheduler import Actor, RankLocals, Scheduler
 from meshcomm.simulator.split_optimizers import elementwise_steps
 from meshcomm.simulator.world import SharedState, SimulatedWorld
@@ -58,11 +58,12 @@ def simulate(
         schedule_seed: chooses which rank runs when several could. One seed, one schedule.
         lose: the ranks that are lost, once each, each with the number of the operation, a call on a group or on the store,
             from 1 on, that it does not make any more. A new rank has its place, and `fn` is called for it from the top; the
-            others get RankLost, as under `meshcomm run --replace`: docs/guide/elastic.md.
+            others get RankLost, as under `meshcomm run --replace`: docs/guide/elastic.md. Once another rank has ended, as
+            there, nobody can take its place.
 
     Raises, at once and with nothing left running: DeadlockError for ranks that wait in a circle or
     for what nobody will do; CallMismatchError for ranks that call differently; UnmatchedMessage;
-    HandleNotWaited; RankFailed with what a rank's `fn` raised; ConfigError.
+    HandleNotWaited; RankFailed with what a rank's `fn` raised, or for a lost rank that nobody can replace; ConfigError.
     """
     given = given_keys(**keys)
     if (config is None) == (not given):
@@ -148,7 +149,10 @@ def run_ranks(
     shared = SharedState(Scheduler(actors, seed, timeout_s), timeout_s)
     shared.losses = None if lose is None else dict(lose)
     shared.scheduler.loses = shared.loses
-    shared.scheduler.replace = lambda lost: Actor(lost.rank, RankLocals(lost.rank, argv), replaces=True)
+    shared.scheduler.irreplaceable = partial(irreplaceable, shared)
+    shared.scheduler.replace = lambda lost: Actor(
+        lost.rank, RankLocals(lost.rank, argv), lost.coords, replaces=True
+    )
 
     def live(actor: Actor) -> Any:
         WORLD.set(SimulatedWorld(shared, actor))

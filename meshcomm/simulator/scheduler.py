@@ -115,7 +115,7 @@ class Actor:
     saved:    its state while it does not run. coords: by dim, in the first mesh that it was a member of.
     wait:     the SimulatedWork or StoreWait that it waits for, None while it runs or could.
     unwaited: the works of asynchronous calls and messages not waited for yet, in order.
-    ended:    its program is over, with `result` or `error`. lost: another actor has its place.
+    ended:    its program is over, with `result` or `error`. lost: another actor has its place, where one can.
     replaces: a rank that was lost had this one's place.
     operations: of the store and of groups, so far.
     """
@@ -134,6 +134,11 @@ class Actor:
     operations: int = 0
     result: Any = None
     error: BaseException | None = None
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether its program has returned."""
+        return self.ended and not self.lost and self.error is None
 
     @property
     def name(self) -> str:
@@ -168,6 +173,8 @@ class Scheduler:
         # Asked at each operation; and the actor in the place of one that was lost.
         self.loses: Callable[[Actor], bool] = lambda actor: False
         self.replace: Callable[[Actor], Actor] = lambda actor: actor
+        # Asked when a rank has ended: the error where no new rank can meet all others any more.
+        self.irreplaceable: Callable[[Actor], BaseException | None] = lambda actor: None
 
     def run(
         self,
@@ -368,6 +375,8 @@ class Scheduler:
         try:
             actor.saved.leave()
             actor.ended = True
+            if not self.over and (unmet := self.irreplaceable(actor)) is not None:
+                self.stop(unmet)
             if actor.lost and not self.over:
                 made = self.actors[actor.rank] = self.replace(actor)
                 self._ready.append(made)

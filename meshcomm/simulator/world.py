@@ -21,7 +21,7 @@ from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.store import Interrupted
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
-from meshcomm.simulator.transport import SimulatedGroup, SimulatorTransport
+from meshcomm.simulator.transport import SimulatedGroup, SimulatorTransport, here
 from meshcomm.transport import Transport
 from meshcomm.transport.support import backend_on
 
@@ -68,6 +68,7 @@ class SharedState:
     losses: dict[int, int] | None = None
     announced: list[Announcement] = field(default_factory=list)
     unannounced: dict[int, str] = field(default_factory=dict)
+    lost_at: dict[int, str] = field(default_factory=dict)
     generations: dict[int, Generations] = field(default_factory=dict)
 
     def loses(self, actor: Actor) -> bool:
@@ -78,7 +79,23 @@ class SharedState:
         if found and self.losses is not None:
             del self.losses[actor.rank]
             self.unannounced[actor.rank] = "was lost"
+            site = here()
+            self.lost_at[actor.rank] = f"at its operation {actor.operations}, in {site.call} at {site.line}"
         return found
+
+    def unmet(self, actor: Actor) -> list[int]:
+        """The lost ranks whose places no new rank can take, now that `actor` has ended: every new one has to meet all ranks.
+
+        As a launcher has it: `actor` itself, where another rank's program has returned; or those that were lost before
+        its own program returned, and it did not meet the new ones.
+        """
+        if actor.lost:
+            return [actor.rank] if any(each.ended_well for each in self.scheduler.actors) else []
+        generations = self.generations.get(actor.rank)
+        if generations is None or not actor.ended_well:
+            return []
+        since = [each.lost for each in self.announced[generations.joined.number :]]
+        return sorted({rank for lost in (*since, self.unannounced) for rank in lost})
 
     def announce(self) -> None:
         """Break what the ranks of this generation wait for: they are to meet again, in a new one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final, NamedTuple, final
 
 import psutil
@@ -28,10 +28,12 @@ class Connections:
 
     Two ranks of a large group of Gloo connect at their first message. Connections to addresses that the process was
     connected to before, as the store's, are only cut within `making`: other threads use them later.
+
+    known: such addresses, where they are others.
     """
 
-    def __init__(self) -> None:
-        self._known = {each.there for each in _connected()}
+    def __init__(self, known: Collection[Any] | None = None) -> None:
+        self._known = {each.there for each in _connected()} if known is None else known
         self._made: set[_Connection] = set()
         self._ports: set[int] = set()
         self._before: set[_Connection] | None = None

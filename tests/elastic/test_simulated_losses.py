@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import torch
 
 import meshcomm
 from meshcomm.config import Config, load_config
-from meshcomm.errors import DeadlockError, RankLost
+from meshcomm.errors import RankFailed, RankLost
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import WORLD
@@ -28,7 +29,6 @@ SMALLER = {
     "seq_len = 32": "seq_len = 4",
 }
 RANKS = 8
-LAST_EXCHANGE = 6
 
 
 class Trained(NamedTuple):
@@ -73,11 +73,20 @@ def loses_at(folder: Path, moments: list[tuple[int, int, int]]) -> None:
     for rank, number, seed in moments:
         try:
             found = trained(settings, {rank: number}, seed)
-        except DeadlockError:
+        except RankFailed as error:
             # In the last exchange: ranks that have left it end their program, and nobody can meet them any more.
-            assert number > whole[rank].ended - LAST_EXCHANGE, (rank, number, seed)
+            cannot_be_replaced(error, rank)
             continue
         assert all(each.losses == whole[0].losses for each in found), (rank, number, seed)
+
+
+def cannot_be_replaced(error: RankFailed, rank: int) -> None:
+    """`error` says that `rank` was lost, where, and who had ended."""
+    what = rf"rank {rank} \(dp=.*\) was lost and cannot be replaced: ranks? [\d -]+ ha(s|ve) ended"
+    assert re.fullmatch(what, error.what), error
+    where = rf"rank {rank} was lost at its operation \d+, in \w+ at {re.escape(__file__)}:\d+"
+    assert re.fullmatch(where, str(error.given)), error
+    assert [*error.by_rank] == [rank]
 
 
 def test_some_moments(tmp_path: Path) -> None:
@@ -169,3 +178,30 @@ def test_a_program_that_does_not_reopen_fails_by_name() -> None:
 
     with pytest.raises(meshcomm.errors.RankFailed, match=r"RankLost: .*rank 1 was lost and replaced"):
         meshcomm.simulate(body, dims={"dp": 3}, lose={1: 14})
+
+
+def test_a_rank_that_is_lost_as_others_end_is_named() -> None:
+    """Others have ended before, or end before they notice; or all meet the new one, as the schedule has it."""
+    found = set()
+    for seed in range(30):
+        order: list[str] = []
+
+        def body(mesh: Mesh, order: list[str] = order) -> int:
+            while True:
+                try:
+                    mesh.all_reduce("dp", torch.ones(1))
+                    if mesh.rank == 1:
+                        order.append("lost")
+                        mesh.store.set("done", "1")
+                    order.append("ended")
+                    return mesh.rank
+                except RankLost as error:
+                    mesh.reopen(error)
+
+        try:
+            assert meshcomm.simulate(body, dims={"dp": 3}, lose={1: 7}, schedule_seed=seed) == [0, 1, 2]
+            found.add("met")
+        except RankFailed as error:
+            cannot_be_replaced(error, 1)
+            found.add(order[0])
+    assert found == {"met", "lost", "ended"}
