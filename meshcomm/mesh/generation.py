@@ -258,6 +258,10 @@ class AnnouncedGenerations(Generations):
             self._connections = []
         return super().join()
 
+    def met(self) -> None:
+        if self.joined.number and self.is_opening:
+            self._store.set(_MET.format(self.joined.number), "")
+
     def all_done(self) -> bool:
         key = _NEXT.format(self.joined.number + 1)
         return bool(self._store.compare_set(key, "", "done") == b"done")
