@@ -24,7 +24,10 @@ class Replacing:
     """The processes of a job while some are lost. It starts none: a launcher asks what is to be done.
 
     count: of the job's ranks, by which the processes are numbered. sizes: that the mesh may have instead; None: its own.
-    store: the job's; None: nothing can be announced, and the first loss ends the job. now: seconds of a clock.
+    store: the job's; None: nothing can be announced, and the first loss ends the job. now: seconds of a clock. say: prints
+    lines; None: on stderr.
+    due: by process that has ended, when a new one is started. coming: by new one that takes no part yet, the generation that
+    it was started for.
     """
 
     def __init__(
@@ -34,16 +37,15 @@ class Replacing:
         sizes: Sizes | None = None,
         *,
         now: Callable[[], float] = time.monotonic,
+        say: Callable[..., None] | None = None,
     ) -> None:
-        self._elastic, self._now = elastic, now
+        self._elastic, self._now, self._say = elastic, now, say or _say
         self._left = elastic.replace
         self._alive = set(range(count))
-        # By process that has ended: when a new one is started.
-        self._due: dict[int, float] = {}
+        self.due: dict[int, float] = {}
         # By one that the others wait for: until when, and the generation that says so.
         self._awaited: dict[int, tuple[float, int]] = {}
-        # By new one that takes no part yet: the generation that it was started for.
-        self._coming: dict[int, int] = {}
+        self.coming: dict[int, int] = {}
         self._how: dict[int, str] = {}
         self.places = Places.first(count, sizes)
         self.number = 0
@@ -58,7 +60,7 @@ class Replacing:
     @property
     def down(self) -> Collection[int]:
         """Those that have ended, and that no new process stands for yet."""
-        return {*range(self.places.count)} - self._alive - {*self._coming}
+        return {*range(self.places.count)} - self._alive - {*self.coming}
 
     def lost(self, failures: Mapping[int, Failure], ended: bool) -> bool:
         """These processes have ended: whether the job goes on. What is to be started, `starts` gives.
@@ -84,13 +86,13 @@ class Replacing:
         self._how |= {each: failure.what for each, failure in failures.items()}
         self._alive -= {*failures}
         for each in failures:
-            self._coming.pop(each, None)
+            self.coming.pop(each, None)
             self._awaited.pop(each, None)
         if members:
             self.last = {each: failures[each] for each in members}
             lost = {each: failures[each].what for each in members}
             self._announce(places, lost, members if waits else ())
-        self._due |= dict.fromkeys(returning, self._now() + elastic.delay_s)
+        self.due |= dict.fromkeys(returning, self._now() + elastic.delay_s)
         if waits:
             self._awaited |= dict.fromkeys(members, (self._now() + elastic.patience_s, self.number))
         what = f"replaced, {self._left} more can be" if waits else f"goes on with {self._size()}"
@@ -98,15 +100,15 @@ class Replacing:
             what = "it took no part"
         for failure in failures.values():
             lines = [failure.text] if failure.text else []
-            _say(*lines, f"meshcomm: {failure.summary}; {what}")
+            self._say(*lines, f"meshcomm: {failure.summary}; {what}")
         return True
 
     def starts(self) -> list[int]:
         """The processes to start now. A launcher calls `started` for each when it is there."""
         now = self._now()
-        found = [each for each, due in self._due.items() if due <= now]
+        found = [each for each, due in self.due.items() if due <= now]
         for each in found:
-            del self._due[each]
+            del self.due[each]
         return found
 
     def started(self, process: int) -> int:
@@ -115,7 +117,7 @@ class Replacing:
         if number:
             self._alive.add(process)
         else:
-            number = self._coming[process] = self.number + 1
+            number = self.coming[process] = self.number + 1
         return number
 
     def lose_patience(self) -> None:
@@ -125,7 +127,7 @@ class Replacing:
             for each in late:
                 del self._awaited[each]
             self._announce(places, {each: self._how[each] for each in late}, ())
-            _say(
+            self._say(
                 f"meshcomm: no new process for {ranks_text(sorted(late))} in time; goes on with {self._size()}"
             )
 
@@ -140,13 +142,13 @@ class Replacing:
 
     def grow(self, ended: bool) -> None:
         """Have the mesh grow where new processes wait for it. ended: as of `lost`."""
-        if ended or not self._coming or self.store is None:
+        if ended or not self.coming or self.store is None:
             return
         places = self.places.filled(self._ready())
         if places is not None and places.size > self.places.size and may_grow(self.store, self.number + 1):
             self._announce(places, {}, ())
             new = sorted(places.processes.index(each) for each in self._last_new)
-            _say(f"meshcomm: new processes for {ranks_text(new)}; goes on with {self._size()}")
+            self._say(f"meshcomm: new processes for {ranks_text(new)}; goes on with {self._size()}")
 
     def numbered(self, failures: Mapping[int, Failure]) -> list[Failure]:
         """Those of the present mesh, by its ranks."""
@@ -157,10 +159,10 @@ class Replacing:
 
     def _announce(self, places: Places, lost: Mapping[int, str], again: Collection[int]) -> None:
         """again: those of `lost` that are replaced in it."""
-        coming = {each for each in self._coming if each in places.processes}
+        coming = {each for each in self.coming if each in places.processes}
         new = {each: self._how[each] for each in places.processes if each in coming or each in again}
         for each in coming:
-            del self._coming[each]
+            del self.coming[each]
         self._alive |= coming
         self.places, self.number, self._last_new = places, self.number + 1, [*new]
         whole = places.processes == tuple(range(places.count))
@@ -170,7 +172,7 @@ class Replacing:
     def _ready(self) -> set[int]:
         """Those that could take part now."""
         return self._alive | {
-            each for each, number in self._coming.items() if is_waiting(self.store, number, each)
+            each for each, number in self.coming.items() if is_waiting(self.store, number, each)
         }
 
     def _size(self) -> str:

@@ -31,7 +31,7 @@ VARIABLE: Final = "MESHCOMM_GENERATION"
 _KEY: Final = "meshcomm/generation/{}"
 _MET: Final = "meshcomm/generation/{}/met"
 # Set by a process that waits for a generation: its number, and the process's.
-_WAITS: Final = "meshcomm/waits/{}/{}"
+WAITS: Final = "meshcomm/waits/{}/{}"
 # What comes after a generation: a larger mesh, or the end of the program.
 _NEXT: Final = "meshcomm/next/{}"
 
@@ -98,7 +98,7 @@ def announce(store: Any, number: int, announcement: Announcement) -> None:
 
 def is_waiting(store: Any, number: int, process: int) -> bool:
     """Whether a process that was started for a generation to come is there, and waits for it."""
-    return bool(store.check([_WAITS.format(number, process)]))
+    return bool(store.check([WAITS.format(number, process)]))
 
 
 def may_grow(store: Any, number: int) -> bool:
@@ -112,6 +112,11 @@ def may_grow(store: Any, number: int) -> bool:
 def have_met(store: Any, number: int) -> bool:
     """Whether the ranks of the job, old and new, have all come to the generation. Called by a launcher."""
     return bool(store.check([_MET.format(number)]))
+
+
+def next_key(number: int) -> str:
+    """Where it is said what comes: "grows", or "done"."""
+    return _NEXT.format(number)
 
 
 class Generations:
@@ -234,10 +239,10 @@ class AnnouncedGenerations(Generations):
         self._since = math.inf
         self.announced_s = float(os.environ.get(ANNOUNCED_VARIABLE, _ANNOUNCED_S))
         if number:
-            self._store.set(_WAITS.format(number, process), "")
+            self._store.set(WAITS.format(number, process), "")
         for each in range(1, number + 1):
             self._store.wait([_KEY.format(each)], _FOREVER)
-        super().__init__(process, number, [_read(store, each) for each in range(1, number + 1)])
+        super().__init__(process, number, [announcement_of(store, each) for each in range(1, number + 1)])
         interruptible_waits(self._given_up)
         interrupted.append(self.newer)
         self._waits = Connections(known=())
@@ -282,7 +287,7 @@ class AnnouncedGenerations(Generations):
         while True:
             try:
                 store.wait([_KEY.format(self.latest + 1)], _FOREVER)
-                lost = _read(store, self.latest + 1)
+                lost = announcement_of(store, self.latest + 1)
             except RuntimeError:
                 return  # the job has ended
             with self._changed:
@@ -306,7 +311,8 @@ class AnnouncedGenerations(Generations):
                 pause_s = min(2 * pause_s, _CUTS_MOST_S)
 
 
-def _read(store: Any, number: int) -> Announcement:
+def announcement_of(store: Any, number: int) -> Announcement:
+    """What a launcher has announced of a generation."""
     found = json.loads(store.get(_KEY.format(number)))
     lost, new = ({int(each): why for each, why in found[name].items()} for name in ("lost", "new"))
     return Announcement(lost, new, tuple(found["processes"]), found["dims"])

@@ -10,7 +10,7 @@ from typing import Any, Final
 from meshcomm.comm.diagnosis import find_circle
 from meshcomm.errors import DeadlockError, HandleNotWaited, MeshcommError, RankFailed, UnmatchedMessage
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.simulator.scheduler import Actor, Lost
+from meshcomm.simulator.scheduler import Actor
 from meshcomm.simulator.transport import PendingMessage, SimulatedWork, callsite_of, raised_at
 from meshcomm.simulator.world import SharedState, StoreWait
 
@@ -32,9 +32,11 @@ def diagnose(shared: SharedState) -> MeshcommError | None:
     A store wait with less than half of the mesh's timeout as its own expires when nothing else can
     happen; every other wait would last for ever.
     """
-    if shared.unannounced:
-        shared.announce()
-        return None
+    losses = shared.losses
+    if losses is not None and losses.expects():
+        error = losses.look(patient=False)
+        if error is not None or shared.scheduler.can_run:
+            return error
     waiting = {actor.rank: actor for actor in shared.scheduler.actors if actor.wait is not None}
     in_store = (actor.wait for actor in waiting.values() if isinstance(actor.wait, StoreWait))
     shortest = min(in_store, key=attrgetter("timeout_s"), default=None)
@@ -70,43 +72,26 @@ def at_the_end(shared: SharedState) -> MeshcommError | None:
     return _failed(shared, {}) or _left_over(shared) or _not_waited(shared)
 
 
-def irreplaceable(shared: SharedState, actor: Actor) -> MeshcommError | None:
-    """The error where ranks were lost that cannot be replaced, as `actor` or others have ended before."""
-    lost = shared.unmet(actor)
-    if not lost:
-        return None
-    actors = shared.scheduler.actors
-    ended = [each.rank for each in actors if each.ended_well]
-    who = actors[lost[0]].name if len(lost) == 1 else ranks_text(lost)
-    were, have = "was" if len(lost) == 1 else "were", "has" if len(ended) == 1 else "have"
-    return _failed(shared, {}) or RankFailed(
-        f"{who} {were} lost and cannot be replaced: {ranks_text(ended)} {have} ended",
-        given="\n".join(f"rank {rank} was lost {shared.lost_at[rank]}" for rank in lost),
-        expected="all other ranks still in their programs: a new process has to meet every one of them",
-        hint="meshcomm run --replace ends such a job by the name of the lost rank, too; --max-restarts starts it again",
-        by_rank={rank: Lost(shared.lost_at[rank]) for rank in lost},
-    )
-
-
 # -- one error each; None where it does not apply -------------------------------------------
 
 
 def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | None:
     actors = shared.scheduler.actors
+    names = {actor.rank: actor.name for actor in actors if actor.error is not None}
     failed = {actor.rank: actor.error for actor in actors if actor.error is not None}
     if not failed:
         return None
     # Errors that differ in nothing but the rank that they name are told once.
     alike: dict[tuple[str, str], list[int]] = {}
     for rank, error in failed.items():
-        alike.setdefault((_text(error).replace(actors[rank].name, ""), raised_at(error)), []).append(rank)
+        alike.setdefault((_text(error).replace(names[rank], ""), raised_at(error)), []).append(rank)
     lines = []
     for (_, line), ranks in alike.items():
         lines += [f"{ranks_text(ranks)} at {line}:", *_text(failed[ranks[0]]).splitlines()]
     if waiting:
         lines.append(f"{ranks_text(sorted(waiting))} waited for others when nothing more could happen")
     first = min(failed)
-    who = actors[first].name if len(failed) == 1 else f"{ranks_text(sorted(failed))} of {len(actors)}"
+    who = names[first] if len(failed) == 1 else f"{ranks_text(sorted(failed))} of {len(actors)}"
     found = RankFailed(
         f"{who} failed: {_text(failed[first]).splitlines()[0]}",
         given="\n".join(lines),

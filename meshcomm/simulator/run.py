@@ -15,7 +15,9 @@ from unittest.mock import patch
 import torch
 
 from meshcomm.config import Config, MeshConfig, load_config
+from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError, MeshcommError
+from meshcomm.launch.places import Sizes, sizes_of
 from meshcomm.mesh.environment import how_many_ranks, with_variables
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import WORLD
@@ -26,7 +28,8 @@ from meshcomm.mesh.source import (
     given_keys,
     world_of_mesh,
 )
-from meshcomm.simulator.diagnosis import at_the_end, diagnose, irreplaceable, unyielding
+from meshcomm.simulator.diagnosis import at_the_end, diagnose, unyielding
+from meshcomm.simulator.losses import Losses
 from meshcomm.simulator.scheduler import Actor, RankLocals, Scheduler
 from meshcomm.simulator.split_optimizers import elementwise_steps
 from meshcomm.simulator.world import SharedState, SimulatedWorld
@@ -83,7 +86,9 @@ def simulate(
         with init(settings) as mesh:
             return fn(mesh, *copy.deepcopy(tuple(args)))
 
-    return run_ranks(body, size, schedule_seed, settings.mesh.timeout_s, lose=lose)
+    elastic = settings.elastic if settings.elastic.min else None
+    sizes = None if lose is None else sizes_of(settings, size)
+    return run_ranks(body, size, schedule_seed, settings.mesh.timeout_s, (), lose, elastic, sizes)
 
 
 def simulate_script(
@@ -140,19 +145,23 @@ def run_ranks(
     timeout_s: float,
     argv: Sequence[str] = (),
     lose: Mapping[int, int] | None = None,
+    elastic: ElasticConfig | None = None,
+    sizes: Sizes | None = None,
 ) -> list[Any]:
-    """Call `body` as each of `size` ranks; what they returned.
+    """Call `body` as each of `size` ranks; what they returned, None of one that is lost or waits at the end.
 
-    timeout_s: of the mesh; see `diagnose`. argv: as for `RankLocals`. lose: as for `simulate`.
+    timeout_s: of the mesh; see `diagnose`. argv: as for `RankLocals`. lose: as for `simulate`. elastic, sizes: as of `Losses`.
     """
-    actors = [Actor(rank, RankLocals(rank, argv)) for rank in range(size)]
+
+    def replacement(process: int) -> Actor:
+        return Actor(process, process, RankLocals(process, argv), actors[process].coords)
+
+    actors = [Actor(rank, rank, RankLocals(rank, argv)) for rank in range(size)]
     shared = SharedState(Scheduler(actors, seed, timeout_s), timeout_s)
-    shared.losses = None if lose is None else dict(lose)
-    shared.scheduler.loses = shared.loses
-    shared.scheduler.irreplaceable = partial(irreplaceable, shared)
-    shared.scheduler.replace = lambda lost: Actor(
-        lost.rank, RankLocals(lost.rank, argv), lost.coords, replaces=True
-    )
+    if lose is not None:
+        losses = shared.losses = Losses(shared, lose, replacement, elastic, sizes)
+        for hook in ("loses", "expects", "is_over", "irreplaceable"):
+            setattr(shared.scheduler, hook, getattr(losses, hook))
 
     def live(actor: Actor) -> Any:
         WORLD.set(SimulatedWorld(shared, actor))

@@ -110,16 +110,17 @@ class Unwound(BaseException):
 @final
 @dataclass(slots=True, eq=False)
 class Actor:
-    """One simulated process.
+    """One simulated process. process: its number. rank: in the mesh; they are equal until ranks are lost.
 
     saved:    its state while it does not run. coords: by dim, in the first mesh that it was a member of.
     wait:     the SimulatedWork or StoreWait that it waits for, None while it runs or could.
     unwaited: the works of asynchronous calls and messages not waited for yet, in order.
     ended:    its program is over, with `result` or `error`. lost: another actor has its place, where one can.
-    replaces: a rank that was lost had this one's place.
+    replaces: the generation that it was started for, as a process was lost that had this one's place; 0: none.
     operations: of the store and of groups, so far.
     """
 
+    process: int
     rank: int
     saved: RankLocals
     coords: dict[str, int] = field(default_factory=dict)
@@ -130,7 +131,7 @@ class Actor:
     unwaited: dict[Any, None] = field(default_factory=dict)
     ended: bool = False
     lost: bool = False
-    replaces: bool = False
+    replaces: int = 0
     operations: int = 0
     result: Any = None
     error: BaseException | None = None
@@ -163,16 +164,17 @@ class Scheduler:
         self.error: BaseException | None = None
         self._random = random.Random(seed)
         self._ready = list(actors)
-        self._left = len(actors)
         self._polls = 0
         self._main = _held()
         self._interrupt: BaseException | None = None
         # Whether the caller has gone, interrupted: the state of the process is its own then, and no rank's.
         self._abandoned = False
         self._context = contextvars.copy_context()
-        # Asked at each operation; and the actor in the place of one that was lost.
+        # Asked at each operation.
         self.loses: Callable[[Actor], bool] = lambda actor: False
-        self.replace: Callable[[Actor], Actor] = lambda actor: actor
+        # Whether there will be another actor in the place of one that was lost; and whether those that wait need not end.
+        self.expects: Callable[[], bool] = lambda: False
+        self.is_over: Callable[[], bool] = lambda: False
         # Asked when a rank has ended: the error where no new rank can meet all others any more.
         self.irreplaceable: Callable[[Actor], BaseException | None] = lambda actor: None
 
@@ -257,6 +259,11 @@ class Scheduler:
             self.check()
             self._let_others_run(actor)
 
+    @property
+    def can_run(self) -> bool:
+        """Whether a rank can run."""
+        return bool(self._ready)
+
     def choose(self, count: int) -> int:
         """A number below `count`, by the seed."""
         return int(self._random.random() * count)
@@ -264,6 +271,11 @@ class Scheduler:
     def wake(self, actor: Actor) -> None:
         """What `actor` waits for has come."""
         actor.wait = None
+        self._ready.append(actor)
+
+    def add(self, actor: Actor) -> None:
+        """A new process has the place of one that has ended."""
+        self.actors[actor.process] = actor
         self._ready.append(actor)
 
     def operates(self, actor: Actor) -> None:
@@ -297,8 +309,8 @@ class Scheduler:
         self.stop(error)
         raise Unwound
 
-    def stop(self, error: BaseException) -> None:
-        """End the simulation: every rank that lives is unwound, one after the other."""
+    def stop(self, error: BaseException | None) -> None:
+        """End the simulation: every rank that lives is unwound, one after the other. error: None: all is well."""
         if self.over:
             return
         self.over = True
@@ -310,7 +322,6 @@ class Scheduler:
                 begun.append(actor)
             if actor.thread is None:
                 actor.ended = True
-                self._left -= 1
         self._ready = begun
 
     # -- inside ---------------------------------------------------------------------------------
@@ -336,7 +347,7 @@ class Scheduler:
         if self._interrupt is not None:
             self.stop(self._interrupt)
         while not self._ready:
-            if self._left == 0:
+            if all(actor.ended for actor in self.actors) and (self.over or not self.expects()):
                 return None
             try:
                 found = self._diagnose()
@@ -377,11 +388,8 @@ class Scheduler:
             actor.ended = True
             if not self.over and (unmet := self.irreplaceable(actor)) is not None:
                 self.stop(unmet)
-            if actor.lost and not self.over:
-                made = self.actors[actor.rank] = self.replace(actor)
-                self._ready.append(made)
-            else:
-                self._left -= 1
+            if not self.over and actor.ended_well and self.is_over():
+                self.stop(None)
             following = self._next()
             if following is not None:
                 self._hand_to(following)

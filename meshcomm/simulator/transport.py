@@ -235,6 +235,8 @@ class SimulatedGroup:
     def __init__(self, scheduler: Scheduler, group: Group) -> None:
         self.name, self.dims, self.ranks, self.label = group.name, group.dims, group.ranks, group.label
         self.scheduler = scheduler
+        # Those that have opened it, by coord.
+        self.actors: dict[int, Actor] = {}
         self.pending: dict[int, PendingCollective] = {}
         # By destination and tag, each in the order of posting.
         self._ends: dict[tuple[int, int], list[PendingMessage]] = defaultdict(list)
@@ -265,7 +267,7 @@ class SimulatedGroup:
             pending = self.pending[number] = PendingCollective(self, number)
         work = SimulatedWork(
             scheduler,
-            scheduler.actors[self.ranks[coord]],
+            self.actors[coord],
             "collective",
             call.row.name if told is None else told[1],
             self.label,
@@ -303,7 +305,7 @@ class SimulatedGroup:
         direction, x, peer, tag = message
         other = None if peer is None else self.ranks[peer]
         peers = [each for each in self.ranks if each != rank] if other is None else [other]
-        actor = scheduler.actors[rank]
+        actor = self.actors[coord]
         work = SimulatedWork(
             scheduler,
             actor,
@@ -393,7 +395,7 @@ class SimulatorTransport(Transport):
         self.size = len(group.ranks)
         self.coord = group.ranks.index(actor.rank)
         self.any_source = backend in ("gloo", "mpi")
-        self._actor = actor
+        self._actor = group.actors[self.coord] = actor
         self._group = group
         self._start_order = start_order
         self.ordered = start_order is not None

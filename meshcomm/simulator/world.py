@@ -16,18 +16,17 @@ from meshcomm.comm.mismatch import error_of, find_desync
 from meshcomm.errors import CallMismatchError, CommunicationError, MeshcommError
 from meshcomm.layout import Group
 from meshcomm.mesh.environment import Launch
-from meshcomm.mesh.generation import Announcement, Generations
+from meshcomm.mesh.generation import Generations
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.store import Interrupted
+from meshcomm.simulator.losses import Losses, SimulatedGenerations
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
-from meshcomm.simulator.transport import SimulatedGroup, SimulatorTransport, here
+from meshcomm.simulator.transport import SimulatedGroup, SimulatorTransport
 from meshcomm.transport import Transport
 from meshcomm.transport.support import backend_on
 
 _CPU = torch.device("cpu")
-# A loss is announced, on average, after so many operations of other ranks, or when no rank can go on.
-_ANNOUNCED_ONE_IN = 8
 
 
 @final
@@ -65,47 +64,11 @@ class SharedState:
     recorders: dict[tuple[str, str], dict[int, tuple[Mapping[str, int], FlightRecorder]]] = field(
         default_factory=dict
     )
-    losses: dict[int, int] | None = None
-    announced: list[Announcement] = field(default_factory=list)
-    unannounced: dict[int, str] = field(default_factory=dict)
-    lost_at: dict[int, str] = field(default_factory=dict)
-    generations: dict[int, Generations] = field(default_factory=dict)
+    losses: Losses | None = None
 
-    def loses(self, actor: Actor) -> bool:
-        """Whether `actor` is lost now, at its next operation. A loss is announced at some later one of another rank."""
-        if self.unannounced and self.scheduler.choose(_ANNOUNCED_ONE_IN) == 0:
-            self.announce()
-        found = self.losses is not None and self.losses.get(actor.rank) == actor.operations
-        if found and self.losses is not None:
-            del self.losses[actor.rank]
-            self.unannounced[actor.rank] = "was lost"
-            site = here()
-            self.lost_at[actor.rank] = f"at its operation {actor.operations}, in {site.call} at {site.line}"
-        return found
-
-    def unmet(self, actor: Actor) -> list[int]:
-        """The lost ranks whose places no new rank can take, now that `actor` has ended: every new one has to meet all ranks.
-
-        As a launcher has it: `actor` itself, where another rank's program has returned; or those that were lost before
-        its own program returned, and it did not meet the new ones.
-        """
-        if actor.lost:
-            return [actor.rank] if any(each.ended_well for each in self.scheduler.actors) else []
-        generations = self.generations.get(actor.rank)
-        if generations is None or not actor.ended_well:
-            return []
-        since = [each.lost for each in self.announced[generations.joined.number :]]
-        return sorted({rank for lost in (*since, self.unannounced) for rank in lost})
-
-    def announce(self) -> None:
-        """Break what the ranks of this generation wait for: they are to meet again, in a new one."""
+    def break_calls(self) -> None:
+        """End what ranks wait for: they are to meet again, in a new generation."""
         scheduler = self.scheduler
-        lost, self.unannounced = self.unannounced, {}
-        announcement = Announcement(lost, lost)
-        self.announced.append(announcement)
-        for generations in self.generations.values():
-            if generations.latest < len(self.announced):
-                generations.add(announcement)
         for group in self.groups.values():
             group.give_up()
         self.groups.clear()
@@ -118,6 +81,14 @@ class SharedState:
                 if isinstance(actor.wait, StoreWait):
                     actor.wait.broken = True
                 scheduler.wake(actor)
+
+    def wait_for_key(self, actor: Actor, key: str, timeout_s: float) -> None:
+        """Let others run until the key is there, or calls are broken."""
+        self.scheduler.wait(actor, StoreWait(actor, [key], timeout_s))
+
+    def generations_of(self, actor: Actor) -> Generations | None:
+        """What a process knows of the generations; None where no rank is ever lost."""
+        return None if self.losses is None else self.losses.generations.get(actor.process)
 
     def has_to_wait(self, wait: StoreWait) -> bool:
         """Keep `wait` under a key that is not set; False where all are."""
@@ -141,18 +112,13 @@ class SimulatedWorld:
 
     def __init__(self, shared: SharedState, actor: Actor) -> None:
         size = len(shared.scheduler.actors)
-        self.launch = Launch("simulator", actor.rank, size, actor.rank, size)
+        self.launch = Launch("simulator", actor.process, size, actor.process, size)
         self.store: dist.Store = SimulatedStore(shared, actor)
         self._shared = shared
         self._actor = actor
         self.generations: Generations | None = None
         if shared.losses is not None:
-            if shared.unannounced:
-                # A launcher announces a loss before it starts the new process.
-                shared.announce()
-            number = len(shared.announced) if actor.replaces else 0
-            self.generations = Generations(actor.rank, number, shared.announced)
-            shared.generations[actor.rank] = self.generations
+            self.generations = SimulatedGenerations(shared.losses, actor, shared.wait_for_key)
 
     def place(self, wanted: str) -> tuple[torch.device, str]:
         """Tensors are the host's, whatever the job's device; what its backend refuses stays refused."""
@@ -281,7 +247,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         timeout = self._timeout if timeout is None else timeout
         self._touch()
         wait = self._wait_for(keys, timeout)
-        generations = self._shared.generations.get(self._actor.rank)
+        generations = self._shared.generations_of(self._actor)
         if generations is not None and generations.newer():
             raise Interrupted("a wait at the store has ended: ranks were lost")
         if self._shared.has_to_wait(wait):
@@ -326,7 +292,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
     def _touch(self) -> None:
         self._scheduler.operates(self._actor)
         self._scheduler.maybe_pause(self._actor)
-        generations = self._shared.generations.get(self._actor.rank)
+        generations = self._shared.generations_of(self._actor)
         if generations is not None and generations.is_opening and generations.newer():
             # As of a store whose connections are cut; so long as a mesh is being opened.
             raise dist.DistNetworkError("connection reset: a rank was lost")

@@ -1,0 +1,201 @@
+"""Ranks that are lost in a simulation, and what a launcher does then: `Replacing` decides, as with processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, final
+
+from meshcomm.config.elastic import ElasticConfig
+from meshcomm.errors import MeshcommError, RankFailed
+from meshcomm.launch.places import Sizes
+from meshcomm.launch.replacing import Replacing
+from meshcomm.layout.sizes import ranks_text
+from meshcomm.mesh.generation import WAITS, Announcement, Generations, announcement_of, next_key
+from meshcomm.mesh.rank_failure import Failure
+from meshcomm.simulator.scheduler import Actor, Lost
+from meshcomm.simulator.transport import here
+
+if TYPE_CHECKING:
+    from meshcomm.simulator.world import SharedState
+
+# What a launcher sees, it sees on average after so many operations of other ranks, or when no rank can go on.
+_SEES_ONE_IN: Final = 8
+
+
+@final
+class Losses:
+    """Which processes are lost when, and which have their places.
+
+    lose: by process, the number of the operation at which it is lost. elastic, sizes: as of Replacing, whose clock counts
+    operations. replacement: makes the actor in the place of a process.
+    """
+
+    def __init__(
+        self,
+        shared: SharedState,
+        lose: Mapping[int, int],
+        replacement: Callable[[int], Actor],
+        elastic: ElasticConfig | None = None,
+        sizes: Sizes | None = None,
+    ) -> None:
+        self._shared, self._lose, self._replacement = shared, dict(lose), replacement
+        self._clock = 0.0
+        self._unseen: dict[int, str] = {}
+        self._error: MeshcommError | None = None
+        self.lost_at: dict[int, str] = {}
+        self.announced: list[Announcement] = []
+        self.generations: dict[int, Generations] = {}
+        self.replacing = Replacing(
+            len(shared.scheduler.actors),
+            elastic or ElasticConfig(replace=len(lose)),
+            sizes,
+            now=lambda: self._clock,
+            say=lambda *lines: None,
+        )
+        self.replacing.store = LaunchersStore(shared.values)
+
+    def loses(self, actor: Actor) -> bool:
+        """Whether `actor` is lost now, at its next operation. What a launcher does about it comes at some later one."""
+        self._clock += 1
+        if self.expects() and self._shared.scheduler.choose(_SEES_ONE_IN) == 0:
+            self.look()
+            if self._error is not None:
+                self._shared.scheduler.fail(self._error)
+        found = self._lose.get(actor.process) == actor.operations
+        if found:
+            del self._lose[actor.process]
+            self._unseen[actor.process] = "was lost"
+            site = here()
+            self.lost_at[actor.process] = (
+                f"at its operation {actor.operations}, in {site.call} at {site.line}"
+            )
+        return found
+
+    def expects(self) -> bool:
+        """Whether a launcher has something to do, now or later."""
+        replacing = self.replacing
+        return bool(self._unseen or replacing.due or replacing.coming)
+
+    def look(self, patient: bool = True) -> MeshcommError | None:
+        """Do what a launcher does when it looks at its processes. patient: False: time passes until something is due.
+
+        Returns the error where the job cannot go on.
+        """
+        replacing = self.replacing
+        actors = self._shared.scheduler.actors
+        # One that is lost still leaves its program, in calls that all fail.
+        lost = {each: self._unseen.pop(each) for each in [*self._unseen] if actors[each].ended}
+        if lost:
+            failures = {
+                each: Failure(each, self._name(each), self._clock, what, code=137, raised=False)
+                for each, what in lost.items()
+            }
+            if not replacing.lost(failures, any(each.ended_well for each in actors)):
+                self._error = self._cannot_be_replaced([*lost])
+                return self._error
+        if not patient and not lost and replacing.due:
+            self._clock = max(self._clock, min(replacing.due.values()))
+        for each in replacing.starts():
+            number = replacing.started(each)
+            made = self._replacement(each)
+            made.replaces = number
+            self._shared.scheduler.add(made)
+        replacing.lose_patience()
+        replacing.grow(any(each.ended_well for each in actors))
+        while len(self.announced) < replacing.number:
+            self.announced.append(announcement_of(replacing.store, len(self.announced) + 1))
+            for generations in self.generations.values():
+                if generations.latest < len(self.announced):
+                    generations.add(self.announced[-1])
+            self._shared.break_calls()
+        return None
+
+    def is_over(self) -> bool:
+        """Whether every rank of the mesh has ended: whoever waits to take part then waits for ever."""
+        actors = self._shared.scheduler.actors
+        return all(actors[each].ended_well for each in self.replacing.places.processes)
+
+    def irreplaceable(self, actor: Actor) -> MeshcommError | None:
+        """The error where ranks were lost whose places no new one can take, as `actor` has ended, or others before it.
+
+        As a launcher has it: a new process has to meet every one of the others.
+        """
+        actors, lost = self._shared.scheduler.actors, list[int]()
+        if actor.lost:
+            takes_part = actor.process in self.replacing.places.processes
+            lost = [actor.process] if takes_part and any(each.ended_well for each in actors) else []
+        elif actor.ended_well and (generations := self.generations.get(actor.process)) is not None:
+            since = [one.lost for one in self.announced[generations.joined.number :]]
+            lost = sorted({each for ended in (*since, self._unseen) for each in ended})
+        return self._cannot_be_replaced(lost) if lost else None
+
+    def _name(self, process: int) -> str:
+        return self._shared.scheduler.actors[process].name
+
+    def _cannot_be_replaced(self, lost: Sequence[int]) -> MeshcommError:
+        actors = self._shared.scheduler.actors
+        failed = {each.rank: each.error for each in actors if each.error is not None}
+        ended = [each.rank for each in actors if each.ended_well]
+        who = self._name(lost[0]) if len(lost) == 1 else ranks_text(lost)
+        were, have = "was" if len(lost) == 1 else "were", "has" if len(ended) == 1 else "have"
+        why = f"{ranks_text(ended)} {have} ended" if ended else "too few processes are left"
+        by_rank: dict[int, BaseException] = {each: Lost(self.lost_at[each]) for each in lost}
+        return RankFailed(
+            f"{who} {were} lost and cannot be replaced: {why}",
+            given="\n".join(f"rank {each} was lost {self.lost_at[each]}" for each in lost),
+            expected="all other ranks still in their programs: a new process has to meet every one of them",
+            hint="meshcomm run --replace ends such a job by the name of the lost rank, too; --max-restarts starts it again",
+            by_rank={**failed, **by_rank},
+        )
+
+
+@final
+class SimulatedGenerations(Generations):
+    """Those that one simulated process knows of."""
+
+    def __init__(self, losses: Losses, actor: Actor, wait: Callable[[Actor, str, float], None]) -> None:
+        self._losses, self._actor, self._wait = losses, actor, wait
+        number = actor.replaces
+        losses.replacing.store.set(WAITS.format(number, actor.process), "")
+        while len(losses.announced) < number:
+            self._wait_for_next()
+        super().__init__(actor.process, number, losses.announced)
+        losses.generations[actor.process] = self
+
+    def join(self):  # type: ignore[no-untyped-def]
+        joined = super().join()
+        processes, process = joined.processes, self._actor.process
+        self._actor.rank = processes.index(process) if processes else process
+        return joined
+
+    def all_done(self) -> bool:
+        store = self._losses.replacing.store
+        return bool(store.compare_set(next_key(self.joined.number + 1), "", "done") == b"done")
+
+    def _await_part(self) -> None:
+        while not self._takes_part():
+            self._wait_for_next()
+
+    def _wait_for_next(self) -> None:
+        self._wait(self._actor, f"meshcomm/generation/{len(self._losses.announced) + 1}", math.inf)
+
+
+@final
+class LaunchersStore:
+    """The shared values of a simulation, as its launcher uses them: no operation of a rank."""
+
+    def __init__(self, values: dict[str, bytes]) -> None:
+        self._values = values
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._values.setdefault(key, desired.encode())
