@@ -451,6 +451,9 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         if self._connected is not None:
             return
         # A dead peer and a slow one look alike, so that Gloo's own timeout has no say.
+        # A large group of Gloo would wait for its peers later, in its thread.
+        self._store.set(f"connects/{self._rank}", "")
+        self._store.wait([f"connects/{rank}" for rank in range(self._size)], timedelta(days=1))
         with self._sockets.making():
             self._connected = dist.ProcessGroupGloo(self._store, self._rank, self._size, timedelta(days=1))
         self._thread = threading.Thread(target=self._work, name=f"{NAME}-{self._rank}", daemon=True)
