@@ -82,6 +82,8 @@ def objects(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
 
 def first(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
     """The first call on a group, whose ranks wait in the store for each other, to connect."""
+    if step % 2 == 0:
+        return value(mesh, step, dies)
     mesh.create_group(f"all{step}", ("dp", "tp"))
     x = torch.full((3,), float(mesh.rank))
     dies()
