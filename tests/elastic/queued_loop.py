@@ -143,8 +143,9 @@ def main(words: list[str], validate_calls: int) -> None:
                     break
                 found = waits[step // 2](mesh, step, dies)
                 step, total = step + 1, total + (step + 1) * found
-            except RankLost as error:
-                print(f"lost {error.missing} {time.time()}", flush=True)
+            except (RankLost, dist.DistBackendError) as error:  # the second from torch's own calls alone
+                lost = mesh.lost(error)
+                print(f"lost {lost and lost.missing} {time.time()}", flush=True)
                 if "reopening" in words and mesh.rank == 0 and not mesh.generation.number:
                     end()
                 mesh.reopen(error)
