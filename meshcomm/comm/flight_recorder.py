@@ -58,6 +58,7 @@ class FlightRecorder:
     hooks:     those of `watch`. check: compares the first collectives between the ranks; None once nothing is left to.
     steps:     what was called in each step, where the program tells.
     group_name, timeout_s: of the backend's group, where a watchdog made the recorder.
+    lost:      (call, whether a peer is gone) -> the error where ranks were lost and replaced.
     plan:      ends the labels that profilers show. spans: takes every call while a trace is taken; span: the last
                one. quick: the dictionaries of prepared calls, emptied for that time, as those do not ask for it.
 
@@ -75,6 +76,7 @@ class FlightRecorder:
         self.plan = ""
         self.group_name = ""
         self.timeout_s: Callable[[], float] = partial(float, "inf")
+        self.lost: Callable[[str, bool], MeshcommError | None] = lambda what, waits: None
         self.ranks = ranks
         self.inquire = inquire
         self.started = 0
@@ -210,6 +212,9 @@ class FlightRecorder:
                 # What the error keeps alive is not the backend's Work, and with it the group's sockets.
                 clear_frames(trace)
                 raise self._caller.failed(entry[0].call, error) from error
+            # Whatever is wrong with what was read of a call that was given up.
+            if isinstance(error, Exception) and self._caller is not None and entry is not None:
+                self._caller.confirm(entry[0].call, error)
         finally:
             self.end()
 
@@ -432,6 +437,15 @@ class Caller:
     def failed(self, call: str, error: BaseException) -> MeshcommError:
         """The error for a call that the backend gave up on."""
         return self.recorder.inquire(self.recorder, self.where(call), error)
+
+    def confirm(self, call: str, error: BaseException | None = None) -> None:
+        """Raise RankLost where ranks were lost by now, from `error`. Called when the host has waited, or has read a value.
+
+        Where calls are queued, one that is given up for a lost rank ends without an error, and what it gives is anything.
+        """
+        recorder = self.recorder
+        if recorder.ordered and (lost := recorder.lost(self.where(call), False)) is not None:
+            raise lost from error
 
     def start(self, call: Call) -> Sequence[Work]:
         """Have the backend start a collective; nothing is returned where it is over."""

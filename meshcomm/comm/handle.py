@@ -119,6 +119,7 @@ class Handle(Generic[T]):
                         self._by.wait_within(work, timeout_s)
             except RuntimeError as error:
                 raise self._by.failed(self._call, error) from error
+            self._by.confirm(self._call)
         except MeshcommError as error:
             self._error = error
         finally:

@@ -273,7 +273,10 @@ class _Call:
 
     def decoded(self, data: Tensor) -> Any:
         """The object of the bytes that came."""
-        return decode(data, self._device, self.offer.pickle)
+        try:
+            return decode(data, self._device, self.offer.pickle)
+        finally:
+            self.comm.confirm(f"objects.{self.name}")
 
     def encoded(self, make: Callable[[], Sequence[Any]]) -> list[Tensor]:
         """This rank's objects as bytes; none, and the offer says why, where they cannot be."""
@@ -307,8 +310,10 @@ class _Call:
 
     def read(self, coord: int, data: Tensor) -> tuple[int, _Offer]:
         """The offer of a coord. Raises ObjectError for what no call of an object has written."""
+        told = data.cpu().numpy().tobytes()
+        self.comm.confirm(f"objects.{self.name}")
         try:
-            offer = _Offer(*json.loads(data.cpu().numpy().tobytes()))
+            offer = _Offer(*json.loads(told))
             if [type(each) for each in (offer.call, offer.size, offer.cap)] == [str, int, int]:
                 return coord, offer
         except (ValueError, TypeError, RecursionError):

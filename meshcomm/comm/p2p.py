@@ -96,7 +96,10 @@ class Messages(Caller):
                 self.transport.name, "the message's shape", self.where("recv"), "out=torch.empty(...)"
             )
             self._start(Batch("recv", [header], calls=0))
-            out = described_by(header.x)
+            try:
+                out = described_by(header.x)
+            finally:
+                self.confirm("recv")
         end = self._checked("recv", "irecv" if async_op else "recv", out, src, tag)
         assert out is not None
         return self._start(Batch("recv", [end], async_op, partial(into, out, end.x), source=src))

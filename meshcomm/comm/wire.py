@@ -171,6 +171,8 @@ def carry_out(request: Request) -> Tensor | None:
     """Start the call, wait for it, and make its result. Apart, as an error that is kept must not keep the Works."""
     for work in start(request):
         work.wait()
+    if request.row is BARRIER:
+        request.comm.confirm("barrier")
     return finish(request)
 
 

@@ -245,9 +245,8 @@ class AnnouncedGenerations(Generations):
         super().__init__(process, number, [announcement_of(store, each) for each in range(1, number + 1)])
         interruptible_waits(self._given_up)
         interrupted.append(self.newer)
-        self._waits = Connections(known=())
-        with self._waits.making():
-            waits = self._store.clone()
+        self._waits = Connections()
+        waits = self._waits.own(self._store.clone)
         name = "meshcomm-generation"
         self._waiting = threading.Thread(target=self._wait, args=(waits,), name=name, daemon=True)
         self._waiting.start()

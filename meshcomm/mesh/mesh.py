@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from gc import collect
@@ -53,6 +53,7 @@ from meshcomm.mesh.runtime import WORLD, Metrics, Runtime
 from meshcomm.mesh.store import MeshStore, prefixed, within
 from meshcomm.mesh.torch_mesh import TorchMesh
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
+from meshcomm.transport.connections import abort_all
 from meshcomm.transport.torch_private import default_group, held_calls, keep_for_good, outside_graphs
 
 if TYPE_CHECKING:
@@ -527,14 +528,19 @@ class Mesh(AlongDims):
         """
         self._usable()
         plan = self._merged_plan(name, dims, backend, timeout_s, comm_id)
-        agree(
-            prefixed(f"create/{name}", self._runtime.store),
-            self.rank,
-            [self.rank] if self.is_fake else plan.layout.ranks.tolist(),
-            plan.facts(),
-            plan.defaults.timeout_s,
-            f"the merged dim {name}",
-        )
+        try:
+            agree(
+                prefixed(f"create/{name}", self._runtime.store),
+                self.rank,
+                [self.rank] if self.is_fake else plan.layout.ranks.tolist(),
+                plan.facts(),
+                plan.defaults.timeout_s,
+                f"the merged dim {name}",
+            )
+        except StoreError as error:
+            if (lost := self.lost(error)) is not None:
+                raise lost from error
+            raise
         family = plan.family(name)
         if family.size == 1:
             transport: Transport = SoloTransport(self.device, family.options.backend)
@@ -606,11 +612,9 @@ class Mesh(AlongDims):
         # After the watch, which may still report a call on a group beside the mesh.
         if self._outside is not None:
             self._outside.close()
-        ordered = [each for each in self._transports.values() if each.ordered]
-        if ordered and not compare:
-            # Other ranks may never make the queued calls. In a thread, as the abort of a backend may block.
-            with suppress(TimeoutError, RuntimeError):
-                within(_ABORTS_S, partial(_abort, set(ordered)))
+        if not compare:
+            # Other ranks may never make the queued calls.
+            self._abort()
         self._torch.close()
         self.store.close()
         held = _closed_with_graphs(self._runtime.resources, self.label) if captured else None
@@ -713,9 +717,7 @@ class Mesh(AlongDims):
         for each in self._transports.values():
             # That calls which were given up are never waited for is no mistake of the program.
             each.tells_unwaited = True
-        if ordered := {each for each in self._transports.values() if each.ordered}:
-            with suppress(TimeoutError, RuntimeError):
-                within(_ABORTS_S, partial(_abort, ordered))
+        self._abort()
         self._torch.close()
         if held_calls:
             groups = [
@@ -724,6 +726,12 @@ class Mesh(AlongDims):
             keep_for_good([*groups, default_group()])
             held_calls.clear()
         self._runtime.resources.close()
+
+    def _abort(self) -> None:
+        """Let go of what is queued. In a thread, as the abort of a backend may block."""
+        if aborts := [*self._runtime.aborts]:
+            with suppress(TimeoutError):
+                within(_ABORTS_S, partial(abort_all, aborts))
 
     def __enter__(self) -> Mesh:
         return self
@@ -873,11 +881,6 @@ def _lost(mesh: ref[Mesh], error: BaseException) -> RankLost | None:
     """As `Mesh.lost`, for what the mesh holds itself."""
     alive = mesh()
     return None if alive is None else alive.lost(error)
-
-
-def _abort(transports: Iterable[Transport]) -> None:
-    for transport in transports:
-        transport.abort()
 
 
 def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError | None:

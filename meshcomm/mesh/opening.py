@@ -212,6 +212,7 @@ class Opening:
         self._resources = ExitStack()
         self._transports: dict[str, Transport] = {}
         self._clients: dict[bool, dist.Store] = {}
+        self._aborts: list[Callable[[], object]] = []
 
     def run(self) -> Mesh:
         """The mesh; with `warm_up` its groups are used. Gives everything back where a step raises."""
@@ -242,11 +243,13 @@ class Opening:
         while True:
             # Given back when the mesh closes, the last first.
             self._resources, self._transports, self._clients = ExitStack(), {}, {}
-            self._connections = None
+            self._connections, self._aborts = None, []
+            self._resources.callback(self._aborts.clear)
             self._generation = Generation() if generations is None else generations.join()
             self._take_place(self._generation)
             if generations is not None and self._world is None:
                 self._connections = Connections()
+                self._connections.aborts = self._aborts
                 generations.cuts(self._connections)
             try:
                 with self._making(), ExitStack() as opening:
@@ -417,18 +420,21 @@ class Opening:
             return
         # A bound device connects all ranks with all at once, where the groups of the dims would do.
         bind = self._settings.process.device_id is True and device.type != "cpu"
+        ordered = backend_on(backend, device) in STREAM_ORDERED
         variables = {**gloo_defaults(meeting.launch.one_host), **nccl_defaults(meeting.world_size)}
         try:
             with with_variables(variables, keep=True):
                 dist.init_process_group(
                     backend,
-                    store=dist.PrefixStore("world", self._store),
+                    store=dist.PrefixStore("world", self._client(ordered)),
                     rank=meeting.rank,
                     world_size=meeting.world_size,
                     timeout=timedelta(seconds=self._settings.mesh.timeout_s),
                     device_id=device if bind else None,
                 )
             self._resources.callback(give_back, default_group())
+            if ordered:
+                self._aborts.append(default_group().abort)
             default_store().set(_PREFIX, self._prefix)
         except RuntimeError as error:
             raise CommunicationError(
@@ -475,6 +481,7 @@ class Opening:
             generation=self._generation,
             generations=self._generations,
             reopen=None if self._kept_group else self._opened,
+            aborts=self._aborts,
         )
 
     def _open_later(self, group: Group, split: bool) -> Transport:
@@ -483,22 +490,35 @@ class Opening:
             if self._connections is not None:
                 # By a connection that is cut where a rank is lost meanwhile.
                 self._clients.clear()
-                self._clients |= dict.fromkeys((False, True), self._store.clone())
+                self._clients |= dict.fromkeys((False, True), self._connections.own(self._store.clone))
             return self._open_group(group, split)
 
     def _open_group(self, group: Group, split: bool) -> Transport:
         if self._world is not None:
             return self._world.open(group, self._world_prefix)
-        # A backend that connects at a group's first call keeps its client of the store busy for so long, and the
-        # threads that answer for this rank have to get through.
         own = backend_on(group.options.backend, self._device) in STREAM_ORDERED
-        if own not in self._clients:
-            self._clients[own] = self._store.clone() if own else self._store
-        store, rank = dist.PrefixStore("groups", self._clients[own]), self._meeting.rank
+        store, rank = dist.PrefixStore("groups", self._client(own)), self._meeting.rank
         with with_variables(gloo_defaults(self._meeting.launch.one_host, len(group.ranks)), keep=True):
             transport = open_group(group, rank, store, self._prefix, self._device, split)
         self._resources.callback(transport.close)
+        if own:
+            self._aborts.append(transport.abort)
         return transport
+
+    def _client(self, own: bool) -> dist.Store:
+        """The mesh's client of the store, or one for groups that connect at their first call.
+
+        That keeps it busy for so long, and the threads that answer for this rank have to get through; where a rank is
+        lost meanwhile, only the end of this connection ends the call.
+        """
+        if own not in self._clients:
+            make = (
+                self._store.clone
+                if self._connections is None
+                else partial(self._connections.own, self._store.clone)
+            )
+            self._clients[own] = make() if own else self._store
+        return self._clients[own]
 
     @property
     def _world_prefix(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -36,7 +36,8 @@ class Runtime:
     None if all, or if the world compares them. create: makes one group; the second argument: whether NCCL may split the
     world for it. resources: gives everything back, the last first. data_dims: along which samples differ, if the
     configuration has [parallel]. is_fake: no other rank exists. generations: None where nobody replaces lost ranks.
-    reopen: makes the mesh again, in the latest generation; None where its default group is not its own.
+    reopen: makes the mesh again, in the latest generation; None where its default group is not its own. aborts: let go of
+    what is queued on its groups, torch's default group among them.
     """
 
     launch: Launch
@@ -55,6 +56,7 @@ class Runtime:
     generations: Generations | None = None
     data_dims: tuple[str, ...] | None = None
     is_fake: bool = False
+    aborts: Sequence[Callable[[], object]] = ()
 
 
 class Watching(ABC):

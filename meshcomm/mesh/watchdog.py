@@ -152,6 +152,7 @@ class Watchdog(Watching):
         recorder = FlightRecorder(label, ranks, partial(_inquire, ref(self)), check)
         recorder.ordered = transport.ordered
         recorder.group_name = transport.group_name
+        recorder.lost = self._options.lost
         recorder.timeout_s = partial(_timeout_s, ref(transport), options.timeout_s)
         self._recorders.append(recorder)
         return recorder
@@ -398,10 +399,12 @@ class Watchdog(Watching):
         return self._diagnosed(failed)
 
     def _diagnosed(self, failed: FailedCall) -> MeshcommError:
+        # A store that was cut off, while a group connected by it, tells no reason of its own.
+        waits = failed.reason not in (Reason.TIMEOUT, Reason.OTHER)
+        if (lost := self._options.lost(failed.at, waits)) is not None:
+            return lost
         if failed.reason is Reason.OTHER:
             return failed.error_alone()
-        if (lost := self._options.lost(failed.at, failed.reason is not Reason.TIMEOUT)) is not None:
-            return lost
         own = self.own
         # What fails after the first failure mostly follows from it.
         own.failed = own.failed or failed.facts

@@ -190,9 +190,7 @@ class Engine:
             loss = self._run(context.split(inputs, 1), context.split(targets, 1), **more)
         self._local.finish_step()
         reached.summed = number
-        clip = self.sections.train.clip_norm
-        norm = self._norm.norm() if clip is None else self._norm.clip_(clip)
-        reached.scaled = number
+        norm = self._norm.norm()
         lr = self._update.set_rate(lr)
         # The range of ids is known of tokens only; elsewhere the layers look at them.
         looks = self.model.vocab_size and self.mesh.is_async
@@ -200,10 +198,22 @@ class Engine:
         spoilt = self._results.add(number, lr, loss, norm, self._tokens, *ids)
         if self._recovers and self.mesh.is_async:
             # What is queued may still be given up: it is decided when it is there.
-            spoilt.item()
+            self._value(spoilt)
         reached.decided = number
+        # Not before: a norm that was given up would spoil gradients by which the step may be completed.
+        clip = self.sections.train.clip_norm
+        if clip is not None:
+            self._norm.scale_(clip, norm)
+        reached.scaled = number
         self._update.step(number, spoilt)
         reached.applied = self.done = number
+
+    def _value(self, x: Tensor) -> float:
+        """The number, waited for. Raises RankLost: calls that are given up for a lost rank end as others, and leave anything."""
+        found = float(x.item())
+        if self._recovers and self.mesh.is_async and (lost := self.mesh.lost()) is not None:
+            raise lost
+        return found
 
     def _begin(self, number: int) -> None:
         self._state.given_lr = self._lr is not None
@@ -318,7 +328,7 @@ class Engine:
             self.mesh.all_reduce(dim, sums)
         if parallel.pipeline is not None:
             sums = self.mesh.broadcast(parallel.pipeline, sums, src=self.mesh.size(parallel.pipeline) - 1)
-        return float((sums[0] / (sums[1] / context.size)).item())
+        return self._value(sums[0] / (sums[1] / context.size))
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a step changes: this rank's weights, and the state of optimizer, modules and scheduler, by global names.

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -40,6 +40,7 @@ from meshcomm.comm.checks import span_of
 from meshcomm.dryrun.torch_private import modes_left, schema_of
 from meshcomm.parallel.torch_private import FakeTensor
 from meshcomm.reductions import WIRE_OPS
+from meshcomm.transport.connections import Connections
 from meshcomm.transport.torch_private import (
     HOOK_NUMBERS,
     DispatchMode,
@@ -48,6 +49,7 @@ from meshcomm.transport.torch_private import (
     compiled_files,
     explicit_kernel,
     has_backend,
+    keep_for_good,
     leaves_of,
 )
 
@@ -160,9 +162,7 @@ class EmulatedWork(Work):  # type: ignore[misc]
         elif self._host_waits:
             for item in self._items:
                 _block(item)
-        for item in self._items:
-            if item.queue.aborted.is_set():
-                raise dist.DistBackendError(f"NCCL communicator was aborted on rank {item.queue.rank()}.")
+        # Also of a call that was aborted: its event is reached, and no error is looked for any more.
         return True
 
     def synchronize(self) -> None:
@@ -181,8 +181,7 @@ class EmulatedWork(Work):  # type: ignore[misc]
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        gone = [item for item in self._items if item.queue.aborted.is_set()]
-        return dist.DistBackendError("NCCL communicator was aborted") if gone else None
+        return None
 
     def result(self) -> list[Tensor]:
         return [x for item in self._items for x, _ in item.tensors]
@@ -215,6 +214,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self.aborted = threading.Event()
         self.waited = self._number = 0
         self._connected: Any = None
+        self._sockets = Connections()
         self._items: SimpleQueue[_Item | None] = SimpleQueue()
         self._together: list[_Item] | None = None
         self._before: dict[int, Callable[[Any], None]] = {}
@@ -263,13 +263,21 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._after.pop(hook_id, None)
 
     def abort(self) -> None:
-        """Let everything go that is queued or under way; memory stays as it is."""
+        """Let everything go that is queued or under way; memory stays as it is. From any thread.
+
+        Nothing happens to a communicator that no call has connected yet. It returns when no kernel runs any more, those of
+        other communicators too.
+        """
+        if self._connected is None or self.aborted.is_set():
+            return
         self.aborted.set()
-        if self._connected is not None:
-            self._connected.abort()
         self._items.put(None)
         for item in _emulation().pending_of(self):
             _emulation().is_over(item)
+        # Gloo ends a call that is under way for nothing else.
+        self._sockets.cut()
+        while any(not item.queue.aborted.is_set() for item in list(_emulation().pending)):
+            time.sleep(0.01)
 
     def shutdown(self) -> None:
         """Wait for all that is queued, without a limit, as ncclCommFinalize does, and for graphs; then close."""
@@ -280,6 +288,9 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
                 _block(item)
         self._items.put(None)
         self.join()
+        if self.aborted.is_set():
+            # Its destructor would wait for a call that Gloo has forgotten.
+            keep_for_good([self._connected])
         self._connected = None
         if self in _emulation().queues:
             _emulation().queues.remove(self)
@@ -440,7 +451,11 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         if self._connected is not None:
             return
         # A dead peer and a slow one look alike, so that Gloo's own timeout has no say.
-        self._connected = dist.ProcessGroupGloo(self._store, self._rank, self._size, timedelta(days=1))
+        # A large group of Gloo would wait for its peers later, in its thread.
+        self._store.set(f"connects/{self._rank}", "")
+        self._store.wait([f"connects/{rank}" for rank in range(self._size)], timedelta(days=1))
+        with self._sockets.making():
+            self._connected = dist.ProcessGroupGloo(self._store, self._rank, self._size, timedelta(days=1))
         self._thread = threading.Thread(target=self._work, name=f"{NAME}-{self._rank}", daemon=True)
         self._thread.start()
 
@@ -610,7 +625,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
 
     def is_over(self, item: _Item) -> None:
         """Nothing has to wait for `item` any more."""
-        if item in self.pending:
+        with suppress(ValueError):  # abort comes from another thread
             self.pending.remove(item)
         item.over.set()
 
@@ -645,8 +660,12 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
 
     def close(self) -> None:
         self._ended.set()
+        threads = [threading.Thread(target=queue.abort) for queue in self.queues]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         for queue in list(self.queues):
-            queue.abort()
             queue.join()
         # It may be the last to hold a tensor, which Python cannot free from a thread while it ends.
         self._watchdog.join()

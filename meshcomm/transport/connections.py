@@ -1,6 +1,7 @@
 """The connections of a mesh's groups, to cut them: a call that waits for a rank that is gone then ends at once.
 
 On torch 2.15, Gloo's `abort` and `shutdown` do not end a call that is under way. A broken connection of its group does.
+NCCL's calls wait on the device, and within a host for no connection: only `abort` ends them.
 """
 
 from __future__ import annotations
@@ -8,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Collection, Iterator
-from typing import Any, Final, NamedTuple, final
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, NamedTuple, TypeVar, final
 
 import psutil
+
+T = TypeVar("T")
 
 _LISTENS: Final = psutil.CONN_LISTEN
 
@@ -27,16 +31,18 @@ class Connections:
     """Those that this process makes within `making`; and later ones to a port that it began to listen at there.
 
     Two ranks of a large group of Gloo connect at their first message. Connections to addresses that the process was
-    connected to before, as the store's, are only cut within `making`: other threads use them later.
+    connected to before, as the store's, are only cut within `making`: other threads use them later; those of `own` always.
 
-    known: such addresses, where they are others.
+    aborts: let go of the calls that are queued on the groups.
     """
 
-    def __init__(self, known: Collection[Any] | None = None) -> None:
-        self._known = {each.there for each in _connected()} if known is None else known
+    def __init__(self) -> None:
+        self._known = {each.there for each in _connected()}
         self._made: set[_Connection] = set()
         self._ports: set[int] = set()
         self._before: set[_Connection] | None = None
+        self._aborting = threading.Thread()
+        self.aborts: list[Callable[[], object]] = []
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
@@ -50,8 +56,21 @@ class Connections:
             self._ports |= _ports() - ports
             self._before = None
 
+    def own(self, connect: Callable[[], T]) -> T:
+        """The result of `connect`, whose connections nobody else uses."""
+        before = _connected()
+        found = connect()
+        self._made |= _connected() - before
+        return found
+
     def cut(self) -> None:
-        """Shut them down, from any thread. The descriptors stay open: who made them closes them."""
+        """Shut them down, and abort what is queued, from any thread. The descriptors stay open: who made them closes them."""
+        # In a thread, as the abort of a communicator waits for CUDA graphs of its calls.
+        if self.aborts and not self._aborting.is_alive():
+            self._aborting = threading.Thread(
+                target=abort_all, args=([*self.aborts],), name="meshcomm-abort", daemon=True
+            )
+            self._aborting.start()
         now, before = _connected(), self._before
         found = {each for each in now if each in self._made or each.here.port in self._ports}
         if before is not None:
@@ -61,6 +80,24 @@ class Connections:
                 # Shutting down a socket that listens would end the process, by Gloo.
                 copy.getpeername()
                 copy.shutdown(socket.SHUT_RDWR)
+
+
+def abort_all(aborts: Iterable[Callable[[], object]]) -> None:
+    """Abort groups, and return when that is done.
+
+    All at once: the abort of one communicator may wait for the kernels of all others on the device, see
+    https://github.com/pytorch/pytorch/issues/119797.
+    """
+
+    def run(abort: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):
+            abort()
+
+    threads = [threading.Thread(target=run, args=(abort,), daemon=True) for abort in aborts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _connected() -> set[_Connection]:

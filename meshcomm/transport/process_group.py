@@ -128,8 +128,10 @@ class ProcessGroupTransport(Transport):
         work.wait()
 
     def abort(self) -> None:
-        if self.ordered and self.owned:
-            self.group.abort()
+        # Another thread may have closed it.
+        group = getattr(self, "group", None)
+        if self.ordered and self.owned and group is not None:
+            group.abort()
 
     def close(self) -> None:
         """Give the group back, and let go of it: its sockets and threads go with the last reference.

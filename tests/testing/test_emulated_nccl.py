@@ -198,19 +198,29 @@ def test_emulated(pool: Pool, check: Callable[[Mesh], None]) -> None:
 
 
 def aborted() -> None:
-    """`abort` lets a queued call go, and refuses the next; destroying waits for nothing then."""
+    """`abort` lets a queued call go without an error, and refuses the next; destroying waits for nothing then."""
     dims = {"dp": 2}
     with emulated_nccl(), meshcomm.init(dims=dims, backend=NAME, device="cpu", validate_calls=1) as mesh:
         group = mesh.group("dp")
         mesh.all_reduce("dp", torch.ones(1)).item()
+        dist.group.WORLD.abort()  # no call has connected it
+        dist.barrier()
         if mesh.rank == 0:
-            work = group.allreduce([torch.ones(2)])
-            assert not work.is_completed()
+            x = torch.ones(2)
+            works = [group.allreduce([x]), dist.all_reduce(torch.ones(2), async_op=True)]
+            assert not any(work.is_completed() for work in works)
             began = time.monotonic()
-            group.abort()
-            assert work.is_completed() and time.monotonic() - began < 5
-            with pytest.raises(dist.DistBackendError, match="aborted"):
-                work.wait(timedelta(seconds=1))
+            # One alone waits for the kernels of the other one.
+            alone = threading.Thread(target=group.abort)
+            alone.start()
+            alone.join(0.5)
+            assert alone.is_alive() and works[0].is_completed() and not works[1].is_completed()
+            dist.group.WORLD.abort()
+            alone.join(5)
+            assert not alone.is_alive() and time.monotonic() - began < 5
+            for work in works:
+                assert work.wait() and work.is_completed() and work.exception() is None
+            assert x.tolist() == [1, 1]
             with pytest.raises(dist.DistBackendError, match="aborted"):
                 group.allreduce([torch.ones(2)])
 

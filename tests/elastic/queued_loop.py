@@ -1,0 +1,157 @@
+"""A loop whose calls are queued, as on NCCL: `meshcomm run --replace 2 --world-size 4 FILE value barrier`.
+
+Two steps for each word, which says by what the host is blocked when a rank dies in the second one, each time another rank.
+With "reopening" one more dies while the others reopen the mesh, with "joining" the new one, before its first call.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+import meshcomm
+from meshcomm.errors import RankLost
+from meshcomm.testing.emulated_nccl import NAME, emulated_nccl
+
+Dies = Callable[[], None]
+
+
+def read(mesh: meshcomm.Mesh, x: torch.Tensor) -> float:
+    """The sum. On a queue, reading what was given up for a lost rank raises nothing."""
+    found = x.sum().item()
+    if (lost := mesh.lost()) is not None:
+        raise lost
+    return found
+
+
+def value(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
+    """A value, of a call that the lost rank never makes, or of one that is queued behind such a call on another group."""
+    x = torch.full((3,), float(mesh.rank))
+    dies()
+    for dim in ("tp", "dp"):
+        mesh.all_reduce(dim, x)
+    return read(mesh, x)
+
+
+def message(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
+    """What a message brings that has no other end."""
+    x = torch.full((3,), float(mesh.rank))
+    dies()
+    for dim in ("dp", "tp"):
+        if mesh.size(dim) > 1:
+            came = mesh.shift(dim, x)
+            assert came is not None
+            x = x + came
+    return read(mesh, x)
+
+
+def handle(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
+    """An asynchronous handle, waited for with a limit: without one a wait does not block."""
+    x = torch.full((3,), float(mesh.rank))
+    dies()
+    for dim in ("dp", "tp"):
+        x = mesh.all_reduce(dim, x, async_op=True).wait(timeout_s=60)
+    return x.sum().item()
+
+
+def barrier(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
+    """A barrier, which must not return as if all had come: it is the last call of the step."""
+    x = torch.full((3,), float(mesh.rank))
+    dies()
+    for dim in ("tp", "dp"):
+        mesh.all_reduce(dim, x)
+    mesh.barrier("dp")
+    return x.sum().item()
+
+
+def objects(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
+    """The bytes of objects."""
+    ranks = [mesh.rank]
+    dies()
+    for dim in ("dp", "tp"):
+        ranks = [each for part in mesh.objects.all_gather(dim, ranks) for each in part]
+    return 3.0 * sum(ranks)
+
+
+def first(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
+    """The first call on a group, whose ranks wait in the store for each other, to connect."""
+    if step % 2 == 0:
+        return value(mesh, step, dies)
+    mesh.create_group(f"all{step}", ("dp", "tp"))
+    x = torch.full((3,), float(mesh.rank))
+    dies()
+    return read(mesh, mesh.all_reduce(f"all{step}", x))
+
+
+def torchs(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
+    """A value of torch's own call, on the default group."""
+    x = torch.full((3,), float(mesh.rank))
+    dies()
+    dist.all_reduce(x)
+    return read(mesh, x)
+
+
+WAITS = {each.__name__: each for each in (value, message, handle, barrier, objects, first, torchs)}
+
+
+def of_the_farthest(mesh: meshcomm.Mesh, step: int, total: float) -> tuple[int, float]:
+    """What the rank has that has come farthest: a new one has nothing."""
+    for dim in ("dp", "tp"):
+        step, total = max(mesh.objects.all_gather(dim, (step, total)))
+    return step, total
+
+
+def end() -> NoReturn:
+    """Die."""
+    time.sleep(0.5)  # the others are blocked by then
+    print(f"dies {time.time()}", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def main(words: list[str], validate_calls: int) -> None:
+    """Sum something up in every step."""
+    waits = [WAITS[word] for word in words if word in WAITS]
+    dims = {"dp": 2, "tp": int(os.environ["WORLD_SIZE"]) // 2}
+    with (
+        emulated_nccl(),
+        meshcomm.init(dims=dims, backend=NAME, device="cpu", validate_calls=validate_calls) as mesh,
+    ):
+        step, total, number = 0, 0.0, mesh.generation.number
+        again = bool(number)
+        if "joining" in words and number == 1:
+            end()
+
+        def dies() -> None:
+            if step % 2 and step // 2 == mesh.generation.number == mesh.world_size - 1 - mesh.rank:
+                end()
+
+        while True:
+            try:
+                if again:
+                    step, total = of_the_farthest(mesh, step, total)
+                    again = False
+                if step == 2 * len(waits):
+                    mesh.barrier()  # one that has ended could not meet a new one
+                    break
+                found = waits[step // 2](mesh, step, dies)
+                step, total = step + 1, total + (step + 1) * found
+            except (RankLost, dist.DistBackendError) as error:  # the second from torch's own calls alone
+                lost = mesh.lost(error)
+                print(f"lost {lost and lost.missing} {time.time()}", flush=True)
+                if "reopening" in words and mesh.rank == 0 and not mesh.generation.number:
+                    end()
+                mesh.reopen(error)
+                again = True
+        print(f"rank {mesh.rank}: {total}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[2:], int(sys.argv[1]))
