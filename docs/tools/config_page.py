@@ -90,6 +90,16 @@ nccl_socket_nthreads = 4
 nccl_nsocks_perthread = 2
 """,
     ),
+    "elastic": (
+        """\
+# Beside configs/quickstart.toml: three new processes, each a minute after the loss; until then one copy of the model may go on.
+[elastic]
+replace = 3
+min = { dp = 1 }
+patience_s = 10
+delay_s = 60
+""",
+    ),
     "topology": (
         """\
 [topology]

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshcomm.config.elastic import ElasticConfig as ElasticConfig
     from meshcomm.config.mesh import DimOptions as DimOptions
     from meshcomm.config.mesh import MeshConfig as MeshConfig
     from meshcomm.config.model import ModelConfig as ModelConfig
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 # Loaded when first used: a mesh made from `dims=` needs no model of the training sections.
 _HOMES = {
+    "elastic": "ElasticConfig",
     "mesh": "DimOptions MeshConfig",
     "model": "ModelConfig",
     "parallel": "ParallelConfig ParallelOptions",
