@@ -76,7 +76,8 @@ class Replacing:
             return False
         elastic, members = self._elastic, [each for each in failures if each in self.places.processes]
         returning = sorted(failures, key=lambda each: each not in members)[: self._left]
-        waits = {*members} <= {*returning} and elastic.delay_s <= elastic.patience_s
+        at_once = self.places.sizes is None or elastic.delay_s <= elastic.patience_s
+        waits = {*members} <= {*returning} and at_once
         places: Places | None = self.places
         if members and not waits:
             places = self.places.filled(self._ready() - {*failures})

@@ -48,6 +48,27 @@ mesh.close()
 """
 
 
+MODULE = """
+import torch, meshcomm
+from torch import nn
+from meshcomm.train import Trainer
+
+mesh = meshcomm.init()
+torch.manual_seed(mesh.rank)
+module = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 3))
+
+def data(step):
+    draw = torch.Generator().manual_seed(step)
+    x, y = torch.randn(12, 8, generator=draw, dtype=torch.float64), torch.randint(3, (12,), generator=draw)
+    share = 12 // mesh.data_world_size
+    mine = slice(mesh.data_rank * share, (mesh.data_rank + 1) * share)
+    return x[mine], y[mine]
+
+Trainer(mesh, None, module).run(data)
+mesh.close()
+"""
+
+
 def elastic(text: str) -> str:
     """Behind a config."""
     return f"\n[elastic]\n{text}\n"
@@ -152,3 +173,20 @@ def test_too_few_are_left(tmp_path: Path) -> None:
         # By its rank in the smaller mesh.
         assert "rank 2 (dp=2) was ended by SIGKILL\n" in job.log.read_text()
     assert not left_over(tmp_path)
+
+
+@pytest.mark.faults
+def test_a_module_of_the_programs_own(tmp_path: Path) -> None:
+    script = tmp_path / "module.py"
+    script.write_text(MODULE)
+    text = '[mesh]\ndims = { dp = 3 }\ndevice = "cpu"\n[parallel]\ndata = "dp"\n[train]\nsteps = 30\nglobal_batch_size = 12\n'
+    text += 'micro_batch_size = 2\nlr = 0.1\nseed = 1\ndtype = "float64"\nlog_every = 1\n'
+    with training(tmp_path / "before", text, 0, script=script) as job:
+        assert job.process.wait(100) == 0, job.log.read_text()
+        before = losses(job)
+    with training(tmp_path, text + elastic("min = { dp = 1 }"), 0, script=script) as job:
+        assert job.await_step(2), job.log.read_text()
+        job.kill(1, signal.SIGKILL)
+        assert job.process.wait(100) == 0, job.log.read_text()
+        assert losses(job) == pytest.approx(before, rel=1e-12)
+        assert "goes on with dp=2" in job.log.read_text()

@@ -240,3 +240,14 @@ def test_one_that_does_not_come_in_time() -> None:
     job.comes(1, 3)
     job.replacing.grow(False)
     assert job.said(3) == ([], ["1"], [], {})
+
+
+def test_without_a_smaller_mesh_the_others_wait_as_long_as_it_takes() -> None:
+    job = Job(ElasticConfig(replace=1, delay_s=5.0))
+    assert job.replacing.lost(lost(1), False)
+    job.at = 4.0
+    job.replacing.lose_patience()
+    assert job.replacing.starts() == [] and job.said(1) == (["1"], ["1"], [], {})
+    job.at = 5.0
+    job.replacing.lose_patience()
+    assert job.starts() == {1: 1} and job.replacing.number == 1
