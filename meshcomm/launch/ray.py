@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import os
 import shutil
 import socket
@@ -32,7 +33,7 @@ from meshcomm.launch.root_cause import root_cause, without_error
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.generation import ANNOUNCED_VARIABLE, VARIABLE
-from meshcomm.mesh.rank_failure import Failure, collect
+from meshcomm.mesh.rank_failure import Failure
 from meshcomm.mesh.rendezvous import of_this_attempt
 from meshcomm.mesh.source import with_sizes
 
@@ -61,7 +62,10 @@ class _Rank:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
 
     def run(self, words: Sequence[str], variables: Mapping[str, str], cwd: str) -> Iterator[Any]:
-        """Each line that `meshcomm WORDS` prints; at last its exit code and its failure, [] where it has left none."""
+        """Each line that `meshcomm WORDS` prints; at last its exit code and the text of its failure, "" where it has left none.
+
+        Imports no torch, which would take longer than the actor's own start.
+        """
         # Its name is the job's: as under meshcomm's own launcher, the rank leaves its error there.
         folder = Path(tempfile.mkdtemp(prefix="meshcomm-")) / variables["TORCHELASTIC_RUN_ID"]
         folder.mkdir()
@@ -80,7 +84,8 @@ class _Rank:
             assert process.stdout is not None
             for line in process.stdout:  # noqa: UP028  Ray drives this generator by `send`
                 yield line
-            yield process.wait(), collect(folder, 0)
+            code = process.wait()
+            yield code, next((path.read_text() for path in folder.glob("0-[cf]*.json")), "")
         finally:
             end_all(folder)
             reaper.communicate(DISMISSED)
@@ -393,10 +398,12 @@ class _Ranks:
             return None
         del self._streams[ready]
         code, left = said
-        if not code and not left:
+        if left:
+            return Failure(**json.loads(left))
+        if not code:
             self._well.add(process)
             return None
-        return left[0] if left else without_error(process, code, time.time(), self._name)
+        return without_error(process, code, time.time(), self._name)
 
     def _without_room(self) -> dict[int, Failure]:
         """The processes that the others wait for, and that have found no place for too long; where fewer can go on, nobody."""
