@@ -102,8 +102,8 @@ def launch(
 ) -> int:
     """Run `meshcomm WORDS` as `world_size` actors of a placement group; return the job's exit code.
 
-    cpus, gpus: of each rank. timeout_s: how long the cluster may take to have room for them. replace: in place of
-    elastic.replace of the configuration.
+    cpus, gpus: of each rank. timeout_s: how long the cluster may take to have room for them, and for each new one.
+    replace: in place of elastic.replace of the configuration.
 
     Joins the cluster of RAY_ADDRESS, or starts one on this host. What ranks print is printed here. Where a rank fails, or
     its actor dies, a new actor takes its place, or the others go on with fewer, as `[elastic]` says; else all actors are
@@ -439,6 +439,7 @@ class _Ranks:
             lambda rank: self._label(rank, replacing.places.dims),
             ended,
         )
+        others += replacing.notes(failed, ended, root.rank)
         lines = [root.text] if root.text else []
         lines += [f"meshcomm: {line}" for line in (root.summary, *others)]
         print("\n".join(lines), file=sys.stderr)
@@ -457,11 +458,19 @@ def _main() -> NoReturn:
         help="give so many ranks that are lost a new process; the others run on. In place of elastic.replace, see "
         "docs/guide/elastic.md",
     )
+    parser.add_argument(
+        "--room-s", type=float, default=60.0, metavar="S", help="how long the cluster may take to have room"
+    )
     parser.add_argument("words", nargs=argparse.REMAINDER, help="train CONFIG, or run [CONFIG] SCRIPT")
     given = parser.parse_args()
     try:
         code = launch(
-            given.words, given.world_size, given.cpus_per_rank, given.gpus_per_rank, replace=given.replace
+            given.words,
+            given.world_size,
+            given.cpus_per_rank,
+            given.gpus_per_rank,
+            given.room_s,
+            given.replace,
         )
     except MeshcommError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

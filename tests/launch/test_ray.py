@@ -314,3 +314,12 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(LaunchError, match=r"Ray is not installed(.|\n)*try:      pip install ray"):
         ray.launch(["run", "script.py"], 2)
+
+
+def test_help_says_how_ranks_are_replaced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ray.py", "--help"])
+    with pytest.raises(SystemExit):
+        ray._main()
+    assert "--replace N" in capsys.readouterr().out
