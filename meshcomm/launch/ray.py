@@ -30,6 +30,7 @@ from meshcomm.launch.places import sizes_of
 from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
 from meshcomm.launch.replacing import Replacing
 from meshcomm.launch.root_cause import root_cause, without_error
+from meshcomm.launch.spawn import SAVED
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.generation import ANNOUNCED_VARIABLE, VARIABLE
@@ -337,7 +338,9 @@ class _Ranks:
             members = replacing.places.processes
             found = self._heard()
             well = self._well & {*members}
-            if found and not failures and replacing.lost(found, bool(well)):
+            # Ranks that were asked to end, and have saved what they have, end together.
+            saved = any(failure.code == SAVED for failure in found.values())
+            if found and not failures and not saved and replacing.lost(found, bool(well)):
                 for process in found:
                     self._end(process)
                 continue

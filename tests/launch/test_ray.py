@@ -238,6 +238,12 @@ def test_one_more_loss_than_can_be_replaced(capfd: pytest.CaptureFixture[str]) -
     ]
 
 
+def test_ranks_that_were_asked_to_end_are_not_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+    actors = [Actor([(75, "")], (node, "10.0.0.1", 1)) for node in "AB"]
+    code, _, lines = ran(capfd, actors, Replacing(2, ElasticConfig(replace=2)), Store())
+    assert (code, lines[0]) == (75, "meshcomm: rank 0 ended with exit code 75")
+
+
 def test_a_smaller_mesh_goes_on_and_grows_and_too_few_end(capfd: pytest.CaptureFixture[str]) -> None:
     store, sizes = Store(), Sizes({"dp": 3}, "dp", [2])
 
