@@ -340,9 +340,10 @@ class _Ranks:
             well = self._well & {*members}
             # Ranks that were asked to end, and have saved what they have, end together.
             saved = any(failure.code == SAVED for failure in found.values())
+            for process in found:
+                # Ray also calls an actor lost that it cannot reach: its rank must not meet the new one.
+                self._end(process)
             if found and not failures and not saved and replacing.lost(found, bool(well)):
-                for process in found:
-                    self._end(process)
                 continue
             failures |= found
             if failures:
