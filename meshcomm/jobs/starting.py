@@ -78,7 +78,8 @@ def _refuse_elastic(here: Launch, elastic: ElasticConfig) -> None:
             f"lost ranks are to be replaced inside a job that {here.kind} started",
             given=f"{given}, launcher {here.kind} with {here.world_size} processes",
             expected="neither [elastic] nor --replace: who starts the processes of a job is who can start new ones",
-            hint="meshcomm run --replace N on one host, without another launcher",
+            hint="meshcomm run --replace N on one host, without another launcher; on several hosts\n"
+            "python -m meshcomm.launch.ray --world-size 8 --replace N train CONFIG",
         )
 
 

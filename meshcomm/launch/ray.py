@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
+import json
 import os
 import shutil
 import socket
@@ -11,18 +14,40 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from math import prod
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, final
 
+import torch.distributed as dist
+
+from meshcomm.config import Config, load_config
+from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError, MeshcommError
+from meshcomm.launch.places import sizes_of
 from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
+from meshcomm.launch.replacing import Replacing
 from meshcomm.launch.root_cause import root_cause, without_error
-from meshcomm.mesh.rank_failure import Failure, collect
+from meshcomm.launch.spawn import SAVED
+from meshcomm.layout.sizes import rank_text
+from meshcomm.mesh.exposure import serve_on_loopback
+from meshcomm.mesh.generation import ANNOUNCED_VARIABLE, VARIABLE
+from meshcomm.mesh.rank_failure import Failure
+from meshcomm.mesh.rendezvous import of_this_attempt
+from meshcomm.mesh.source import with_sizes
 
 # How long the cause may take to be told after errors that follow from it.
 _CAUSE_S: Final = 5.0
+# How long Ray may take to see that a node is dead.
+_ANNOUNCED_S: Final = 60
+_LOOK_S: Final = 0.1
+_STORE_TIMEOUT: Final = timedelta(seconds=60)
+_LOOPBACK: Final = "127.0.0.1"
+
+Label = Callable[[int, Mapping[str, int]], str]
+"""The name of a rank, with its coords; in a mesh with these sizes, where they are not those of the configuration."""
 
 
 class _Rank:
@@ -38,7 +63,10 @@ class _Rank:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
 
     def run(self, words: Sequence[str], variables: Mapping[str, str], cwd: str) -> Iterator[Any]:
-        """Each line that `meshcomm WORDS` prints; at last its exit code and its failure, [] where it has left none."""
+        """Each line that `meshcomm WORDS` prints; at last its exit code and the text of its failure, "" where it has left none.
+
+        Imports no torch, which would take longer than the actor's own start.
+        """
         # Its name is the job's: as under meshcomm's own launcher, the rank leaves its error there.
         folder = Path(tempfile.mkdtemp(prefix="meshcomm-")) / variables["TORCHELASTIC_RUN_ID"]
         folder.mkdir()
@@ -57,7 +85,8 @@ class _Rank:
             assert process.stdout is not None
             for line in process.stdout:  # noqa: UP028  Ray drives this generator by `send`
                 yield line
-            yield process.wait(), collect(folder, 0)
+            code = process.wait()
+            yield code, next((path.read_text() for path in folder.glob("0-[cf]*.json")), "")
         finally:
             end_all(folder)
             reaper.communicate(DISMISSED)
@@ -65,16 +94,23 @@ class _Rank:
 
 
 def launch(
-    words: Sequence[str], world_size: int, cpus: float = 1.0, gpus: float = 0.0, timeout_s: float = 60.0
+    words: Sequence[str],
+    world_size: int,
+    cpus: float = 1.0,
+    gpus: float = 0.0,
+    timeout_s: float = 60.0,
+    replace: int | None = None,
 ) -> int:
     """Run `meshcomm WORDS` as `world_size` actors of a placement group; return the job's exit code.
 
-    cpus, gpus: of each rank. timeout_s: how long the cluster may take to have room for them.
+    cpus, gpus: of each rank. timeout_s: how long the cluster may take to have room for them, and for each new one.
+    replace: in place of elastic.replace of the configuration.
 
     Joins the cluster of RAY_ADDRESS, or starts one on this host. What ranks print is printed here. Where a rank fails, or
-    its actor dies, all actors are killed, and the last lines on stderr name the root cause, as under `meshcomm run`.
+    its actor dies, a new actor takes its place, or the others go on with fewer, as `[elastic]` says; else all actors are
+    killed, and the last lines on stderr name the root cause, as under `meshcomm run`.
     Every host has config and script at the same path.
-    Raises LaunchError without Ray, and where the cluster has no room.
+    Raises LaunchError without Ray, and where the cluster has no room; ConfigError for a wrong configuration.
     """
     try:
         import ray
@@ -82,11 +118,17 @@ def launch(
         raise LaunchError(
             "Ray is not installed", given=str(error), expected="the package ray", hint="pip install ray"
         ) from error
+    words, settings, elastic = _read(words, replace)
+    sizes = None
+    if settings is not None:
+        settings.resolved(world_size)
+        sizes = sizes_of(settings, world_size)
+    replacing = Replacing(world_size, elastic, sizes)
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False)
     resources = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
     group = ray.util.placement_group([resources] * world_size, strategy="PACK")
-    actors = []
+    ranks = None
     try:
         if not group.wait(timeout_s):
             raise LaunchError(
@@ -97,79 +139,315 @@ def launch(
             )
         place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
         kind = ray.remote(_Rank).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place)
-        actors = [kind.remote() for _ in range(world_size)]
-        places = ray.get([actor.where.remote() for actor in actors], timeout=timeout_s)
-        # Ranks of one node are neighbours.
-        nodes = list(dict.fromkeys(node for node, _, _ in places))
-        order = sorted(range(world_size), key=lambda at: nodes.index(places[at][0]))
-        actors, places = [actors[at] for at in order], [places[at] for at in order]
-        variables = _variables([node for node, _, _ in places], *places[0][1:])
-        streams = {
-            actor.run.remote(list(words), own, os.getcwd()): rank
-            for rank, (actor, own) in enumerate(zip(actors, variables, strict=True))
-        }
-        return _follow(streams, [address for _, address, _ in places])
+        nodes = sum(bool(node["Alive"]) for node in ray.nodes())
+        address = _LOOPBACK if nodes == 1 else ray.util.get_node_ip_address()
+        store = _serve(address) if replacing.is_elastic else None
+        ranks = _Ranks(
+            kind.remote, words, replacing, timeout_s, _labels(settings, world_size), (address, store, nodes)
+        )
+        return ranks.run()
     finally:
-        for actor in actors:
-            ray.kill(actor)
+        if ranks is not None:
+            ranks.close()
         ray.util.remove_placement_group(group)
 
 
-def _variables(nodes: Sequence[str], address: str, port: int) -> list[dict[str, str]]:
-    """What torchrun would set, by rank. nodes: of the ranks; address, port: where rank 0 is met."""
-    common = {
-        "WORLD_SIZE": str(len(nodes)),
-        "MASTER_ADDR": address if len({*nodes}) > 1 else "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": f"ray-{uuid.uuid4().hex[:12]}",
-    }
-    return [
-        {
-            **common,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(nodes[:rank].count(node)),
-            "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+def _read(words: Sequence[str], replace: int | None) -> tuple[list[str], Config | None, ElasticConfig]:
+    """The words with `--replace`, the configuration that they name where they name one, and what is done after a loss."""
+    command, *rest = words or [""]
+    if command not in ("train", "run"):
+        raise LaunchError(
+            f"meshcomm.launch.ray starts no {command or 'ranks without a command'}",
+            given=" ".join(words) or "no words",
+            expected="train CONFIG, or run [CONFIG] SCRIPT",
+            hint="python -m meshcomm.launch.ray --world-size 8 train CONFIG",
+        )
+    if replace is not None:
+        rest = ["--replace", str(replace), *rest]
+    # What follows a script's name is the script's.
+    script = next((at for at, word in enumerate(rest) if word.endswith(".py")), len(rest))
+    parser = argparse.ArgumentParser(prog=f"meshcomm {command}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--replace", type=int)
+    for name in ("--world-size", "--max-restarts"):
+        parser.add_argument(name)
+    given, others = parser.parse_known_args(rest[: script if command == "run" else None])
+    config = next((word for word in others if not word.startswith("-")), None)
+    if config is None:
+        return [command, *rest], None, ElasticConfig(replace=given.replace or 0)
+    overrides = given.overrides
+    if given.replace is not None:
+        overrides = [*overrides, f"elastic.replace={given.replace}"]
+    settings = load_config(Path(config), overrides)
+    return [command, *rest], settings, settings.elastic
+
+
+def _labels(settings: Config | None, world_size: int) -> Label:
+    def label(rank: int, dims: Mapping[str, int]) -> str:
+        if settings is not None:
+            with suppress(MeshcommError):
+                layout = with_sizes(settings, dims).layout(prod(dims.values()) if dims else world_size)
+                return rank_text(rank, layout.coords(rank))
+        return rank_text(rank, None)
+
+    return label
+
+
+def _serve(address: str) -> dist.TCPStore:
+    """A job's store at this address of the driver's host."""
+    store = serve_on_loopback(address, 0, _STORE_TIMEOUT)
+    try:
+        return store or dist.TCPStore(
+            address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
+        )
+    except (OSError, RuntimeError) as error:
+        raise LaunchError(
+            f"the driver can serve no store at {address}",
+            given=str(error).splitlines()[0],
+            expected="a free port of this node, chosen by the system",
+            hint="meshcomm doctor shows the limits of this host",
+        ) from error
+
+
+class _Place(NamedTuple):
+    """Where a rank runs."""
+
+    node: str
+    address: str
+    local_rank: int
+
+
+@final
+class _Ranks:
+    """The ranks of a job: processes that actors start. replacing: what is done where some are lost.
+
+    make: a new actor with a place in the job's group. patience_s: how long it may take to be there. served: the address
+    of the driver's host, the job's store there, None where rank 0 is to serve it; and how many nodes the cluster has.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        words: Sequence[str],
+        replacing: Replacing,
+        patience_s: float,
+        label: Label,
+        served: tuple[str, dist.TCPStore | None, int],
+    ) -> None:
+        self._make, self._words, self._replacing = make, [*words], replacing
+        self._patience_s, self._label, self._served = patience_s, label, served
+        self._common: dict[str, str] = {}
+        self._actors: dict[int, Any] = {}
+        self._places: dict[int, _Place] = {}
+        # By what is waited for: the process that prints it, and the one whose actor is not there yet, since when.
+        self._streams: dict[Any, int] = {}
+        self._coming: dict[Any, tuple[int, float]] = {}
+        self._well: set[int] = set()
+        self._several_nodes = False
+
+    def run(self) -> int:
+        """Start all, and follow them until all have ended, or one has failed that nobody replaces. Returns the exit code."""
+        self._start()
+        failures = self._follow()
+        return self._told(failures) if failures else 0
+
+    def close(self) -> None:
+        """End all actors, and their ranks with them."""
+        for process in [*self._actors]:
+            self._end(process)
+
+    def _start(self) -> None:
+        import ray
+
+        count = self._replacing.places.count
+        self._actors = {process: self._make() for process in range(count)}
+        asked = [actor.where.remote() for actor in self._actors.values()]
+        places = ray.get(asked, timeout=self._patience_s)
+        # Ranks of one node are neighbours.
+        nodes = list(dict.fromkeys(node for node, _, _ in places))
+        order = sorted(range(count), key=lambda at: nodes.index(places[at][0]))
+        self._actors = {process: self._actors[at] for process, at in enumerate(order)}
+        for process, at in enumerate(order):
+            self._take_place(process, *places[at][:2])
+        address, store, several = self._served
+        self._several_nodes = len(nodes) > 1 or (store is not None and several > 1)
+        if store is None:
+            _, address, port = places[order[0]]
+            address = address if self._several_nodes else _LOOPBACK
+        else:
+            port = store.port
+        self._common = {
+            "WORLD_SIZE": str(count),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": f"ray-{uuid.uuid4().hex[:12]}",
         }
-        for rank, node in enumerate(nodes)
-    ]
+        if store is not None:
+            self._common |= {
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                ANNOUNCED_VARIABLE: str(_ANNOUNCED_S),
+                # What a loss ends, torch's store tells of by a trace through C++ from each rank.
+                "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+            }
+            self._replacing.store = of_this_attempt(store, self._common)
+        for process in range(count):
+            self._run(process, 0)
 
+    def _take_place(self, process: int, node: str, address: str) -> None:
+        taken = {place.local_rank for place in self._places.values() if place.node == node}
+        local_rank = next(each for each in itertools.count() if each not in taken)
+        self._places[process] = _Place(node, address, local_rank)
 
-def _follow(streams: dict[Any, int], addresses: Sequence[str]) -> int:
-    """Print what ranks print until all have ended or one has failed; then name it. Returns the exit code."""
-    import ray
+    def _run(self, process: int, generation: int) -> None:
+        """Start a rank in its actor. generation: that it joins."""
+        own = self._variables(process)
+        if self._replacing.store is not None:
+            own[VARIABLE] = str(generation)
+        stream = self._actors[process].run.remote(self._words, self._common | own, os.getcwd())
+        self._streams[stream] = process
 
-    failures: list[Failure] = []
-    ended: list[int] = []
-    last = float("inf")
-    while streams and time.monotonic() < last and all(failure.follows for failure in failures):
-        ready, _ = ray.wait(list(streams), timeout=0.5)
-        for stream in ready:
-            rank = streams[stream]
-            try:
-                said = ray.get(next(stream))
-            except ray.exceptions.RayError as error:
-                gone = without_error(rank, 1, time.time(), "rank {}".format)
-                reason = str(error).strip().splitlines()
-                failures.append(replace(gone, what=f"lost its actor on {addresses[rank]}: {reason[0]}"))
-            else:
-                if isinstance(said, str):
-                    print(said, end="", flush=True)
-                    continue
-                code, left = said
-                ended += [rank] * (code == 0)
-                failures += left or (
-                    [] if code == 0 else [without_error(rank, code, time.time(), "rank {}".format)]
-                )
-            del streams[stream]
+    def _variables(self, process: int) -> dict[str, str]:
+        """What torchrun would set for this rank alone."""
+        place, count = self._places[process], self._replacing.places.count
+        here = sum(each.node == place.node for each in self._places.values())
+        # Gloo takes the loopback where all ranks are on one host, which later ones need not be.
+        local = max(1, min(max(here, place.local_rank + 1), count - 1)) if self._several_nodes else count
+        return {
+            "RANK": str(process),
+            "LOCAL_RANK": str(place.local_rank),
+            "LOCAL_WORLD_SIZE": str(local),
+        }
+
+    def _end(self, process: int) -> None:
+        """End the actor of a process; its part of the placement group is free then."""
+        import ray
+
+        if (actor := self._actors.pop(process, None)) is not None:
+            ray.kill(actor)
+        self._places.pop(process, None)
+        self._streams = {stream: each for stream, each in self._streams.items() if each != process}
+        self._coming = {asked: each for asked, each in self._coming.items() if each[0] != process}
+
+    def _follow(self) -> dict[int, Failure]:
+        """Print what ranks print until all have ended well, {}, or one has failed that nobody replaces."""
+        replacing, failures, last = self._replacing, dict[int, Failure](), float("inf")
+        while True:
+            for process in replacing.starts():
+                self._actors[process] = self._make()
+                self._coming[self._actors[process].where.remote()] = process, time.monotonic()
+            members = replacing.places.processes
+            found = self._heard()
+            well = self._well & {*members}
+            # Ranks that were asked to end, and have saved what they have, end together.
+            saved = any(failure.code == SAVED for failure in found.values())
+            for process in found:
+                # Ray also calls an actor lost that it cannot reach: its rank must not meet the new one.
+                self._end(process)
+            if found and not failures and not saved and replacing.lost(found, bool(well)):
+                continue
+            failures |= found
             if failures:
                 last = min(last, time.monotonic() + _CAUSE_S)
-    if not failures:
-        return 0
-    root, others = root_cause(failures, len(addresses), "rank {}".format, ended)
-    lines = [root.text] if root.text else []
-    lines += [f"meshcomm: {line}" for line in (root.summary, *others)]
-    print("\n".join(lines), file=sys.stderr)
-    return root.code
+                follow = all(failure.follows for failure in failures.values())
+                if not follow or not self._streams or time.monotonic() > last:
+                    return failures
+                continue
+            if well == {*members}:
+                return {}
+            if unmet := replacing.unmet(well) or self._without_room():
+                return {**unmet}
+            replacing.lose_patience()
+            replacing.grow(bool(well))
+
+    def _heard(self) -> dict[int, Failure]:
+        """Print what ranks have printed within a moment; the failures of those that are lost."""
+        import ray
+
+        if not (waited := [*self._streams, *self._coming]):
+            time.sleep(_LOOK_S)
+            return {}
+        ray.wait(waited, timeout=_LOOK_S)
+        ready, _ = ray.wait(waited, num_returns=len(waited), timeout=0)
+        failures = {}
+        for each in ready:
+            process = self._streams[each] if each in self._streams else self._coming[each][0]
+            try:
+                failure = self._hear(each, process)
+            except ray.exceptions.RayError as error:
+                reason = str(error).strip().splitlines()[0]
+                gone = without_error(process, 1, time.time(), self._name)
+                what = f"found no place: {reason}"
+                if place := self._places.get(process):
+                    what = f"lost its actor on {place.address}: {reason}"
+                failure = dataclasses.replace(gone, what=what)
+            if failure is not None:
+                self._streams.pop(each, None)
+                self._coming.pop(each, None)
+                failures[process] = failure
+        return failures
+
+    def _hear(self, ready: Any, process: int) -> Failure | None:
+        """Take one line of a rank, its end, or the place of its actor; its failure. Raises RayError where its actor is lost."""
+        import ray
+
+        if ready in self._coming:
+            node, address, _ = ray.get(ready)
+            del self._coming[ready]
+            self._take_place(process, node, address)
+            self._run(process, self._replacing.started(process))
+            return None
+        said = ray.get(next(ready))
+        if isinstance(said, str):
+            print(said, end="", flush=True)
+            return None
+        del self._streams[ready]
+        code, left = said
+        if left:
+            return Failure(**json.loads(left))
+        if not code:
+            self._well.add(process)
+            return None
+        return without_error(process, code, time.time(), self._name)
+
+    def _without_room(self) -> dict[int, Failure]:
+        """The processes that the others wait for, and that have found no place for too long; where fewer can go on, nobody."""
+        replacing, until = self._replacing, time.monotonic() - self._patience_s
+        if replacing.places.sizes is not None:
+            return {}
+        what = f"{{}}; for {self._patience_s:g} s the cluster has had no room for a new process"
+        return {
+            process: dataclasses.replace(
+                replacing.last[process], what=what.format(replacing.last[process].what)
+            )
+            for process, since in self._coming.values()
+            if since < until and process in replacing.last
+        }
+
+    def _name(self, process: int) -> str:
+        """A process, as the rank that it is in the present mesh."""
+        places = self._replacing.places
+        if process in places.processes:
+            return self._label(places.processes.index(process), places.dims)
+        return self._label(process, {})
+
+    def _told(self, failures: Mapping[int, Failure]) -> int:
+        """Name the root cause, on stderr; the exit code."""
+        replacing, members = self._replacing, self._replacing.places.processes
+        if all(failure.follows for failure in failures.values()):
+            failures = {**replacing.last, **failures}
+        failed = replacing.numbered(failures)
+        ended = [rank for rank, process in enumerate(members) if process in self._well]
+        root, others = root_cause(
+            failed or failures.values(),
+            len(members),
+            lambda rank: self._label(rank, replacing.places.dims),
+            ended,
+        )
+        others += replacing.notes(failed, ended, root.rank)
+        lines = [root.text] if root.text else []
+        lines += [f"meshcomm: {line}" for line in (root.summary, *others)]
+        print("\n".join(lines), file=sys.stderr)
+        return root.code
 
 
 def _main() -> NoReturn:
@@ -177,10 +455,27 @@ def _main() -> NoReturn:
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--cpus-per-rank", type=float, default=1.0)
     parser.add_argument("--gpus-per-rank", type=float, default=0.0)
+    parser.add_argument(
+        "--replace",
+        type=int,
+        metavar="N",
+        help="give so many ranks that are lost a new process; the others run on. In place of elastic.replace, see "
+        "docs/guide/elastic.md",
+    )
+    parser.add_argument(
+        "--room-s", type=float, default=60.0, metavar="S", help="how long the cluster may take to have room"
+    )
     parser.add_argument("words", nargs=argparse.REMAINDER, help="train CONFIG, or run [CONFIG] SCRIPT")
     given = parser.parse_args()
     try:
-        code = launch(given.words, given.world_size, given.cpus_per_rank, given.gpus_per_rank)
+        code = launch(
+            given.words,
+            given.world_size,
+            given.cpus_per_rank,
+            given.gpus_per_rank,
+            given.room_s,
+            given.replace,
+        )
     except MeshcommError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         code = 2

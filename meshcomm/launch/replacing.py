@@ -158,6 +158,18 @@ class Replacing:
             replace(failure, rank=ranks[process]) for process, failure in failures.items() if process in ranks
         ]
 
+    def notes(self, failed: Collection[Failure], ended: Collection[int], root: int) -> list[str]:
+        """Lines on why the job has ended and did not go on. failed: as of `numbered`. ended: ranks that had ended well."""
+        lines = []
+        if self.is_elastic and ended and root not in ended:
+            lines.append(
+                f"{ranks_text(sorted(ended))} had ended well: no new process can meet all ranks any more"
+            )
+        if left := sorted(failure.rank for failure in failed if failure.what.startswith("RankLost")):
+            way = "a program goes on by mesh.reopen(error), a Trainer by itself"
+            lines.append(f"{ranks_text(left)} ended by RankLost: {way}")
+        return lines
+
     def _announce(self, places: Places, lost: Mapping[int, str], again: Collection[int]) -> None:
         """again: those of `lost` that are replaced in it."""
         coming = {each for each in self.coming if each in places.processes}

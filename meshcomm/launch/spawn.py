@@ -21,7 +21,6 @@ from meshcomm.launch.places import Sizes
 from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
 from meshcomm.launch.replacing import Replacing
 from meshcomm.launch.root_cause import root_cause, without_error
-from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.generation import VARIABLE
 from meshcomm.mesh.rank_failure import Failure, collect, forget, names_of_ranks
@@ -107,14 +106,7 @@ def launch(
             )
             restart = f"; restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else ""
             lines = [root.text] if root.text else []
-            if replacing.is_elastic and ended and root.rank not in ended:
-                others.append(
-                    f"{ranks_text(ended)} had ended well: no new process can meet all ranks any more"
-                )
-            left = sorted(failure.rank for failure in failed if failure.what.startswith("RankLost"))
-            if left:
-                way = "a program goes on by mesh.reopen(error), a Trainer by itself"
-                others.append(f"{ranks_text(left)} ended by RankLost: {way}")
+            others += replacing.notes(failed, ended, root.rank)
             lines += [f"meshcomm: {line}" for line in (root.summary + restart, *others)]
             print("\n".join(lines), file=sys.stderr, flush=True)
         return root.code

@@ -1,28 +1,51 @@
-"""Ray, in a virtual environment of its own, as one node of this host: python -m tests.launchers.ray
+"""Ray, in a virtual environment of its own, on this host: python -m tests.launchers.ray [elastic]
 
-meshcomm.launch.ray, plain actors that call meshcomm.init, and TorchTrainer.
+meshcomm.launch.ray, plain actors that call meshcomm.init, and TorchTrainer, on one node; and on several nodes of this host
+trainings that lose ranks and nodes. With `elastic` these alone.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
+import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
+import psutil
+
+from tests.elastic.deaths import Run, config_of, training
 from tests.foreign.environments import make
-from tests.launchers.checks import PROGRAMS, Checks, named, program, summed, version_in
+from tests.launchers.checks import PROGRAMS, Case, Checks, Job, named, program, summed, version_in
 
 _ACTORS: Final = str(PROGRAMS / "on_ray.py")
 _PARTS: Final = "--world-size", "4", "--cpus-per-rank", "0.25"
+_PORT: Final = "26379"
+# What 2 and 3 ranks along dp can share.
+_BATCH: Final = "--set", "train.global_batch_size=12", "--set", "train.micro_batch_size=1"
 
 
 def main() -> int:
     """All checks; 0 where they passed."""
     python = make("ray") / "bin" / "python"
-    checks = Checks(f"Ray {version_in(python, 'ray')}", {"RAY_DEDUP_LOGS": "0"})
+    # Ray would take a token that it finds in the home folder for a cluster of several nodes.
+    own = {"RAY_DEDUP_LOGS": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    checks = Checks(f"Ray {version_in(python, 'ray')}", own)
+    if sys.argv[1:] != ["elastic"]:
+        _one_node(checks, python)
+    _elastic(checks, python)
+    return checks.code()
+
+
+def _one_node(checks: Checks, python: Path) -> None:
+    """Jobs whose ranks end, or are not replaced."""
     words = program()[1:]
     start = [str(python), "-m", "meshcomm.launch.ray", *_PARTS, "run", *words]
     with checks.case("meshcomm.launch.ray run script.py") as case:
@@ -48,7 +71,136 @@ def main() -> int:
             case.said = summed(case.start([str(python), _ACTORS, kind]).end())
         with checks.case(f"{kind}, rank 2 killed") as case:
             case.said = named(case.start([str(python), _ACTORS, kind, "--dies", "2"]).end(), text, who)
-    return checks.code()
+
+
+def _elastic(checks: Checks, python: Path) -> None:
+    """Trainings that lose ranks, beside the same ones undisturbed."""
+    with tempfile.TemporaryDirectory(prefix="ray") as name:
+        folder = Path(name)
+        alone = _Training(checks, python, folder / "1", config_of("dp2", 120))
+        with checks.case("--replace 1, an actor killed") as case:
+            job = alone.start(case, 2, "--replace", "1", "--cpus-per-rank", "0.25")
+            seconds = alone.kill(_actor_of(1, case.mark))
+            case.said = f"{alone.same(job)}; {seconds:.1f} s to the next step"
+        nodes = _Training(checks, python, folder / "2", config_of("dp4", 160))
+        with checks.case("--replace 3 on 3 nodes, an actor killed, then a node with 2 ranks") as case:
+            cluster = _Cluster(case, python, folder / "a")
+            _, second = cluster.add(2), cluster.add(2)
+            job = nodes.start(case, 4, "--replace", "3")
+            cluster.add(2)
+            rank = next(each for each in (0, 3) if _actor_of(each, case.mark) in cluster.all_of(second))
+            seconds = nodes.kill(_actor_of(rank, case.mark))
+            after = nodes.kill(*cluster.all_of(second))
+            case.said = (
+                f"{nodes.same(job)}; {seconds:.1f} s to the next step, {after:.1f} s where a node died"
+            )
+            cluster.end()
+        text = config_of("dp2", 400).replace("dp = 2", "dp = 3")
+        text += "\n[elastic]\nmin = { dp = 2 }\n"
+        fewer = _Training(checks, python, folder / "3", text, config_of("dp2", 400), _BATCH)
+        with checks.case("elastic.min on 2 nodes, one dies, and a new one comes") as case:
+            cluster = _Cluster(case, python, folder / "b")
+            _, second = cluster.add(2), cluster.add(1)
+            job = fewer.start(case, 3, "--replace", "1")
+            seconds = fewer.kill(*cluster.all_of(second))
+            job.await_line("; goes on with dp=2")
+            began = time.monotonic()
+            cluster.add(1)
+            job.await_line("; goes on with dp=3")
+            grown = time.monotonic() - began
+            same = fewer.same(job, 1e-12)
+            case.said = (
+                f"{same}; {seconds:.1f} s to the next step, {grown:.1f} s from a new node until it grew"
+            )
+            cluster.end()
+
+
+@final
+class _Training:
+    """A training on Ray, beside one of `before`, by default the same, by meshcomm's own launcher."""
+
+    def __init__(
+        self,
+        checks: Checks,
+        python: Path,
+        folder: Path,
+        config: str,
+        before: str = "",
+        words: Sequence[str] = (),
+    ) -> None:
+        self._python, self._folder, self._words = python, folder, words
+        with training(folder / "before", before or config, 0, words=words) as run:
+            assert run.process.wait(300) == 0, run.log.read_text()
+            self._before = [line["loss"] for line in run.lines]
+        (folder / "train.toml").write_text(config)
+
+    def start(self, case: Case, ranks: int, *options: str) -> Job:
+        """Start it, and wait for its first steps."""
+        command = [str(self._python), "-m", "meshcomm.launch.ray", "--world-size", str(ranks), *options]
+        sets = [*self._words, "--set", f'train.out="{self._folder / "out"}"']
+        job = case.start([*command, "train", *sets, str(self._folder / "train.toml")], _address(case))
+        self._run = Run(job.process, self._folder / "out", self._folder)  # type: ignore[arg-type]
+        assert self._run.await_step(5, 240.0), job.text
+        self._job = job
+        return job
+
+    def kill(self, *processes: int) -> float:
+        """Kill processes; the seconds until there is one more step than the one that was under way."""
+        done, began = int(self._run.lines[-1]["step"]), time.monotonic()
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        assert self._run.await_step(done + 2, 240.0), self._job.text
+        return time.monotonic() - began
+
+    def same(self, job: Job, within: float = 0.0) -> str:
+        """It has ended well with the losses of the undisturbed one. within: relative."""
+        job.end()
+        assert job.process.returncode == 0, f"exit code {job.process.returncode}\n{job.text}"
+        losses = [line["loss"] for line in self._run.lines]
+        assert len(losses) == len(self._before), f"{len(losses)} steps, not {len(self._before)}\n{job.text}"
+        off = max(abs(a - b) / b for a, b in zip(losses, self._before, strict=True))
+        assert off <= within, f"losses differ by {off:g}\n{job.text}"
+        return f"{len(losses)} losses " + ("bit-equal" if not off else f"within {off:.0e}")
+
+
+def _address(case: Case) -> dict[str, str]:
+    """Of the cluster that was started in a check, for its jobs; {}: they start one."""
+    found = re.search(r"--address='(\S+)'", "\n".join(job.text for job in case.jobs))
+    return {"RAY_ADDRESS": found[1]} if found else {}
+
+
+@final
+@dataclass
+class _Cluster:
+    """Nodes on this host, the head first."""
+
+    case: Case
+    python: Path
+    folder: Path
+    nodes: list[Job] = field(default_factory=list)
+
+    def add(self, cpus: int) -> Job:
+        """One more node. Nodes that start at once would take the same names."""
+        head = ["--head", "--port", _PORT, "--include-dashboard", "false", "--temp-dir", str(self.folder)]
+        joins = ["--address", _address(self.case)["RAY_ADDRESS"]] if self.nodes else head
+        ports = ["--min-worker-port", "0", "--max-worker-port", "0", "--object-store-memory", "100000000"]
+        words = ["-m", "ray.scripts.scripts", "start", "--num-cpus", str(cpus), *joins, *ports]
+        job = self.case.start([str(self.python), *words, "--disable-usage-stats", "--block"])
+        job.await_line("block forever")
+        self.nodes.append(job)
+        return job
+
+    def all_of(self, node: Job) -> list[int]:
+        """The processes of a node: raylet, workers and ranks, as if its host were gone."""
+        parent = psutil.Process(node.process.pid)
+        return [each.pid for each in (parent, *parent.children(recursive=True))]
+
+    def end(self) -> None:
+        """End the nodes, the head last."""
+        for node in reversed(self.nodes):
+            node.process.terminate()
+            node.process.wait(30)
 
 
 def _actor_of(rank: int, mark: str) -> int:
