@@ -70,6 +70,9 @@ class By:
     def failed(self, call: str, error: BaseException) -> MeshcommError:
         return ShapeError(call)
 
+    def confirm(self, call: str) -> None:
+        pass
+
     def wait_within(self, work: Any, timeout_s: float) -> None:
         work.wait(timeout_s)
 
