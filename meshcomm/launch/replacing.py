@@ -125,8 +125,6 @@ class Replacing:
         """Have the others go on without new processes that have not come in time."""
         late = [each for each, (until, _) in self._awaited.items() if until < self._now()]
         if late and (places := self.places.filled(self._ready() - {*late})) is not None:
-            for each in late:
-                del self._awaited[each]
             self._announce(places, {each: self._how[each] for each in late}, ())
             self._say(
                 f"meshcomm: no new process for {ranks_text(sorted(late))} in time; goes on with {self._size()}"
@@ -177,6 +175,8 @@ class Replacing:
         for each in coming:
             del self.coming[each]
         self._alive |= coming
+        # One that a smaller mesh has no place for any more is waited for by nobody.
+        self._awaited = {each: told for each, told in self._awaited.items() if each in places.processes}
         self.places, self.number, self._last_new = places, self.number + 1, [*new]
         whole = places.processes == tuple(range(places.count))
         announcement = Announcement(lost, new, () if whole else places.processes, places.dims)

@@ -114,9 +114,9 @@ def have_met(store: Any, number: int) -> bool:
     return bool(store.check([_MET.format(number)]))
 
 
-def next_key(number: int) -> str:
-    """Where it is said what comes: "grows", or "done"."""
-    return _NEXT.format(number)
+def all_done(store: Any, number: int) -> bool:
+    """Whether a generation is the last one, as its ranks have nothing more to do; not once `may_grow` of the next was true."""
+    return bool(store.compare_set(_NEXT.format(number + 1), "", "done") == b"done")
 
 
 class Generations:
@@ -267,8 +267,7 @@ class AnnouncedGenerations(Generations):
             self._store.set(_MET.format(self.joined.number), "")
 
     def all_done(self) -> bool:
-        key = _NEXT.format(self.joined.number + 1)
-        return bool(self._store.compare_set(key, "", "done") == b"done")
+        return all_done(self._store, self.joined.number)
 
     def cuts(self, connections: Connections) -> None:
         self._connections.append(connections)

@@ -11,7 +11,7 @@ from meshcomm.errors import MeshcommError, RankFailed
 from meshcomm.launch.places import Sizes
 from meshcomm.launch.replacing import Replacing
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.mesh.generation import WAITS, Announcement, Generations, announcement_of, next_key
+from meshcomm.mesh.generation import WAITS, Announcement, Generation, Generations, all_done, announcement_of
 from meshcomm.mesh.rank_failure import Failure
 from meshcomm.simulator.scheduler import Actor, Lost
 from meshcomm.simulator.transport import here
@@ -144,7 +144,9 @@ class Losses:
         return RankFailed(
             f"{who} {were} lost and cannot be replaced: {why}",
             given="\n".join(f"rank {each} was lost {self.lost_at[each]}" for each in lost),
-            expected="all other ranks still in their programs: a new process has to meet every one of them",
+            expected="all other ranks still in their programs: a new process has to meet every one of them"
+            if ended
+            else "a new process for each, as elastic.replace says, or enough others for elastic.min",
             hint="meshcomm run --replace ends such a job by the name of the lost rank, too; --max-restarts starts it again",
             by_rank={**failed, **by_rank},
         )
@@ -163,15 +165,14 @@ class SimulatedGenerations(Generations):
         super().__init__(actor.process, number, losses.announced)
         losses.generations[actor.process] = self
 
-    def join(self):  # type: ignore[no-untyped-def]
+    def join(self) -> Generation:
         joined = super().join()
         processes, process = joined.processes, self._actor.process
         self._actor.rank = processes.index(process) if processes else process
         return joined
 
     def all_done(self) -> bool:
-        store = self._losses.replacing.store
-        return bool(store.compare_set(next_key(self.joined.number + 1), "", "done") == b"done")
+        return all_done(self._losses.replacing.store, self.joined.number)
 
     def _await_part(self) -> None:
         while not self._takes_part():

@@ -251,3 +251,15 @@ def test_without_a_smaller_mesh_the_others_wait_as_long_as_it_takes() -> None:
     job.at = 5.0
     job.replacing.lose_patience()
     assert job.starts() == {1: 1} and job.replacing.number == 1
+
+
+def test_one_that_the_others_waited_for_until_the_mesh_got_smaller() -> None:
+    job = Job(ElasticConfig(replace=1, delay_s=5.0, patience_s=5.0, min={"dp": 1}), sizes({"dp": 4}, "dp"))
+    assert job.replacing.lost(lost(1), False) and job.said(1) == (["1"], ["1"], [], {})
+    # No process is left for this one, and the first is not there yet.
+    assert job.replacing.lost(lost(2), False) and job.said(2)[2:] == ([0, 3], {"dp": 2})
+    job.at = 5.0
+    assert job.starts() == {1: 3}
+    job.comes(1, 3)
+    job.replacing.grow(False)
+    assert job.said(3) == ([], ["1"], [0, 3, 1], {"dp": 3})

@@ -172,6 +172,9 @@ class GivenBatches:
         Raises TrainingError where it would have to begin again: a sampler may draw another order then.
         """
         before, self._engine = self._engine, engine
+        if not isinstance(self._data, Iterable):
+            # Of a step that is made again, this rank's share may be another.
+            self._held = _NOTHING
         share = (before.data_coord, before.data_size)
         if isinstance(self._data, Iterable) and share != (engine.data_coord, engine.data_size):
             raise TrainingError(
