@@ -31,6 +31,7 @@ class ElasticConfig(Section):
     no_effect = (
         NoEffect("patience_s", "min", why=": without it the others always wait for a new process"),
         NoEffect("delay_s", "replace", way="replace = 3"),
+        NoEffect("copy_every", "replace", way="replace = 3"),
     )
     replace: int = Field(default=0, ge=0, examples=[3])
     """How many ranks that are lost get a new process, while the others run on. Default 0: none."""
@@ -41,3 +42,7 @@ class ElasticConfig(Section):
     """With min: seconds that the others wait for a new process before they go on with fewer. Default 0."""
     delay_s: float = Field(default=0.0, ge=0)
     """With replace: seconds after a loss until the new process is started, as for a device that has to recover. Default 0."""
+    copy_every: int = Field(default=0, ge=0, examples=[10])
+    """With replace: after every so many steps each rank keeps a copy of its state, and one of the rank before it, in host
+    memory. Where nobody else has the parts of a lost rank, as along shard, pipeline or tensor alone, all go back to the last
+    copies. Default 0: to the last checkpoint."""

@@ -456,7 +456,8 @@ def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
         if any(each.is_partial() for each in value.placements):
             raise _refused(what, "a DTensor with a sum that was not made yet", "value.full_tensor()")
         return True
-    if value.ndim == 0 or not split_dims(parameter):
+    # In the simulator the parameter is plain too.
+    if value.ndim == 0 or not split_dims(parameter) or not isinstance(parameter, DTensor):
         return True
     if value.shape == local(parameter.detach()).shape:
         raise _refused(what, "a plain tensor of the shape of this rank's part", "torch.zeros_like(parameter)")

@@ -11,14 +11,15 @@ from typing import Final, Self, final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshcomm.config import TrainConfig
-from meshcomm.errors import CommunicationError, RankLost, TrainingError
+from meshcomm.errors import CommunicationError, RankLost, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.state import OF_MODULE
-from meshcomm.parallel.tensor.parameters import Kept
+from meshcomm.parallel.tensor.parameters import Kept, split_dims
 from meshcomm.train.callbacks import Resumed
 from meshcomm.train.checkpoint_folder import (
     FOLDER,
@@ -124,10 +125,19 @@ def state_of(
 ) -> dict[str, Tensor | Kept]:
     """Everything that `resume` and `saved_data` need. data: gives the state of a loader.
 
-    Raises TrainingError on every rank where one has what cannot be saved.
+    Raises TrainingError on every rank where one has what cannot be saved; UnsupportedOp in the simulator, where the parts
+    of a tensor do not know what they are parts of.
     """
 
     def gather() -> dict[str, Tensor | Kept]:
+        for name, each in engine.named_parameters():
+            if not isinstance(each, DTensor) and (dims := split_dims(each)):
+                raise UnsupportedOp(
+                    f"{name} cannot be saved in the simulator",
+                    given=f"a tensor that is split along {', '.join(dims)}",
+                    expected="whole tensors, or DTensors, which need torch's groups",
+                    hint="meshcomm train, with processes; or train.checkpoint_every = 0",
+                )
         return {**engine.saved_state(), **({} if data is None else data())}
 
     state = on_all_ranks(mesh, "save the state", gather)

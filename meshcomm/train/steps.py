@@ -23,6 +23,7 @@ from meshcomm.parallel.results import Done
 from meshcomm.train.callbacks import Best, Callback, EarlyStop, Evaluation, Resumed, Start, Step, Summary
 from meshcomm.train.checkpoint import Checkpoints, state_of
 from meshcomm.train.checkpoint_folder import FOLDER, has
+from meshcomm.train.copies import Copies
 from meshcomm.train.cost import Cost
 from meshcomm.train.data import Batches, Corpus, GivenBatches, ReadAhead
 from meshcomm.train.evaluation import Evaluator
@@ -104,6 +105,14 @@ class Reading(NamedTuple):
     evaluator: Evaluator
 
 
+class Kept(NamedTuple):
+    """Where the state is saved. run: which `Trainer.run` of the program this is, from 1 on."""
+
+    checkpoints: Checkpoints
+    copies: Copies
+    run: int
+
+
 class Progress(NamedTuple):
     """How far a run has come: the lock and the losses of its last checkpoint; resumed: None at its first step.
 
@@ -159,7 +168,7 @@ class Steps:
         config: Config,
         reading: Reading,
         callbacks: Sequence[Callback],
-        checkpoints: Checkpoints,
+        kept: Kept,
         progress: Progress,
     ) -> None:
         _, _, data, train = engine.sections
@@ -167,7 +176,8 @@ class Steps:
         lock, losses, resumed, pending, evaluates, saves = progress
         self._engine, self._mesh, self._train, self._config = engine, mesh, train, config
         self._reading = reading
-        self._checkpoints, self._lock = checkpoints, lock
+        self._checkpoints, self._copies, self._run_number = kept
+        self._lock = lock
         self._out = Path(train.out)
         self._first = len(losses) + len(pending)
         self._results, self._left = [*pending], (evaluates, saves)
@@ -242,7 +252,7 @@ class Steps:
             callback.on_end(whole, None)
         return whole
 
-    def facts(self, runs: int) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """What a new rank is told of the run, as plain data; see `progress_of`. Asks no other rank."""
         pending = [*self._results, *self._engine.pending()]
         step = len(self._losses) + len(pending)
@@ -253,8 +263,8 @@ class Steps:
             "best": tuple(self._early.best),
         }
         return {
-            "runs": runs,
-            "losses": self._losses,
+            "runs": self._run_number,
+            "losses": [*self._losses],
             "recent": [tuple(each) for each in self._recent],
             "pending": [tuple(each) for each in pending],
             "lock": lock,
@@ -292,6 +302,8 @@ class Steps:
             window.after(step)
             self._seconds = time.perf_counter() - began
             saves, evaluates = self._due(train.checkpoint_every, step), self._due(train.eval_every, step)
+            # With each checkpoint: what is read after a loss of ranks is then never older than the last one.
+            self._copies.after_step(engine, self.facts, saves)
             logs = self._logs(step)
             # A look waits for the device where calls are queued on it.
             if mesh.is_async and not saves and not evaluates and not logs:

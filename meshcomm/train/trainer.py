@@ -36,6 +36,7 @@ from meshcomm.train import checkpoint
 from meshcomm.train.agree import agree, agreed_corpus, corpus_of
 from meshcomm.train.callbacks import Callback, Summary
 from meshcomm.train.checkpoint import Attempt, Checkpoints
+from meshcomm.train.copies import Copies
 from meshcomm.train.data import (
     Batches,
     Corpus,
@@ -50,6 +51,7 @@ from meshcomm.train.evaluation import Evaluator, evaluate_of
 from meshcomm.train.lock import Lock, lock_of
 from meshcomm.train.recovery import Survivor
 from meshcomm.train.steps import (
+    Kept,
     Progress,
     Reading,
     Steps,
@@ -137,6 +139,7 @@ class Trainer:
         self._runs = 0
         # Where ranks have met again: what this one holds, until it is in a new engine.
         self._survivor = Survivor() if mesh.generation.number else None
+        self._copies = Copies()
         self._begin_again()
         self.callbacks = tuple(callbacks)
         for callback in self.callbacks:
@@ -147,6 +150,7 @@ class Trainer:
         mesh, model = self._mesh, self._given
         # Where ranks were lost, the mesh may be smaller than it was asked to be.
         self._config = config = with_sizes(self._asked, mesh.generation.dims)
+        self._copies.every = config.elastic.copy_every if mesh.recovers else 0
         if self._survivor is not None:
             self._survivor.settle(mesh)
         self._facts = agree(mesh, config)
@@ -184,7 +188,7 @@ class Trainer:
             shared = isinstance(self._given, nn.Module)
             if shared and self._made is not None and mesh.lost(error) is not None:
                 _refuse_shards(self._made, error)
-            facts = None if self._steps is None else partial(self._steps.facts, self._runs)
+            facts = None if self._steps is None else self._steps.facts
             survivor = Survivor(self._made if self._holds else None, shared=shared, facts=facts)
         else:
             survivor = self._survivor or Survivor()
@@ -193,6 +197,7 @@ class Trainer:
         if tensor is not None and isinstance(self._given, nn.Module) and coords[tensor] != mesh.coord(tensor):
             raise _other_parts(mesh, tensor, coords[tensor])
         self._survivor, self._made, self._steps, self._holds = survivor, None, None, False
+        self._copies.begin_again()
 
     def reopen(self, error: Exception | None = None) -> int:
         """Reopen the mesh after ranks were lost and replaced, and have every rank at the same step, with the state after it.
@@ -225,7 +230,9 @@ class Trainer:
 
     def _restored(self) -> Any:
         """What the survivors know of the run, once the state is in a new engine; None where nobody holds it."""
-        found = None if self._survivor is None else self._survivor.restore(self._make(False))
+        found = None
+        if self._survivor is not None:
+            found = self._survivor.restore(self._make(False), self._copies.held)
         self._holds = self._holds or found is not None
         return found
 
@@ -273,6 +280,7 @@ class Trainer:
                    checkpoint cannot be written or read; CallMismatchError where ranks called differently in a step.
         """
         self._runs, self._read = self._runs + 1, None
+        self._copies.clear()
         if self._recorder is not None:
             batches = self._batches(self._corpus() if data is None else data)
             # The recorder ends it.
@@ -314,7 +322,8 @@ class Trainer:
         # Until the end of the run: whatever is lost, an iterable is not asked to begin again.
         self._read = batches if isinstance(batches, GivenBatches) else None
         reading = Reading(batches, corpus, evaluator)
-        self._steps = Steps(engine, self._config, reading, self.callbacks, checkpoints, progress)
+        kept = Kept(checkpoints, self._copies, self._runs)
+        self._steps = Steps(engine, self._config, reading, self.callbacks, kept, progress)
         # What it knows is in the new steps only now.
         self._survivor = None
         return self._steps.run()
@@ -399,6 +408,7 @@ class Trainer:
         engine.step(batch.inputs, batch.targets, lr, number, batch.documents)
         if scheduler is not None:
             scheduler.step()
+        self._copies.after_step(engine)
         if self._recorder is not None:
             self._recorder.stepped(engine)
 
@@ -447,6 +457,7 @@ class Trainer:
         """
         checkpoint.resume(self.mesh, self._make(False), Path(folder))
         self._holds = True
+        self._copies.clear()
 
     def _corpus(self) -> Corpus:
         facts = self._facts

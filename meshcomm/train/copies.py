@@ -1,0 +1,200 @@
+"""The state of a rank in memory: sent to another rank, put into an engine, and kept as a copy on the rank beside it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshcomm.errors import TrainingError
+from meshcomm.mesh import Mesh
+from meshcomm.parallel.compose import Engine
+from meshcomm.parallel.state import Kinds
+from meshcomm.parallel.tensor import local
+from meshcomm.parallel.tensor.parameters import Kept, parts_of
+from meshcomm.parallel.torch_private import offsets
+
+
+@final
+@dataclass(frozen=True)
+class Held:
+    """The state of a rank after a step.
+
+    parts: which parts of the model it is of, see `parts_held`. tensors: that rank's parts of the tensors of `kinds`.
+    facts: what that rank knew of the run, see `Steps.facts`. own: whether it is of the rank that has it in memory.
+    """
+
+    step: int
+    parts: str
+    kinds: Kinds
+    tensors: dict[str, Tensor]
+    facts: Any = None
+    own: bool = True
+
+    @classmethod
+    def of(cls, engine: Engine, facts: Any, on: torch.device | None = None) -> Held:
+        """That of an engine, in its memory, or as a copy on a device."""
+        state = engine.saved_state()
+        return cls(
+            engine.reached.applied,
+            parts_held(engine),
+            {name: (_held(each).dtype, tuple(each.shape)) for name, each in state.items()},
+            {
+                name: _part(each) if on is None else _part(each).to(on, copy=True)
+                for name, each in state.items()
+            },
+            facts,
+        )
+
+    def put_into(self, engine: Engine) -> None:
+        """Make it the engine's state."""
+
+        def fill(room: dict[str, Tensor | Kept]) -> None:
+            for name, into in room.items():
+                _check(name, self.tensors)
+                _part(into).copy_(self.tensors[name])
+
+        engine.put_back(self.kinds, fill, self.step)
+
+    def send(self, mesh: Mesh, dim: str, dst: int) -> None:
+        """Send it to the engine of coord `dst`, which calls `receive`."""
+        mesh.objects.send(dim, (self.kinds, self.step), dst)
+        for x in self.tensors.values():
+            if x.numel():
+                mesh.send(dim, x.to(mesh.device).contiguous(), dst)
+
+
+def receive(engine: Engine, dim: str, src: int) -> None:
+    """Make the state that coord `src` sends that of the engine."""
+    mesh = engine.mesh
+    kinds, step = mesh.objects.recv(dim, src=src)
+
+    def fill(room: dict[str, Tensor | Kept]) -> None:
+        for name in kinds:
+            _check(name, room)
+            into = _part(room[name])
+            if into.numel():
+                came = mesh.recv(dim, torch.empty_like(into, device=mesh.device).contiguous(), src=src)
+                into.copy_(came)
+
+    engine.put_back(kinds, fill, step)
+
+
+def parts_held(engine: Engine) -> str:
+    """Equal on ranks that hold the same parts of the model."""
+    parts = [
+        (name, tuple(local(each.detach()).shape), _place(each)) for name, each in engine.named_parameters()
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _place(parameter: Tensor) -> Sequence[object]:
+    if isinstance(parameter, DTensor):
+        return offsets(parameter)
+    return [(part.dim, part.mesh.coord(part.dim)) for part in parts_of(parameter)]
+
+
+@final
+class Copies:
+    """Copies of the state of this rank and of the rank before it along a dim, in host memory.
+
+    A rank that makes a copy may be lost before the others have made theirs. So the one before is kept until the next
+    step has ended, which no rank ends before all have left the copy.
+    """
+
+    def __init__(self) -> None:
+        # elastic.copy_every, or 0 where no rank is replaced.
+        self.every = 0
+        # By step, in the order in which they were made.
+        self._of: dict[int, list[Held]] = {}
+        self._first = True
+
+    @property
+    def held(self) -> list[Held]:
+        """All of them, those of this rank's own state first."""
+        return sorted((each for held in self._of.values() for each in held), key=lambda each: not each.own)
+
+    def begin_again(self) -> None:
+        """Have the next step make a copy: ranks are new, and have none."""
+        self._first = True
+
+    def clear(self) -> None:
+        """Forget all of them: what comes is another training."""
+        self._of.clear()
+        self._first = True
+
+    def after_step(self, engine: Engine, facts: Callable[[], Any] | None = None, due: bool = False) -> None:
+        """Make a copy where `elastic.copy_every` says so, or where it is due.
+
+        Called by: every rank, after each step.
+        """
+        dim = _along(engine) if self.every else None
+        if dim is None:
+            return
+        while len(self._of) > 1:
+            del self._of[next(iter(self._of))]
+        step = engine.reached.applied
+        if not (self._first or due or step % self.every == 0):
+            return
+        own = Held.of(engine, None if facts is None else facts(), torch.device("cpu"))
+        held = [own, _exchanged(engine.mesh, dim, own)]
+        self._of.pop(step, None)
+        self._of[step], self._first = held, False
+
+
+def _along(engine: Engine) -> str | None:
+    """The outermost dim along which ranks have other parts of the model, or, where there is none, the same."""
+    sizes, parallel = engine.mesh.layout.dims, engine.sections.parallel
+    dims = [dim for dim, size in sizes.items() if size > 1]
+    apart = [dim for dim in dims if dim not in (parallel.data, parallel.context)]
+    return next(iter([*apart, *dims]), None)
+
+
+def _exchanged(mesh: Mesh, dim: str, own: Held) -> Held:
+    """Give `own` to the next rank along `dim`, and take that of the one before."""
+    at, size = mesh.coord(dim), mesh.size(dim)
+    after, before = (at + 1) % size, (at - 1) % size
+    head = (own.step, own.parts, own.kinds, {name: tuple(x.shape) for name, x in own.tensors.items()})
+    tell, ask = partial(mesh.objects.send, dim, head, after), partial(mesh.objects.recv, dim, src=before)
+    # Some rank has to ask first.
+    if at % 2:
+        step, parts, kinds, shapes = ask()
+        tell()
+    else:
+        tell()
+        step, parts, kinds, shapes = ask()
+    found = {name: torch.empty(shape, dtype=kinds[name][0]) for name, shape in shapes.items()}
+    going = [x for x in own.tensors.values() if x.numel()]
+    coming = [x for x in found.values() if x.numel()]
+    # One after the other: a device has no room for all of them.
+    for out, into in zip_longest(going, coming):
+        sends = [] if out is None else [(out.to(mesh.device).contiguous(), after)]
+        recvs = [] if into is None else [(torch.empty_like(into, device=mesh.device), before)]
+        for came in mesh.exchange(dim, sends, recvs):
+            into.copy_(came)
+    return Held(step, parts, kinds, found, own=False)
+
+
+def _held(each: Tensor | Kept) -> Tensor:
+    return each.tensor if isinstance(each, Kept) else each
+
+
+def _part(each: Tensor | Kept) -> Tensor:
+    """This rank's part, in memory as it is."""
+    return local(_held(each).detach())
+
+
+def _check(name: str, state: Mapping[str, Any]) -> None:
+    if name not in state:
+        raise TrainingError(
+            f"the state of a rank does not fit the new engine: {name}",
+            given=f"{len(state)} tensors without {name}",
+            expected="the same model and optimizer as before the rank was lost",
+        )
