@@ -53,7 +53,7 @@ def page() -> str:
     lines = [
         "# Versions of torch, backends, and what each of them reduces",
         "",
-        "This page lists the versions of torch that the tests ran on, the launchers that were tried, and the dtypes and operations of each backend.",
+        "This page lists the versions of torch that the tests ran on, the launchers that were tested, and the dtypes and operations of each backend.",
         "",
         "## Versions of torch",
         "",
