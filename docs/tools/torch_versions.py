@@ -30,7 +30,7 @@ NEEDED_BYTES: Final = 30 * 2**30
 # Tests that need torch's hooks on process groups are skipped with these words where torch has none.
 NEEDS_HOOKS: Final = "group hooks"
 _HEAD: Final = (
-    "| torch | group hooks | passed | skipped | for want of hooks | failed | tests | Python | tried |\n"
+    "| torch | group hooks | passed | skipped | of these, need hooks | failed | tests | Python | date |\n"
     "|---|---|---|---|---|---|---|---|---|\n"
 )
 _TABLE: Final = re.compile(r"(?<=<!-- torch versions -->\n).*?(?=<!-- end of torch versions -->)", re.DOTALL)
