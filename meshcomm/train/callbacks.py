@@ -1,4 +1,4 @@
-"""What a training run reports while it runs, to which callbacks, and the callback that ends it early."""
+"""The records that a training run reports, the callbacks that receive them, and early stopping."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from meshcomm.train.cost import Memory, Rates
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that goes on where an earlier one stopped."""
+    """A run that continues where an earlier one stopped."""
 
     step: int
-    """The last step that is done; 0 where there was no checkpoint yet."""
+    """The last completed step; 0 if there was no checkpoint."""
     folder: Path
-    """The checkpoint, or where there was none: the folder that was searched."""
+    """The checkpoint, or the folder that was searched if there was none."""
     differences: tuple[str, ...]
-    """What is configured differently now, a line each: `mesh.dims: {...} -> {...}`."""
+    """Settings that have changed, one line each: `mesh.dims: {...} -> {...}`."""
     restarts: int = 0
-    """Of the launcher, where it resumes because of one."""
+    """Number of restarts by the launcher, if the run resumes because of one."""
     generation: Generation | None = None
-    """Where ranks were lost and the others run on: that of the mesh. None: from a checkpoint."""
+    """The mesh's generation if ranks were lost and the others continued. None if resumed from a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Known before the first step."""
+    """The facts known before the first step."""
 
     steps: int
     tokens_per_step: int
-    """Of the global batch."""
+    """Tokens of the global batch."""
     parameters: int
-    """Number of elements of the whole model."""
+    """Number of elements of the full model."""
     text_bytes: int
     text_files: int
     threads: int
     """CPU threads of one rank."""
     unit: str = "bytes of text"
-    """Of text_bytes: what the data is counted in."""
+    """The unit in which text_bytes are counted."""
     resumed: Resumed | None = None
-    """None: it starts from the beginning, and was not asked to resume."""
+    """None if the run starts from the beginning and was not asked to resume."""
 
 
 @dataclass(frozen=True)
@@ -56,47 +56,47 @@ class Step:
     """One line of metrics.jsonl."""
 
     step: int
-    """1 for the first."""
+    """The number of the step, starting at 1."""
     loss: float
     """Mean over the global batch, in nats per byte or token, before this step changed the weights."""
     gradient_norm: float
-    """Of all gradients of the model together, before clipping."""
+    """Norm over all gradients of the model, before clipping."""
     lr: float
     tokens: int
-    """Since the start, all ranks together."""
+    """Tokens since the start, summed over all ranks."""
     tokens_per_s: float
-    """Since the line before."""
+    """Tokens per second since the previous line."""
     seconds: float
-    """Since the start of the first step."""
+    """Seconds since the start of the first step."""
     skipped: int = 0
-    """Steps so far that were left out, as `train.on_nonfinite = "skip"` says."""
+    """Number of steps skipped so far with `train.on_nonfinite = "skip"`."""
     fault: str = ""
-    """Of a step that was left out: which rank's gradient of which parameter is not finite."""
+    """For a skipped step: the rank and the parameter whose gradient is not finite."""
     model_flops_per_s: float | None = None
-    """Of a rank, as the mean over ranks, since the line before; None where nothing was counted."""
+    """FLOP/s per rank since the previous line, averaged over ranks; None if FLOPs were not counted."""
     mfu: float | None = None
-    """Model FLOPs utilisation: the share of that in what the devices can do; None where that is not known."""
+    """Model FLOPs utilization: model_flops_per_s divided by the peak of the device. None if either is unknown."""
     peak_memory_bytes: int | None = None
-    """The largest of all ranks, when they were last compared: see `Cost.memory`."""
+    """The largest peak over all ranks, at the last comparison: see `Cost.memory`."""
     peak_memory_rank: int | None = None
-    """Whose it is."""
+    """The rank with that peak."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """By name, as metrics.jsonl has them."""
+        """By name, as in metrics.jsonl."""
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A line of metrics.jsonl beside those of steps."""
+    """A line of metrics.jsonl for an evaluation."""
 
     step: int
-    """After which the weights were evaluated."""
+    """The step after which the weights were evaluated."""
     validation_loss: float
     """Mean over the tokens of the batches."""
     validation_tokens: int
-    """In these batches, all ranks together."""
+    """Tokens in these batches, summed over all ranks."""
     seconds: float
     """That the evaluation took."""
     more: Mapping[str, float] = field(default_factory=dict)
