@@ -269,7 +269,7 @@ class Layout:
         return parts
 
     def home(self, dims: Dims) -> str:
-        """The view that contains `dims`; "" for the base. Raises UnknownDim if no factorization contains all of them."""
+        """The view that contains `dims`; "" for the base. Raises UnknownDim if they belong to no common one."""
         names = self.expand(dims)
         for view, sizes in self._factorisations.items():
             if all(name in sizes for name in names):
@@ -398,7 +398,10 @@ class Layout:
         return {name: self._digits[name].coord(position) for name in sizes}
 
     def label(self, rank: int) -> str:
-        """The rank with its coords in the base, such as `rank 5 (pp=1 dp=0 tp=1)`. A rank outside is labeled as such."""
+        """The rank with its coords in the base, such as `rank 5 (pp=1 dp=0 tp=1)`.
+
+        A rank outside the layout is labeled as such.
+        """
         return rank_text(rank, self.coords(rank)) if rank in self else f"rank {rank} (not in the mesh)"
 
     def coord(self, rank: int, dims: Dims) -> int:

@@ -169,7 +169,7 @@ class Plan:
                     yield self._group(family, ranks)
 
     def for_rank(self, rank: int) -> RankPlan:
-        """The part of the plan that concerns `rank`. Time and memory grow with the sizes of its groups, not with the world."""
+        """The coords and groups of `rank`. Time and memory grow with the sizes of its groups, not with the world."""
         # A process asks for its own many times.
         last: RankPlan | None = self.__dict__.get("_last")
         if last is None or last.rank != rank:
