@@ -98,60 +98,61 @@ class Evaluation:
     validation_tokens: int
     """Tokens in these batches, summed over all ranks."""
     seconds: float
-    """That the evaluation took."""
+    """Duration of the evaluation in seconds."""
     more: Mapping[str, float] = field(default_factory=dict)
-    """What the function of train.evaluate found beside the loss, by name."""
+    """Further results of the function of train.evaluate, by name."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """By name, as metrics.jsonl has them: of `more` each as `validation_NAME`."""
+        """By name, as in metrics.jsonl; entries of `more` as `validation_NAME`."""
         facts = {name: value for name, value in vars(self).items() if name != "more"}
         return facts | {f"validation_{name}": value for name, value in self.more.items()}
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run that ended, or the part of it that was done."""
+    """The result of a run, or of the completed part of it."""
 
     steps: int
     losses: tuple[float, ...]
-    """Of every step done, the same on every rank."""
+    """The loss of every completed step, the same on every rank."""
     tokens: int
     seconds: float
     metrics: Path
     late: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """By dim, the rank that came latest to the last collectives, and its mean seconds after the first."""
+    """By dim, the rank that arrived latest at the last collectives, and its mean seconds after the first rank."""
     traffic: Stats | None = None
-    """What this rank sent in the steps of this attempt; None where it had no step."""
+    """The calls of this rank in the steps of this attempt; None if it ran no step."""
     traffic_steps: int = 0
-    """How many steps those are."""
+    """Number of these steps."""
     skipped: int = 0
-    """Steps that were left out, as their gradients were not finite."""
+    """Number of steps skipped because their gradients were not finite."""
     unit: str = "byte"
-    """That a loss is the mean over: a byte or a token."""
+    """The unit over which a loss is averaged: a byte or a token."""
     evaluation: Evaluation | None = None
-    """The last one; None where nothing was evaluated."""
+    """The last evaluation; None if there was none."""
     stopped: str = ""
-    """Why the run ended before train.steps, without an error; "": it did not."""
+    """Why the run ended before train.steps without an error; "" if it did not."""
     asked_to_stop: bool = False
-    """SIGTERM or SIGUSR1 ended it, behind a checkpoint, from which it can go on."""
+    """Whether SIGTERM or SIGUSR1 ended the run after a checkpoint, from which it can resume."""
     rates: Rates | None = None
-    """Over the whole run; None where nothing was counted."""
+    """Over the full run; None if nothing was counted."""
     memory: Memory | None = None
-    """The largest peak of all ranks; None where they were never compared."""
+    """The largest peak over all ranks; None if ranks were never compared."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Over the whole run."""
+        """Tokens per second over the full run."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class Callback:
-    """Called during a run, on every rank. This one does nothing: for ranks that do not print.
+    """Base class of callbacks, which a run calls on every rank. Its methods do nothing, for ranks that do not print.
 
-    trainer: the Trainer that it was given to.
-    stop:    set to True on every rank, as in `on_step` or `on_eval`, it ends the run after that step.
-    reason:  why, for the screen and run.json; "": the name of the class.
+    trainer: the Trainer that the callback belongs to.
+    stop:    set it to True on every rank, for example in `on_step` or `on_eval`, to end the run after that
+             step.
+    reason:  the reason to show on the screen and in run.json. If "", the name of the class.
     """
 
     trainer: Any = None
@@ -159,23 +160,23 @@ class Callback:
     reason: str = ""
 
     def on_start(self, start: Start) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_step(self, step: Step) -> None:
-        """After every `log_every`-th step, the first, the last, and each that was left out."""
+        """Called after every `log_every`-th step, the first, the last, and each skipped step."""
 
     def on_eval(self, evaluation: Evaluation) -> None:
-        """After every `eval_every`-th step and the last."""
+        """Called after every `eval_every`-th step and the last."""
 
     def on_save(self, step: int, folder: Path) -> None:
-        """A checkpoint is complete, or with train.checkpoint_async under way."""
+        """Called when a checkpoint is complete, or with train.checkpoint_async when its write has started."""
 
     def on_end(self, summary: Summary, error: BaseException | None) -> None:
-        """After the last step; or the run ends early, by Ctrl-C or by another error, which is raised next."""
+        """Called after the last step, or when Ctrl-C or another error ends the run, before that error is raised."""
 
 
 class Best(NamedTuple):
-    """The lowest finite validation loss so far; the step that it followed, and the number of evaluations since then."""
+    """The lowest finite validation loss so far, its step, and the number of evaluations since then."""
 
     loss: float | None = None
     step: int = 0
@@ -184,9 +185,9 @@ class Best(NamedTuple):
 
 @final
 class EarlyStop(Callback):
-    """`train.patience`, `min_delta` and `target_loss`. best: where a run that is resumed had come.
+    """`train.patience`, `min_delta` and `target_loss`. best: the best result before the run was resumed.
 
-    A run that had ended by them ends again at once, unless they have changed.
+    A run that ended because of them ends again immediately when resumed, unless they have changed.
     """
 
     def __init__(self, mesh: Mesh, train: TrainConfig, best: Best) -> None:
@@ -195,7 +196,7 @@ class EarlyStop(Callback):
         self._judge()
 
     def on_eval(self, evaluation: Evaluation) -> None:
-        """Judge. Called by: every rank; with one of the settings, a gather of one number per dim."""
+        """Decide whether to stop. Called by: every rank. With one of the settings, gathers one number per dim."""
         train, best = self._train, self.best
         if train.patience is None and train.target_loss is None:
             return
