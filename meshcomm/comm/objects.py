@@ -56,9 +56,10 @@ class Objects:
 
     max_bytes: limit on the encoded size of one object. The smallest value in the group applies.
 
-    All ranks of the group raise the same ObjectError before any bytes are sent, and the group stays usable, if
-    one rank's object cannot be sent or exceeds the limit, or if ranks disagree on `pickle`. The same holds for
-    a different call or root on one rank; among the first calls on a group, this is a CallMismatchError instead.
+    All ranks of the group raise the same ObjectError if one rank's object cannot be sent or exceeds the
+    limit, or if ranks disagree on `pickle`. No bytes of an object have then been sent, and the group stays
+    usable. The same holds if one rank makes a different call or names a different root. Among the first calls
+    on a group, such a difference raises CallMismatchError instead.
 
     Peers and roots are coords.
 

@@ -44,8 +44,8 @@ class MeshStore:
     """The methods of a torch store on the job's store, under a prefix for this mesh.
 
     `torch_store` provides the methods that this class lacks. Keys are str. Every value is returned as bytes,
-    even if it was set as str. timeout_s is the number of seconds to wait for a key; the default is the mesh's
-    timeout.
+    even if it was set as str. The argument timeout_s is the time to wait for a key in seconds. Its default is
+    the mesh's timeout.
 
     Any rank of the job may use the store at any time and in any order, including ranks outside the mesh. Use it
     for small values: the store is one server, which handles values one after the other.

@@ -30,8 +30,9 @@ from meshcomm.transport.torch_private import storage_id
 class GradientSync:
     """Averages the gradients of each step over `dims` in buckets, overlapping with the backward pass.
 
-    It computes the same gradients as DistributedDataParallel: with a loss that is the mean over a rank's
-    samples, they are the mean over the samples of all ranks if every rank has the same number.
+    It computes the same gradients as DistributedDataParallel. With a loss that is the mean over a rank's
+    samples, gradients are those of the mean over the samples of all ranks, if every rank has equally many
+    samples.
 
         sync = GradientSync(mesh, "dp", model)
         for x, y in batches:
@@ -40,7 +41,7 @@ class GradientSync:
             optimizer.step()
 
     Parameters are assigned to buckets of at most `bucket_mb` in reverse order of registration, approximately
-    the order in which backward reaches them. A larger parameter has a bucket of its own. Each `.grad` is a view
+    the order in which backward reaches them. A larger parameter gets a separate bucket. Each `.grad` is a view
     of the flat buffer of its bucket, so nothing is packed or unpacked. A bucket starts one asynchronous
     all_reduce of its buffer when each of its gradients has received `microbatches` contributions and all
     earlier buckets have been sent. The order is the same on all ranks.
@@ -48,9 +49,9 @@ class GradientSync:
     As in DDP, buffers of coord 0 are broadcast to all ranks after each step.
 
     Called by: every rank along `dims`.
-    Raises:    TrainingError if a parameter gets no gradient in a step; if backward runs outside of a step; if a
-               `.grad` is replaced; if `with` begins before the gradients of the last step were used; if the
-               module was cast, moved, frozen, unfrozen or extended before a step.
+    Raises:    TrainingError if a parameter gets no gradient in a step, if backward runs outside of a step, or
+               if a `.grad` is replaced. Also if `with` begins before the gradients of the last step were used,
+               or if the module was cast, moved, frozen, unfrozen or extended since the last step.
 
     Args:
         dims: the dims to average or sum over. None or a size of 1 sends nothing.
