@@ -51,7 +51,7 @@ class GradientSync:
     Called by: every rank along `dims`.
     Raises:    TrainingError if a parameter gets no gradient in a step, if backward runs outside of a step, or
                if a `.grad` is replaced. Also if `with` begins before the gradients of the last step were used,
-               or if the module was cast, moved, frozen, unfrozen or extended since the last step.
+               or if the module was cast, moved, frozen, unfrozen or extended since GradientSync was created.
 
     Args:
         dims: the dims to average or sum over. None or a size of 1 sends nothing.

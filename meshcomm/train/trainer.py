@@ -388,9 +388,9 @@ class Trainer:
         """One step of a custom training loop. `results` returns the losses.
 
         inputs:    a tensor; or, as the only argument, a dictionary with inputs and targets. The format
-                   of the collators of transformers also works: input_ids and labels of the same tokens, with an
-                   attention_mask that masks tokens at the end. position_ids must be 0 at the start of each
-                   document.
+                   of the collators of transformers also works: input_ids and labels of the same tokens.
+                   Optional are an attention_mask that masks tokens at the end, and position_ids that are 0
+                   where a document starts.
         Shape:     (global_batch_size / ranks along data and shard, ...): this rank's share of the global batch.
                    On any device. Floating-point tensors are converted to train.dtype.
         documents: with data.document_mask: int64 (samples, tokens), the document number of each token,
