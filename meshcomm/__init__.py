@@ -1,4 +1,4 @@
-"""Communication along named mesh dimensions for PyTorch: correct, or loud about who, what and where."""
+"""Communication along named mesh dimensions for PyTorch. Errors name the rank, the call and the line."""
 
 from __future__ import annotations
 

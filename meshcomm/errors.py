@@ -1,4 +1,4 @@
-"""Every exception of meshcomm: what happened, what was given, what was expected, what to try."""
+"""The exceptions of meshcomm. Each text states the error, the given value, the expected value and a fix."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 
 class MeshcommError(Exception):
-    """Base of every error a user can cause or meet.
+    """Base class of all errors of meshcomm.
 
-    The text has one line that says what happened, then up to three indented lines:
-    what was given, what was expected, what to try. facts: attributes that the error's own class describes.
+    The first line of the text states the error. Up to three indented lines follow: the given value, the
+    expected
+    value, and a fix. facts: attributes that the class of the error documents.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class MeshcommError(Exception):
 
 
 class ConfigError(MeshcommError):
-    """A configuration file or override is wrong; carries every problem found, not the first."""
+    """A configuration file or override is invalid. The error lists every problem found, not only the first."""
 
 
 class LayoutError(MeshcommError):
@@ -51,17 +52,17 @@ class LayoutError(MeshcommError):
 
 
 class UnknownDim(LayoutError):
-    """A dim name that this mesh does not have, or dims that no declared group covers."""
+    """A dim name that the mesh does not have, or dims that no declared group covers."""
 
 
 class LaunchError(MeshcommError):
-    """The process was not started in a way that a mesh can be made from."""
+    """The way this process was started does not allow it to open a mesh."""
 
 
 class MeshMismatchError(MeshcommError):
-    """Ranks disagree on what the mesh is, or a rank never came.
+    """Ranks disagree about the mesh, or a rank is missing from the rendezvous.
 
-    `mismatched_ranks` are the ranks that differ from the majority; `missing` those that did not come.
+    `mismatched_ranks` are the ranks that differ from the majority; `missing` are the ranks that did not arrive.
     """
 
     mismatched_ranks: tuple[int, ...] = ()
@@ -69,41 +70,44 @@ class MeshMismatchError(MeshcommError):
 
 
 class NotMember(MeshcommError):
-    """A rank outside the mesh asked the mesh to communicate."""
+    """A rank outside the mesh called a method that needs a place in the mesh."""
 
 
 class MeshClosed(MeshcommError):
-    """The mesh was closed and can no longer communicate."""
+    """The mesh is closed and cannot communicate."""
 
 
 class ShapeError(MeshcommError):
-    """A tensor's shape, dtype, device or layout does not fit the call."""
+    """The shape, dtype, device or memory layout of a tensor does not fit the call."""
 
 
 class PatternError(MeshcommError):
-    """A rearrange pattern that does not read, does not fit the tensor, or does not fit the mesh."""
+    """A rearrange pattern has a syntax error, or does not fit the tensor or the mesh."""
 
 
 class UnsupportedOp(MeshcommError):
-    """The backend cannot do this, known before a byte moves."""
+    """The backend does not support the operation. Raised before any bytes are sent."""
 
 
 class AutogradError(MeshcommError):
-    """An in-place collective met a tensor that needs gradients."""
+    """An in-place collective received a tensor that requires gradients."""
 
 
 class CommunicationError(MeshcommError):
-    """The backend failed while communicating; the backend's own error is the cause.
+    """The backend failed while communicating. Its error is the cause.
 
-    `call` is the collective that failed, where it was one: the "label" of its group, its sequence
-    "number" there, "call" (the operation), "dim" and "callsite" (the user's line).
+    `call` describes the collective that failed, if any: the "label" of its group, its sequence "number" in the
+    group, "call" (the operation), "dim" and "callsite" (the user's line).
     """
 
     call: Mapping[str, Any] | None = None
 
 
 class ObjectError(MeshcommError):
-    """A Python object cannot cross between ranks, or what arrived is not one; names where inside it."""
+    """A Python object cannot be sent, or a received message is not a valid object.
+
+    The text gives the place inside the object.
+    """
 
 
 class StoreError(MeshcommError):
@@ -115,10 +119,11 @@ class StoreTimeout(StoreError):
 
 
 class CallMismatchError(MeshcommError):
-    """Ranks of a group were about to make different calls, and nothing was sent; or they did in a step.
+    """Ranks of a group were about to make different calls, so nothing was sent; or `mesh.step` found a difference.
 
-    `mismatched_ranks` are the global ranks that differ from the majority. `step`: where `mesh.step` found it, the
-    first step whose results are not to be trusted, as the program counts; else None.
+    `mismatched_ranks` are the global ranks that differ from the majority. `step` is set if `mesh.step` found
+    the
+    difference: the first step whose results are not reliable, in the program's numbering. Otherwise it is None.
     """
 
     mismatched_ranks: tuple[int, ...] = ()
@@ -126,35 +131,36 @@ class CallMismatchError(MeshcommError):
 
 
 class CollectiveTimeout(CommunicationError):
-    """A call did not end in its group's time; `missing` are the global ranks that had not come to it."""
+    """A call did not end within its group's timeout. `missing` are the global ranks that had not reached it."""
 
     missing: tuple[int, ...] = ()
 
 
 class PeerLost(CollectiveTimeout):
-    """A rank of the group has ended or is stopped; `missing` names those that do not answer or come."""
+    """A rank of the group has ended or is stopped. `missing` are the ranks that do not answer or did not arrive."""
 
 
 class RankLost(CommunicationError):
-    """Ranks were lost, and new processes have their places; `missing` are those ranks.
+    """Ranks were lost and new processes replaced them. `missing` are the lost ranks.
 
-    Every other rank gets it, from the call that it is in or from its next one. `Mesh.reopen` meets the new processes.
+    Every other rank raises this from its current call or its next one. `Mesh.reopen` connects to the new
+    processes.
     """
 
     missing: tuple[int, ...] = ()
 
 
 class BarrierTimeout(CommunicationError):
-    """Some ranks did not come to a barrier in time; `missing` are their global ranks."""
+    """Some ranks did not reach a barrier in time. `missing` are their global ranks."""
 
     missing: tuple[int, ...] = ()
 
 
 class DeadlockError(MeshcommError):
-    """Ranks wait for each other in a circle, or for what no rank will do; proved, not waited for.
+    """Ranks wait for each other in a cycle, or for an event that no rank will cause. Raised without a timeout.
 
-    `circle` are the global ranks that wait for each other, each for the next; empty where there is
-    no circle. `waiting` are all that wait.
+    `circle` are the global ranks of the cycle, each waiting for the next; it is empty if there is no cycle.
+    `waiting` are all ranks that wait.
     """
 
     circle: tuple[int, ...] = ()
@@ -162,33 +168,34 @@ class DeadlockError(MeshcommError):
 
 
 class UnmatchedMessage(MeshcommError):
-    """A send without its receive, or a receive without its send; `waiting` are the ranks of such ends."""
+    """A send without a receive, or a receive without a send. `waiting` are the ranks of these calls."""
 
     waiting: tuple[int, ...] = ()
 
 
 class HandleNotWaited(MeshcommError):
-    """A rank ended without waiting for a call that it had begun; `mismatched_ranks` are those that did."""
+    """A rank ended without waiting for a call that it had started. `mismatched_ranks` are these ranks."""
 
     mismatched_ranks: tuple[int, ...] = ()
 
 
 class RankFailed(MeshcommError):
-    """The program of some ranks raised; `by_rank` has each one's exception, the first is the cause.
+    """The program raised on some ranks. `by_rank` has the exception of each rank; the first one is the cause.
 
-    Or ranks were lost, and nobody can take their places, as others have ended: then `by_rank` has where.
+    Also raised if ranks were lost and cannot be replaced because other ranks have ended. Then `by_rank` has the
+    place at which each rank was lost.
     """
 
     by_rank: dict[int, BaseException]
 
 
 class TrainingError(MeshcommError):
-    """A training run cannot go on; says at which step and why."""
+    """A training run cannot continue. The text gives the step and the reason."""
 
 
 class MeshTestError(MeshcommError):
-    """A test cannot run on a mesh as it is written."""
+    """A test cannot run on a mesh as written."""
 
 
 class ViewError(MeshcommError):
-    """A page cannot be made of what was given, or not be served or written where it was asked to be."""
+    """A page cannot be built from the given input, or cannot be served or written at the requested place."""

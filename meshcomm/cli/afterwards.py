@@ -1,4 +1,4 @@
-"""Commands for what a job left behind and for what went wrong: report, doctor, export."""
+"""Commands for the results and the failures of a job: report, doctor, export."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def report(
         Path,
         typer.Argument(
             metavar="[DIR]",
-            help="Reports of a run, or of runs: the newest is read. Default: meshcomm-reports.",
+            help="Folder with the reports of one or several runs; the newest is read. Default: meshcomm-reports.",
         ),
     ] = Path("meshcomm-reports"),
 ) -> None:
-    """Put the reports of a job whose calls failed together: who kept whom waiting, and where."""
+    """Combine the reports of a job whose calls failed: which ranks waited, for which ranks, and where."""
     from meshcomm.jobs.afterwards import report as job
 
     typer.echo(job(source))
@@ -35,18 +35,19 @@ def report(
 @app.command()
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="The job's file: more can be checked with it.")
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="The job's configuration file, which allows more checks."),
     ] = None,
     world: World = None,
     json: AsJson = False,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also versions, interfaces, limits and ranks.")
+        bool, typer.Option("--all", help="Also show versions, interfaces, limits and ranks.")
     ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Find problems of this host, installation and environment, and propose remedies. Under torchrun: of all ranks.
+    """Find problems of this host, installation and environment, and suggest fixes. Under torchrun, check all ranks.
 
-    Exit code 1 where something would make the job fail.
+    Exit code 1 if a problem would make the job fail.
     """
     if config is None and overrides:
         raise no_config(overrides, "a CONFIG whose settings they change", "meshcomm doctor CONFIG --set ...")
@@ -87,30 +88,34 @@ def doctor(
 def export(
     source: Annotated[
         Path,
-        typer.Argument(metavar="RUN|CHECKPOINT", help="A run's folder: its last checkpoint; or one of them."),
+        typer.Argument(
+            metavar="RUN|CHECKPOINT", help="The folder of a run, for its last checkpoint, or a checkpoint."
+        ),
     ],
     target: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The safetensors file, or the folder, to write.")
+        Path, typer.Argument(metavar="FILE", help="The safetensors file or the folder to write.")
     ],
     pretrained: Annotated[
         bool,
-        typer.Option(
-            "--pretrained", help="A folder that from_pretrained of transformers, or of peft, opens."
-        ),
+        typer.Option("--pretrained", help="Write a folder for from_pretrained of transformers or peft."),
     ] = False,
     merged: Annotated[
         bool,
-        typer.Option("--merged", help="A folder of the whole model, with its [model.lora] in its weights."),
+        typer.Option(
+            "--merged", help="Write a folder of the full model, with [model.lora] merged into its weights."
+        ),
     ] = False,
     dtype: Annotated[
         str | None,
-        typer.Option(help="With a folder: float32, bfloat16 or float16. Default: that of the weights."),
+        typer.Option(
+            help="Dtype in a folder: float32, bfloat16 or float16. Default: the dtype of the weights."
+        ),
     ] = None,
     shard_gb: Annotated[
-        float | None, typer.Option(min=0, help="With a folder: the largest file, in GB. Default: 5.")
+        float | None, typer.Option(min=0, help="Maximum file size in a folder, in GB. Default: 5.")
     ] = None,
 ) -> None:
-    """Write a checkpoint's weights into one safetensors file, or a folder for transformers, in one process."""
+    """Write a checkpoint's weights to one safetensors file, or to a folder for transformers, in one process."""
     from meshcomm.jobs.afterwards import export as job
 
     typer.echo(job(source, target, pretrained, merged, dtype, shard_gb))

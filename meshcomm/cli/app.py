@@ -1,4 +1,4 @@
-"""The `meshcomm` command itself, and the options that several commands share."""
+"""The `meshcomm` command, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GROUPS: Final = {
 
 
 class Commands(TyperGroup):
-    """All commands. A MeshcommError of any of them ends as its text on stderr and exit code 2."""
+    """All commands. A MeshcommError in any of them is printed on stderr and gives exit code 2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names in the order of GROUPS."""
@@ -83,30 +83,30 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Declare the mesh once; every group, collective and message follows from it.",
+    help="Communication along named mesh dimensions for PyTorch: plan, run, check and predict.",
 )
 
 ConfigFile = Annotated[
     Path,
-    typer.Argument(metavar="CONFIG", help="A TOML, JSON or YAML file."),
+    typer.Argument(metavar="CONFIG", help="A configuration file: TOML, JSON or YAML."),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change a setting; VALUE is TOML or a bare word, nothing removes the key.",
+        help="Override a setting. VALUE is TOML or a bare word; an empty VALUE removes the key.",
     ),
 ]
 World = Annotated[
     int | None,
-    typer.Option("--world-size", "--world", help="Number of processes; needed where a size is -1."),
+    typer.Option("--world-size", "--world", help="Number of processes; required if a size is -1."),
 ]
 Operations = Annotated[
     list[str] | None,
-    typer.Option("--op", help="all_reduce, all_gather, ..., sendrecv; several times. Default: all."),
+    typer.Option("--op", help="Operation: all_reduce, all_gather, ..., sendrecv. Repeatable. Default: all."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def _version(wanted: bool) -> None:
@@ -123,7 +123,10 @@ def _version(wanted: bool) -> None:
 Version = Annotated[
     bool,
     typer.Option(
-        "--version", callback=_version, is_eager=True, help="Versions of meshcomm, torch and Python."
+        "--version",
+        callback=_version,
+        is_eager=True,
+        help="Print the versions of meshcomm, torch and Python.",
     ),
 ]
 

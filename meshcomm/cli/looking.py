@@ -1,4 +1,4 @@
-"""Commands that say what a config means: plan, lint, view, schema."""
+"""Commands that show and check a configuration: plan, lint, view, schema."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ By = Annotated[
     str | None,
     typer.Option(
         metavar="DIM",
-        help="Whose groups the grid's colours are: a dim, merged dim, view's dim, or several with commas. "
-        "Draws the grid. Default: the innermost dim.",
+        help="Draw the grid, with colors for the groups along this dim, merged dim or view's dim, or several "
+        "separated by commas. Default: the innermost dim.",
     ),
 ]
 Other = Annotated[
     Path | None,
     typer.Option(
         metavar="OTHER",
-        help="Compare with this config instead: settings, groups, and which ranks change place. --set changes both.",
+        help="Compare with this config instead: settings, groups, and ranks that move. --set applies to both.",
     ),
 ]
 
@@ -37,28 +37,30 @@ def plan(
         str | None,
         typer.Option(
             metavar="RANK|COORDS",
-            help="Show this rank's coords, node, groups and neighbours; mark it in the grid. "
+            help="Show this rank's coords, node, groups and neighbors, and mark it in the grid: "
             "5, or pp=1,dp=0,tp=1.",
         ),
     ] = None,
     grid: Annotated[
-        bool, typer.Option("--grid", help="Draw the ranks: a colour for each group, lines between nodes.")
+        bool,
+        typer.Option("--grid", help="Draw the ranks, with a color for each group and lines between nodes."),
     ] = False,
     by: By = None,
     schedule: Annotated[
-        bool, typer.Option("--schedule", help="Draw the pipeline's schedule: who runs which pass when.")
+        bool,
+        typer.Option("--schedule", help="Draw the pipeline schedule: the passes of each rank over time."),
     ] = False,
     diff: Other = None,
     export: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the grid as a picture instead: .svg.")
+        Path | None, typer.Option(metavar="FILE", help="Write the grid to an .svg file instead.")
     ] = None,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Show dims, groups and one rank's place, without a process, a GPU or torch.
+    """Show the dims, the groups and the place of one rank, without a process, a GPU or torch.
 
-    CONFIG may be a script, NAME.py: it is run as rank 0 of --world-size until its mesh, or its DeviceMesh, is there.
-    With --diff the exit code is 0 where the two are equal, and 1 where they are not.
+    CONFIG may be a script, NAME.py. It then runs as rank 0 of --world-size until it has created its mesh or
+    DeviceMesh. With --diff, the exit code is 0 if the two are equal, and 1 if they differ.
     """
     names = "--rank", "--grid", "--by", "--schedule", "--export"
     values = rank, grid or None, by, schedule or None, export
@@ -131,11 +133,11 @@ def _compare(a: Config, b: Config, world: int | None, json: bool) -> NoReturn:
 def lint(
     config: ConfigFile,
     world: World = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 where there is a finding.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 1 if there is a finding.")] = False,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Say what about the mesh will cost time or fail on its machines, why, and what to try."""
+    """Report which properties of the mesh will cost time or fail on its machines, the reason, and a fix."""
     import resource
 
     from meshcomm.config import load_config
@@ -156,16 +158,17 @@ def lint(
 def view(
     target: Annotated[
         Path,
-        typer.Argument(metavar="CONFIG|RUN", help="A configuration's file, or the folder of a training run."),
+        typer.Argument(metavar="CONFIG|RUN", help="A configuration file, or the folder of a training run."),
     ],
     world: World = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of 127.0.0.1; 0: one that is free.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 selects a free one.")] = 0,
     export: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the page, as of now, into one file; no server.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the current page to one file instead of serving it."),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Serve a page for a browser on this machine: the mesh, its traffic, and the run as it goes on. Ctrl-C ends it."""
+    """Serve a page for a local browser with the mesh, its traffic and the progress of the run. Stop with Ctrl-C."""
     from meshcomm.config.write import check_ending
     from meshcomm.errors import ViewError
     from meshcomm.view.facts import page_facts
@@ -190,7 +193,7 @@ def view(
 
 @app.command()
 def schema() -> None:
-    """Print the JSON schema of configs: what editors complete, explain and check them by."""
+    """Print the JSON schema of configurations, for completion and checks in editors."""
     from meshcomm.config.schema import schema_text
 
     typer.echo(schema_text(), nl=False)

@@ -25,7 +25,7 @@ def bench(
         Path | None,
         typer.Argument(
             metavar="[CONFIG]",
-            help="Whose mesh is measured. Without: one dim, on the CPU.",
+            help="The configuration of the mesh to measure. If omitted, one dim on the CPU.",
         ),
     ] = None,
     world: Annotated[
@@ -34,32 +34,36 @@ def bench(
             "--world-size",
             "--world",
             min=2,
-            help="Number of processes; needed where a size is -1, 4 without CONFIG.",
+            help="Number of processes; required if a size is -1. Without CONFIG, 4.",
         ),
     ] = None,
     operation: Operations = None,
     size: Annotated[
         list[str] | None,
-        typer.Option("--bytes", help="As in 4KiB or 64MB; several times. Default: 4KiB, 64KiB, 1MiB, 16MiB."),
+        typer.Option(
+            "--bytes", help="Size such as 4KiB or 64MB. Repeatable. Default: 4KiB, 64KiB, 1MiB, 16MiB."
+        ),
     ] = None,
     dim: Annotated[
         list[str] | None,
         typer.Option(
             "--dim",
-            help="A dim, merged dim or view's dim; several times. Default: all with groups of their own.",
+            help="A dim, merged dim or view's dim. Repeatable. Default: all that do not share another's groups.",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are shown.")] = 9,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; medians are shown.")] = 9,
     fit: Annotated[
         Path | None,
-        typer.Option(help="Write the links' latency and bandwidth as a [topology] that fits the times."),
+        typer.Option(
+            help="Write a [topology] with the link latencies and bandwidths fitted to the times to this file."
+        ),
     ] = None,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Measure operations along each dim beside raw torch.distributed, in one run.
+    """Measure operations along each dim in comparison with plain torch.distributed, in one run.
 
-    Outside a launcher, starts one process per rank here.
+    Outside a launcher, starts one process per rank on this host.
     """
     from meshcomm.bench.measure import Asked
     from meshcomm.jobs.bench import SIZES, Output
@@ -79,12 +83,14 @@ def costs(
     operation: Operations = None,
     size: Annotated[
         list[str] | None,
-        typer.Option("--bytes", help="As in 64MB or 4KiB; several times. Default: 4KiB, 1MiB, 64MiB, 1GiB."),
+        typer.Option(
+            "--bytes", help="Size such as 64MB or 4KiB. Repeatable. Default: 4KiB, 1MiB, 64MiB, 1GiB."
+        ),
     ] = None,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Predict what collectives along each dim take on its links, and by which algorithm."""
+    """Predict the time and the algorithm of collectives along each dim on its links."""
     from meshcomm.config import load_config
     from meshcomm.predict.links import known_machine
     from meshcomm.predict.times import named_operations
@@ -109,23 +115,23 @@ def tune(
     ],
     keep: Annotated[
         list[str] | None,
-        typer.Option(
-            "--keep", metavar="DIM", help="Leave this dim's size as the file has it; several times."
-        ),
+        typer.Option("--keep", metavar="DIM", help="Keep the size of this dim from the file. Repeatable."),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many meshes to show.")] = 10,
-    write: Annotated[Path | None, typer.Option(help="Write the first mesh of the table as a config.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of meshes to show.")] = 10,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the first mesh of the table to this config file.")
+    ] = None,
     exact: Annotated[
         bool,
         typer.Option(
             "--exact",
-            help="Run the first --top meshes dry, one rank of each stage, and rank them by what that says.",
+            help="Run the first --top meshes dry, with one rank of each stage, and rank them by the result.",
         ),
     ] = False,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Rank all sizes and orders of the dims that can train CONFIG by the step time that a model predicts.
+    """Rank all sizes and orders of the dims that can train CONFIG by predicted step time.
 
     CONFIG may be a model's config.json.
     """

@@ -1,4 +1,4 @@
-"""Commands that begin a project, or run ranks, real ones or not: new, train, run, simulate, parity, dryrun."""
+"""Commands that create a project or run ranks, real or simulated: new, train, run, simulate, parity, dryrun."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ First = Annotated[
     Path | None,
     typer.Argument(
         metavar="[CONFIG]",
-        help="A TOML, JSON or YAML file: the mesh of meshcomm.init() without arguments. A name that ends "
-        "in .py is SCRIPT, which then says its own mesh.",
+        help="A configuration file (TOML, JSON or YAML) for meshcomm.init() without arguments. A name that ends "
+        "in .py is taken as SCRIPT, which then defines the mesh itself.",
     ),
 ]
 WORDS = {"allow_extra_args": True}
@@ -26,7 +26,7 @@ Second = Annotated[
     str | None,
     typer.Argument(
         metavar="SCRIPT",
-        help="A Python file; what follows it is its own.",
+        help="A Python file. All arguments after it are passed to it.",
     ),
 ]
 
@@ -34,8 +34,8 @@ Replace = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Give so many ranks that are lost a new process; the others run on. In place of elastic.replace, see "
-        "docs/guide/elastic.md.",
+        help="Replace up to this many lost ranks by new processes; the other ranks stay alive. Overrides "
+        "elastic.replace, see docs/guide/elastic.md.",
     ),
 ]
 
@@ -48,10 +48,10 @@ _STARTER: Final = {
 
 @final
 class ScriptCommand(TyperCommand):
-    """A command `[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]`: as with torchrun, what follows SCRIPT is the script's."""
+    """A command `[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]`. Arguments after SCRIPT belong to the script."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take no option behind the first word that ends in .py."""
+        """Take no option after the first word that ends in .py."""
         script = next((place for place, word in enumerate(args) if word.endswith(".py")), len(args))
         return super().parse_args(ctx, [*args[:script], "--", *args[script:]])
 
@@ -59,12 +59,13 @@ class ScriptCommand(TyperCommand):
 @app.command()
 def new(
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="Made if it is not there. Default: this one.")
+        Path,
+        typer.Argument(metavar="[FOLDER]", help="Created if it does not exist. Default: the current folder."),
     ] = Path(),
 ) -> None:
     """Write config.toml, a training for 8 processes on the CPU, and hello.py, a script on the same mesh.
 
-    Never overwrites: where FOLDER has one of them, nothing is written.
+    Never overwrites: if FOLDER contains either file, nothing is written.
     """
     paths = {folder / name: starter for name, starter in _STARTER.items()}
     if there := [str(path) for path in paths if lexists(path)]:
@@ -97,13 +98,13 @@ def train(
     max_restarts: Annotated[
         int,
         typer.Option(
-            min=0, help="After a rank fails, start all again, at most so often; see checkpoint_every."
+            min=0, help="Maximum number of times to restart all ranks after one fails; see checkpoint_every."
         ),
     ] = 0,
     replace: Replace = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train the built-in model in parallel. Outside a launcher, starts one process per rank here."""
+    """Train the built-in model in parallel. Outside a launcher, start one process per rank on this host."""
     from meshcomm.jobs.running import train as job
 
     raise typer.Exit(job(config, overrides or (), world, max_restarts, replace))
@@ -118,15 +119,15 @@ def run(
     stats: Annotated[
         bool,
         typer.Option(
-            "--stats", help="Print rank 0's calls and bytes on each group that the script made by torch."
+            "--stats", help="Print rank 0's calls and bytes on each group that the script creates with torch."
         ),
     ] = False,
     replace: Replace = None,
     overrides: Overrides = None,
 ) -> None:
-    """Run a script, one process per rank; its meshcomm.init() makes the mesh of CONFIG.
+    """Run a script, one process per rank. Its meshcomm.init() opens the mesh of CONFIG.
 
-    The groups of a script that makes them by torch alone are watched: see meshcomm.watch.
+    If a script creates its groups with torch alone, they are watched: see meshcomm.watch.
     """
     config, script, arguments = named("run", first, second, context.args, overrides)
     from meshcomm.jobs.running import run as job
@@ -140,10 +141,10 @@ def simulate(
     first: First = None,
     second: Second = None,
     world: World = None,
-    seed: Annotated[int, typer.Option(help="Chooses the schedule: which rank runs when several could.")] = 0,
+    seed: Annotated[int, typer.Option(help="Selects the schedule: which rank runs when several could.")] = 0,
     overrides: Overrides = None,
 ) -> None:
-    """Run a script as every rank in this one process: a deadlock is proved, not waited for."""
+    """Run a script as every rank in this process. Deadlocks are detected without a timeout."""
     config, script, arguments = named("simulate", first, second, context.args, overrides)
     from meshcomm.simulator.run import simulate_script
 
@@ -159,23 +160,24 @@ def parity(
         str | None,
         typer.Argument(
             metavar="[SCRIPT]",
-            help="A Python file that makes a meshcomm.train.Trainer on the mesh of meshcomm.init(); what follows it "
-            "is its own, as of meshcomm run.",
+            help="A Python file that creates a meshcomm.train.Trainer on the mesh of meshcomm.init(). All arguments "
+            "after it are passed to it.",
         ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Compare so many steps; 20, or all where there are fewer.")
+        int | None,
+        typer.Option(min=1, help="Number of steps to compare. Default: 20, or all if there are fewer."),
     ] = None,
     world: World = None,
     tolerance: Annotated[
-        float, typer.Option(min=0.0, help="The largest relative difference that is none.")
+        float, typer.Option(min=0.0, help="Largest relative difference that counts as equal.")
     ] = 1e-9,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Compare the same training on its mesh and on one process, in float64: losses, norms, gradients, weights.
+    """Compare losses, norms, gradients and weights of a training on its mesh and on one process, in float64.
 
-    Exit code 1 where they differ; then the first dim to blame is found by running smaller meshes.
+    Exit code 1 if they differ. Smaller meshes are then run to find the first dim that causes a difference.
     """
     from meshcomm.jobs.running import parity as job
     from meshcomm.show.parity import parity_view
@@ -196,16 +198,17 @@ def dryrun(
         str | None,
         typer.Argument(
             metavar="[SCRIPT]",
-            help="A Python file in place of the training of CONFIG; what follows it is its own, as of meshcomm run.",
+            help="A Python file to run instead of the training of CONFIG. All arguments after it are passed to it.",
         ),
     ] = None,
     world: World = None,
-    rank: Annotated[list[int] | None, typer.Option(help="Run this rank too; several times.")] = None,
+    rank: Annotated[list[int] | None, typer.Option(help="Also run this rank. Repeatable.")] = None,
     sample: Annotated[
-        int, typer.Option(min=0, help="Run so many ranks drawn at random besides those that stand for all.")
+        int, typer.Option(min=0, help="Number of random ranks to run in addition to the representative ones.")
     ] = 8,
     steps: Annotated[
-        int, typer.Option(min=1, help="Leave SCRIPT after so many of mesh.step(), or steps of a Trainer.")
+        int,
+        typer.Option(min=1, help="Stop SCRIPT after this many calls of mesh.step(), or steps of a Trainer."),
     ] = 2,
     dims: Annotated[
         str | None,
@@ -217,10 +220,11 @@ def dryrun(
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Run a training or a script as ranks of a world that nobody has: do calls meet, does it fit, how long is a step?
+    """Run a training or a script as ranks of a world that is not available. Check calls, memory and step time.
 
-    The real program on tensors without values, on one rank of each kind: first, middle and last along each dim,
-    every stage, every corner, and a sample. Exit code 1 where calls do not meet, or memory exceeds topology.memory_gbytes.
+    Runs the real program on tensors without values, on one rank of each kind: first, middle and last along each
+    dim, every stage, every corner, and a random sample. Exit code 1 if calls do not match, or if memory exceeds
+    topology.memory_gbytes.
     """
     from meshcomm.config.of_model import is_of_model, training_of
     from meshcomm.dryrun.script import Script
@@ -259,7 +263,7 @@ def dryrun(
 def named(
     command: str, first: Path | None, second: str | None, rest: list[str], overrides: list[str] | None
 ) -> tuple[Path | None, Path, list[str]]:
-    """CONFIG where there is one, SCRIPT, and the script's arguments. Raises ConfigError, LaunchError."""
+    """CONFIG if given, SCRIPT, and the script's arguments. Raises ConfigError, LaunchError."""
     usage = f"meshcomm {command} [CONFIG] SCRIPT [ARGUMENTS]"
     if first is None:
         raise LaunchError("no SCRIPT was given", given="no argument", expected="a Python file", hint=usage)

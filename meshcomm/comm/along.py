@@ -1,4 +1,4 @@
-"""Communication along dims by name: what a mesh can say to its ranks."""
+"""Communication along dims by name: the collectives and messages of a mesh."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ class Moved(Out, total=False):
 
 @outside_graphs
 class AlongDims:
-    """Collectives and messages whose first argument says along which dims. `Mesh` is one.
+    """Collectives and point-to-point messages whose first argument selects the dims. `Mesh` is a subclass.
 
-    Peers and roots are coords along the dims. A subclass has `layout`, `label` (this rank with its
-    coords, for errors) and a CommunicatorCache of communicators.
+    Peers and roots are coords along the dims. A subclass provides `layout`, `label` (this rank with its coords,
+    for error messages) and a CommunicatorCache.
     """
 
     layout: Layout
@@ -86,7 +86,7 @@ class AlongDims:
 
     @property
     def label(self) -> str:
-        """This rank with its coords, as in `rank 5 (pp=1 dp=0 tp=1)`."""
+        """This rank with its coords, such as `rank 5 (pp=1 dp=0 tp=1)`."""
         raise NotImplementedError
 
     # -- reductions -----------------------------------------------------------------------------
@@ -111,22 +111,24 @@ class AlongDims:
     ) -> Any:
         """Reduce `x` over `dims`, in place, and return it.
 
-        Shape:      any, equal on all ranks; any memory layout. A list of tensors, of any shapes and
-                    dtypes, travels as one message per dtype.
+        Shape:      any, equal on all ranks; any memory layout. A list of tensors, of any shapes and dtypes, is
+                    sent as one message per dtype.
         Called by:  every rank along `dims`, in the same program order.
-        op:         "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum" (each
-                    rank's x times its `factor`, then the sum). What a backend lacks is refused.
-        async_op:   return a Handle at once; its wait() returns x.
-        algorithm:  "flat": one call on the group of `dims`. "hierarchical", for a tuple of dims:
-                    inside the last dim, across the others on the slice, and back; needs no group
-                    over all of them. Equal up to rounding.
-                    "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", and for
-                    two or more dims "two_level": step by step over messages, bit-equal on all
-                    ranks; which sums come first: `meshcomm.algorithms`. For one tensor, without
-                    async_op, as "hierarchical". On Gloo with several ranks for each core "tree"
-                    was faster than "flat" up to 1 MiB (docs/benchmarks.md); nothing else is known
-                    to pay, and nothing switches by itself.
-        Gradient:   none; on a tensor that needs one: AutogradError. See `mesh.functional`.
+        op:         "sum", "avg", "product", "min", "max", "band", "bor", "bxor", or "premul_sum" (multiplies
+                    each rank's x by its `factor`, then sums). An op that the backend lacks raises
+                    UnsupportedOp.
+        async_op:   return a Handle immediately; its wait() returns x.
+        algorithm:  "flat": one call on the group of `dims`.
+                    "hierarchical", for a tuple of dims: reduce_scatter inside the last dim, all_reduce of the
+                    slice across the other dims, all_gather inside the last dim. It needs no group over all the
+                    dims. Results equal those of "flat" up to rounding.
+                    "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling" and, for two or more
+                    dims, "two_level": run step by step over messages; bit-identical on all ranks. See
+                    `meshcomm.algorithms` for the order of summation.
+                    All but "flat" take one tensor and no async_op. None is selected automatically.
+                    With Gloo and several ranks per core, "tree" was faster than "flat" up to 1 MiB
+                    (docs/benchmarks.md). No other case is known to be faster.
+        Gradient:   none. A tensor that requires a gradient raises AutogradError; see `mesh.functional`.
         Raises:     UnknownDim, UnsupportedOp, AutogradError; CommunicationError.
         """
         if algorithm != "flat":
@@ -142,18 +144,21 @@ class AlongDims:
         return comm.collective(ALL_REDUCE, x, async_op, op)
 
     def mean(self, dims: Dims, values: Tensor, weights: Tensor | float) -> Tensor:
-        """The sum of `values` over `dims`, divided by that of `weights`: a mean over ranks with unequally many tokens.
+        """The sum of `values` over `dims`, divided by the sum of `weights` over `dims`.
+
+        Use it for a mean over ranks that have different numbers of tokens.
 
             loss = mesh.mean(("dp", "fsdp"), losses.sum(), (targets != -100).sum())
 
-        Shape:      values any, this rank's sums; weights () or the values' shape, a tensor or a number. -> values' shape,
-                    float64 for float64, else float32, in new memory; of nothing, 0 by 0, it is nan.
-        Called by:  every rank along `dims`, in the same program order. One message along each name; along a tuple that no
-                    group was declared for, one for each of its dims.
-        Gradient:   of `values`: grad / the sum of the weights, without communication. It is the part of the mean that is
-                    this rank's own, so gradients of parameters are added up over `dims`, not averaged:
+        Shape:      values: any shape, this rank's sums. weights: a number, or a tensor of shape () or of
+                    the shape of values. The result has the shape of values, in new memory: float64 for
+                    float64 values, otherwise float32. It is nan where values and weights sum to 0.
+        Called by:  every rank along `dims`, in the same program order. Sends one message, or one along each dim
+                    of a tuple that no declared group covers.
+        Gradient:   of `values`: grad / the sum of the weights, without communication. This is the share of this
+                    rank. Sum the gradients of parameters over `dims` instead of averaging them:
                     GradientSync(mesh, dims, module, op="sum").
-        Raises:     UnknownDim, ShapeError; AutogradError for weights that need a gradient; CommunicationError.
+        Raises:     UnknownDim, ShapeError; AutogradError if weights require a gradient; CommunicationError.
         """
         sums = mean_message(values, weights, self.label)
         names: Sequence[Dims] = [dims]
@@ -208,9 +213,10 @@ class AlongDims:
         async_op: bool = False,
         factor: float | None = None,
     ) -> Any:
-        """The reduced x on coord `dst`, None on the others; `x` is unchanged everywhere.
+        """Reduce `x` over `dims` to coord `dst`; `x` is unchanged on all ranks.
 
-        Shape, op, calling: as for `all_reduce`. Returns new memory.
+        Shape, op, calling: as for `all_reduce`.
+        Returns:    the reduced x in new memory on coord `dst`, None on the others.
         """
         comm = self._at.along(dims)
         if factor is not None:
@@ -253,11 +259,11 @@ class AlongDims:
     ) -> Any:
         """Reduce `x` over `dims` and keep this rank's slice of tensor axis `axis`.
 
-        Shape:      (b, n*s, d) -> (b, s, d) for axis=1, n the size of `dims`.
+        Shape:      (b, n*s, d) -> (b, s, d) for axis=1, where n is the size of `dims`.
         Called by:  every rank along `dims`, in the same program order.
         Returns:    slice number `mesh.coord(dims)`, in new memory or `out`; `x` is unchanged.
         Gradient:   none; see `mesh.functional.reduce_scatter`.
-        Raises:     UnknownDim; ShapeError where x.shape[axis] is not divisible by n.
+        Raises:     UnknownDim; ShapeError if x.shape[axis] is not divisible by n.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
         if dim is not None:
@@ -274,7 +280,7 @@ class AlongDims:
     @overload
     def broadcast(self, dims: Dims, x: X, src: int, *, async_op: Async) -> Handle[X]: ...
     def broadcast(self, dims: Dims, x: Tensor | Sequence[Tensor], src: int, *, async_op: bool = False) -> Any:
-        """Overwrite `x` with the x of coord `src`, and return it. Lists travel together.
+        """Overwrite `x` with the x of coord `src`, and return it. The tensors of a list are sent together.
 
         Shape, calling, gradient: as for `all_reduce`; any dtype.
         """
@@ -302,11 +308,11 @@ class AlongDims:
         out: Tensor | None = None,
         uneven: bool = False,
     ) -> Any:
-        """The x of every rank along `dims`, joined along tensor axis `axis` in coord order.
+        """Gather the x of every rank along `dims`, concatenated along tensor axis `axis` in coord order.
 
-        Shape:      (b, s, d) -> (b, n*s, d) for axis=1, n the size of `dims`; equal on all ranks.
-                    A 0-dim x counts as shape (1,). uneven=True: the sizes of `axis` may differ from
-                    rank to rank, 0 included; they are exchanged first.
+        Shape:      (b, s, d) -> (b, n*s, d) for axis=1, where n is the size of `dims`; equal on all ranks.
+                    A 0-dim x counts as shape (1,). With uneven=True, the size of `axis` may differ between
+                    ranks and may be 0; the sizes are exchanged first.
         Called by:  every rank along `dims`, in the same program order.
         Returns:    new memory or `out`, or a Handle whose wait() returns it.
         Gradient:   none; see `mesh.functional.all_gather`.
@@ -354,7 +360,7 @@ class AlongDims:
         out: Tensor | None = None,
         uneven: bool = False,
     ) -> Any:
-        """What `all_gather` returns, on coord `dst`; None on the others. `out` is only used on `dst`."""
+        """`all_gather` to coord `dst` only; None on the others. `out` is used only on `dst`."""
         comm = self._at.along(dims)
         if dim is not None:
             axis = axis_or_dim(axis, dim, partial(comm.where, "gather"))
@@ -396,11 +402,11 @@ class AlongDims:
         dim: int | None = None,
         out: Tensor | None = None,
     ) -> Any:
-        """Slice c of tensor axis `axis` of coord src's x, on coord c.
+        """Split tensor axis `axis` of the x on coord `src`; coord c receives slice c.
 
         Shape:      (b, n*s, d) on src -> (b, s, d) for axis=1.
-        x:          a tensor on src, ignored elsewhere (None will do).
-        out:        on every rank or on none. Without it the shape is told to the ranks first.
+        x:          a tensor on src; ignored on other ranks, where it may be None.
+        out:        given on every rank or on none. Without it, src first sends the shape to the other ranks.
         Returns:    new memory or `out`.
         """
         comm = self._at.along(dims)
@@ -443,17 +449,18 @@ class AlongDims:
         input_split_sizes: Sequence[int] | None = None,
         output_split_sizes: Sequence[int] | None = None,
     ) -> Any:
-        """Slice c of `split_axis` goes to coord c; what arrives is joined along `concat_axis`.
+        """Send slice c of `split_axis` to coord c, and concatenate the received slices along `concat_axis`.
 
         Shape:      (b, n*h, s) -> (b, h, n*s) for split_axis=1, concat_axis=2.
-        input_split_sizes: how much of `split_axis` goes to each coord, where that is not equal.
-        output_split_sizes: how much then comes from each, where that is known: on all ranks or on none. Without it
-                    that is exchanged first, and the host waits for it; with it only while calls are compared
-                    (mesh.validate_calls), when another size is a ShapeError.
+        input_split_sizes: the size of `split_axis` sent to each coord, if not equal.
+        output_split_sizes: the size received from each coord, if known; given on all ranks or on none.
+                    Without it, the sizes are exchanged first, and the host waits for them. With it, they are
+                    exchanged only while calls are compared (mesh.validate_calls), and a different size raises
+                    ShapeError.
         Called by:  every rank along `dims`, in the same program order.
         Returns:    new memory or `out`; `x` is unchanged.
         Gradient:   none; see `mesh.functional.all_to_all`.
-        Raises:     UnknownDim; ShapeError where x.shape[split_axis] is not divisible by n.
+        Raises:     UnknownDim; ShapeError if x.shape[split_axis] is not divisible by n.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
         if input_split_sizes is None and output_split_sizes is None:
@@ -474,10 +481,10 @@ class AlongDims:
     # -- messages -------------------------------------------------------------------------------
 
     def send(self, dims: Dims, x: Tensor, dst: int, tag: int = 0, *, handshake: bool = False) -> None:
-        """Send `x` to coord `dst` along `dims`; returns when `x` may be changed.
+        """Send `x` to coord `dst` along `dims`. Returns when `x` may be modified.
 
-        handshake: send shape and dtype first, for a receiver that gives no buffer.
-        tag:       only messages with equal tags meet (Gloo; NCCL matches by order).
+        handshake: send shape and dtype first, for a receiver that passes no buffer.
+        tag:       a send matches only a receive with the same tag (Gloo; NCCL matches by order).
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
         comm.messages.send(x, dst, tag, handshake)
@@ -485,33 +492,34 @@ class AlongDims:
     def recv(self, dims: Dims, out: Tensor | None = None, *, src: int, tag: int = 0) -> Tensor:
         """Receive from coord `src` along `dims` into `out`, and return it.
 
-        out: of the sender's shape and dtype; None: the message has a handshake, the result is new.
+        out: a tensor with the sender's shape and dtype. If None, the sender must use handshake=True, and the
+             result is new memory.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
         found: Tensor = comm.messages.recv(out, src, tag)
         return found
 
     def recv_any(self, dims: Dims, out: Tensor | None = None, *, tag: int = 0) -> tuple[Tensor, int]:
-        """Receive from whichever coord sends first; returns the tensor and that coord. Gloo only."""
+        """Receive from the coord that sends first. Returns the tensor and that coord. Gloo only."""
         return self._at.along(dims).messages.recv_any(out, tag)
 
     def isend(
         self, dims: Dims, x: Tensor, dst: int, tag: int = 0, *, handshake: bool = False
     ) -> Handle[None]:
-        """Start a send; `x` must not change before the handle's wait() returns.
+        """Start a send. Do not modify `x` before the handle's wait() returns.
 
-        NCCL runs messages one after the other. There, UnsupportedOp while a receive that was started by itself is not
-        waited for: `exchange` starts both as one.
+        NCCL runs messages one after the other. On NCCL, this raises UnsupportedOp while a receive started on
+        its own is pending. Use `exchange` to start both together.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
         found: Handle[None] = comm.messages.send(x, dst, tag, handshake, True)
         return found
 
     def irecv(self, dims: Dims, out: Tensor, src: int | None, tag: int = 0) -> Handle[Tensor]:
-        """Start a receive; the handle's wait() returns `out`, which must not be used before.
+        """Start a receive. The handle's wait() returns `out`, which must not be used before.
 
-        src: None receives from whichever coord sends first, on Gloo; `handle.source` tells which.
-        On NCCL, UnsupportedOp while a send that was started by itself is not waited for; see `isend`.
+        src: None receives from the coord that sends first (Gloo only); `handle.source` is that coord.
+        On NCCL, this raises UnsupportedOp while a send started on its own is pending; see `isend`.
         """
         found: Handle[Tensor] = self._at.along(dims).messages.recv(out, src, tag, True)
         return found
@@ -532,13 +540,16 @@ class AlongDims:
         *,
         async_op: bool = False,
     ) -> list[Tensor] | Handle[list[Tensor]]:
-        """A set of messages at once: sends as (x, dst), receives as (out, src), coords along `dims`.
+        """Send and receive a set of messages at once.
 
-        All are started before any is waited for, so no order of them can deadlock. Between two
-        ranks, messages of one tag meet in the order in which they are listed; a tag may follow the
-        coord: (x, dst, tag).
-        Returns: the received tensors, in the order of `recvs`; with async_op a handle whose wait()
-                 returns them, until which no tensor of the call may be used.
+        All messages start before any is waited for, so no order of them can deadlock. Between two ranks,
+        messages with the same tag match in the order in which they are listed.
+
+        sends:   (x, dst) or (x, dst, tag), with coords along `dims`.
+        recvs:   (out, src) or (out, src, tag).
+
+        Returns: the received tensors, in the order of `recvs`. With async_op, a handle whose wait() returns
+                 them; do not use the tensors of the call before.
         """
         found: list[Tensor] | Handle[list[Tensor]] = self._at.along(dims).messages.exchange(
             sends, recvs, async_op
@@ -550,11 +561,11 @@ class AlongDims:
     @overload
     def shift(self, dims: Dims, x: Tensor, offset: int = ..., *, wrap: bool) -> Tensor | None: ...
     def shift(self, dims: Dims, x: Tensor, offset: int = 1, *, wrap: bool = True) -> Tensor | None:
-        """Send `x` to the coord `offset` further along `dims`, return what came from as far behind.
+        """Send `x` to the coord `offset` further along `dims`, and return the tensor from the coord `offset` back.
 
-        wrap=True: a ring. wrap=False: an open line; the ranks at the edge get None. The semantics
-        are those of MPI_Cart_shift followed by MPI_Sendrecv.
-        Shape:   equal on all ranks; new memory.
+        wrap:    True for a ring. False for an open line, where the ranks at the edge receive None.
+                 Equivalent to MPI_Cart_shift followed by MPI_Sendrecv.
+        Shape:   equal on all ranks; returns new memory.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
         return comm.messages.shift(x, offset, wrap)

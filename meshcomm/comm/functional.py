@@ -1,9 +1,9 @@
-"""Collectives that return new tensors and have gradients; the caller states the ambiguous rules.
+"""Collectives that return new tensors and have gradients. You choose the gradient rule where there are two.
 
-Why a rule must be stated: after an all_reduce every rank holds the same y, and autograd cannot see
-whether the ranks go on to compute the same loss from it (then x's gradient is y's own, "identity")
-or different losses that are meant to be added (then it is the sum of them all, "sum"). Guessing
-wrong gives gradients that are off by the size of the dim and raises nothing.
+After an all_reduce, every rank holds the same y. Autograd cannot tell whether the ranks then compute the same
+loss from it or different losses that are summed. For the same loss, the gradient of x is the gradient of y
+("identity"). For summed losses, it is the sum over all ranks ("sum"). The wrong rule scales gradients by the
+size of the dim without an error.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ GatherGrad: TypeAlias = Literal["slice", "reduce_scatter"]
 
 @final
 class Functional:
-    """`mesh.functional`: out-of-place, differentiable, along dims by name.
+    """`mesh.functional`: out-of-place, differentiable collectives along dims by name.
 
-    Every method is called by every rank along `dims`, in the same program order; its backward
-    communicates too, so backward passes must run in the same order on these ranks as well.
-    All of them also work inside torch.compile(fullgraph=True), and under vmap, forward-mode AD
-    and the other transforms of torch.func; see docs/guide/gradients.md.
+    Every rank along `dims` calls each method in the same program order. The backward pass communicates too, so
+    these ranks must also run their backward passes in the same order. All methods work inside
+    torch.compile(fullgraph=True), and under vmap, forward-mode AD and the other transforms of torch.func; see
+    docs/guide/gradients.md.
     """
 
     def __init__(self, directory: CommunicatorCache, planner: Callable[[], Any]) -> None:
@@ -40,13 +40,13 @@ class Functional:
         self._groups = operators.Groups(directory, planner)
 
     def all_reduce(self, dims: Dims, x: Tensor, op: str = "sum", *, grad: ReduceGrad) -> Tensor:
-        """The sum (or avg, min, max, product without gradient) of x over `dims`, in new memory.
+        """The sum of x over `dims`, in new memory. op="avg" is also differentiable; min, max and product are not.
 
         Shape:    any -> the same.
-        Gradient: grad="identity": dx = dy. For ranks that compute one and the same loss from y;
-                  Megatron-LM's reduce_from_tensor_model_parallel_region.
-                  grad="sum": dx = all_reduce(dy). For ranks whose losses are added up.
-                  For op="avg" both are divided by the size. Other ops have no gradient.
+        Gradient: grad="identity": dx = dy. For ranks that compute the same loss from y, as in Megatron-LM's
+                  reduce_from_tensor_model_parallel_region.
+                  grad="sum": dx = all_reduce(dy). For ranks whose losses are summed.
+                  For op="avg", both are divided by the size. Other ops have no gradient.
         Raises:   AutogradError for a gradient through min, max or product.
         """
         _check_rule("all_reduce", grad, ("identity", "sum"))
@@ -56,8 +56,8 @@ class Functional:
     def identity(self, dims: Dims, x: Tensor, *, grad: Literal["sum"] = "sum") -> Tensor:
         """x itself; its gradient is summed over `dims`.
 
-        For an x that is equal on all ranks and then used differently by each of them, as before a
-        column-parallel layer; Megatron-LM's copy_to_tensor_model_parallel_region.
+        For an x that is equal on all ranks and used differently by each rank, as before a column-parallel
+        layer. Equivalent to Megatron-LM's copy_to_tensor_model_parallel_region.
         """
         _check_rule("identity", grad, ("sum",))
         comm = self._checked(dims, x, "identity")
@@ -66,12 +66,12 @@ class Functional:
     def all_gather(
         self, dims: Dims, x: Tensor, axis: int | None = None, *, dim: int | None = None, grad: GatherGrad
     ) -> Tensor:
-        """Every rank's x joined along `axis`.
+        """Every rank's x concatenated along `axis`.
 
         Shape:    (.., s, ..) -> (.., n*s, ..).
-        Gradient: grad="slice": dx = this rank's slice of dy, for ranks that go on alike.
-                  grad="reduce_scatter": dx = this rank's slice of the sum of all dy, for ranks
-                  that go on differently.
+        Gradient: grad="slice": dx = this rank's slice of dy, for ranks that compute the same from the result.
+                  grad="reduce_scatter": dx = this rank's slice of the sum of all dy, for ranks that compute
+                  different things from it.
         """
         if grad != operators.UNDETERMINED:
             _check_rule("all_gather", grad, ("slice", "reduce_scatter"))
@@ -92,20 +92,20 @@ class Functional:
         return operators.call("reduce_scatter", x, self._groups.place(comm), axis, op)
 
     def slice(self, dims: Dims, x: Tensor, axis: int | None = None, *, dim: int | None = None) -> Tensor:
-        """This rank's slice of an x that is equal on all ranks; nothing is sent.
+        """This rank's slice of an x that is equal on all ranks. Sends nothing.
 
         Shape:    (.., n*s, ..) -> (.., s, ..).
-        Gradient: dx = all_gather(dy), so that it is equal on all ranks again.
+        Gradient: dx = all_gather(dy), so that dx is equal on all ranks again.
         """
         comm = self._checked(dims, x, "slice")
         axis = _axis(comm, x, axis, "slice", split=True, dim=dim)
         return operators.call("slice", x, self._groups.place(comm), axis)
 
     def all_to_all(self, dims: Dims, x: Tensor, split_axis: int, concat_axis: int) -> Tensor:
-        """Slice c of `split_axis` goes to coord c; what comes in is joined along `concat_axis`.
+        """Send slice c of `split_axis` to coord c, and concatenate the received slices along `concat_axis`.
 
         Shape:    (.., n*a, .., b, ..) -> (.., a, .., n*b, ..).
-        Gradient: the same exchange back.
+        Gradient: the reverse exchange.
         """
         comm = self._checked(dims, x, "all_to_all")
         split = _axis(comm, x, split_axis, "all_to_all", split=True)
@@ -113,7 +113,7 @@ class Functional:
         return operators.call("all_to_all", x, self._groups.place(comm), split, concat)
 
     def shift(self, dims: Dims, x: Tensor, offset: int = 1) -> Tensor:
-        """The x of the rank `offset` coords behind, around the ring. Gradient: the shift back."""
+        """The x of the rank `offset` coords before this one, in a ring. The gradient is shifted back."""
         comm = self._checked(dims, x, "shift")
         check_offset(offset, partial(comm.where, "functional.shift"))
         return operators.call("shift", x, self._groups.place(comm), offset)

@@ -1,4 +1,4 @@
-"""What an asynchronous call returns: wait once or twice, get the result."""
+"""The handle of an asynchronous call: wait for it and get the result."""
 
 from __future__ import annotations
 
@@ -23,22 +23,27 @@ T = TypeVar("T")
 
 
 class UnwaitedHandle(UserWarning):
-    """An asynchronous call whose handle was dropped: its result was never known to be there."""
+    """The handle of an asynchronous call was dropped without a wait, so the result may not have been ready."""
 
 
 @outside_graphs
 @final
 class Handle(Generic[T]):
-    """One call under way. `wait()` returns what the blocking call would have returned.
+    """An asynchronous call in flight. `wait()` returns the result of the blocking call.
 
-    The tensors of the call must not be used before. A handle that is dropped without a wait is
-    reported once, as an UnwaitedHandle warning with the line that made the call.
+    Do not use the tensors of the call before `wait()` returns. A handle that is dropped without a wait issues
+    one UnwaitedHandle warning, with the line that made the call.
+
+    The library creates handles; you do not.
 
     Args:
-        works: the backend's Work objects, or other handles. by: who issued the call.
-        finish: makes the result when the works are over. result: the result, where there is nothing to make.
-        pending: told of the waits. held: kept until the wait.
-        source: of a receive, the coord that it is from, or what finds it after the wait.
+        works: the backend's Work objects, or other handles.
+        by: the issuer of the call.
+        finish: makes the result after the works complete.
+        result: the result, if there is no `finish`.
+        pending: is notified of the waits.
+        held: an object to keep alive until the wait.
+        source: for a receive, the sender's coord, or a function that finds it after the wait.
         confirm: see MessageLog.confirm.
     """
 
@@ -82,11 +87,11 @@ class Handle(Generic[T]):
         )
 
     def wait(self, timeout_s: float | timedelta | None = None) -> T:
-        """Block until the call is over and return its result; again: return it at once.
+        """Block until the call completes, and return its result. Later calls return the result immediately.
 
-        timeout_s: seconds, or a timedelta as torch's Work takes; None waits for the group's own timeout.
-        Raises CommunicationError, whose cause is the backend's own error; again on every wait. Where the
-        ranks' steps have differed before, that is the error: CallMismatchError.
+        timeout_s: seconds, or a timedelta as torch's Work takes. If None, the group's timeout applies.
+        Raises:    CommunicationError, with the backend's error as its cause, on every wait; CallMismatchError
+                   instead if the steps of the ranks had already differed.
         """
         if isinstance(timeout_s, timedelta):
             timeout_s = timeout_s.total_seconds()
@@ -147,17 +152,17 @@ class Handle(Generic[T]):
             self._pending.at_once()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, without blocking."""
+        """Whether `wait` would return or raise without blocking."""
         return self._works is None or all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether the call is over and did not fail."""
+        """Whether the call has completed without an error."""
         if self._works is None:
             return self._error is None
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What the call failed with; None while it is under way and where it did not fail."""
+        """The error of the call; None while the call is in flight and after success."""
         if self._error is not None or self._works is None:
             return self._error
         if not self.is_completed():
@@ -169,7 +174,7 @@ class Handle(Generic[T]):
         return None
 
     def result(self) -> T:
-        """What `wait` returned. Raises CommunicationError while the call is not waited for."""
+        """The result of `wait`. Raises CommunicationError before `wait` has been called."""
         if self._works is not None:
             raise CommunicationError(
                 f"{self._by.where(self._call)}: the result was asked for before wait()",
@@ -181,7 +186,7 @@ class Handle(Generic[T]):
 
     @property
     def source(self) -> int:
-        """For a receive, after its wait: the coord that the message came from."""
+        """For a receive that has been waited for: the sender's coord."""
         if self._source is None or self._works is not None:
             raise CommunicationError(
                 f"{self._by.where(self._call)}: there is no source to tell",

@@ -1,4 +1,4 @@
-"""Python objects along dims: what the ranks agree on first, then bytes; plain data unless pickle is asked for."""
+"""Python objects along dims: the ranks compare sizes and options, then send bytes. Pickle is opt-in."""
 
 from __future__ import annotations
 
@@ -46,23 +46,25 @@ class _Offer(NamedTuple):
 class Objects:
     """`mesh.objects`: broadcast, all_gather, gather, scatter, send and recv of Python objects along dims.
 
-    What crosses: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set,
-    frozenset, torch.Size, torch.dtype, NumPy arrays and scalars, and tensors. It arrives as new
-    memory on every rank, the sender included; tensors arrive dense on the receiver's mesh device,
-    without gradient. An object that occurs twice is one object again. No code from the message runs.
+    Supported types: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set,
+    frozenset, torch.Size, torch.dtype, NumPy arrays and scalars, and tensors. Every rank receives new
+    memory, including the sender. Tensors arrive dense, on the receiver's mesh device and without
+    gradient. An object that occurs twice arrives as one object. No code from the message is executed.
 
-    With `pickle=True`, on every rank of the call, anything that pickle takes crosses, and code from
-    the message runs on the receivers: only where every sender is trusted.
+    With `pickle=True` on every rank of the call, any picklable object can be sent. Unpickling executes
+    code from the message: use it only if you trust every sender.
 
-    max_bytes: the most that one object may take when encoded; the smallest of the group holds.
+    max_bytes: limit on the encoded size of one object. The smallest value in the group applies.
 
-    Where one rank's object cannot be sent, is over the cap, or ranks disagree on `pickle`, every rank
-    of the group raises the same ObjectError before the bytes move, and the group stays usable. So it
-    is for another call or root on one rank, which among the first calls is a CallMismatchError. Peers
-    and roots are coords.
+    All ranks of the group raise the same ObjectError if one rank's object cannot be sent or exceeds the
+    limit, or if ranks disagree on `pickle`. No bytes of an object have then been sent, and the group stays
+    usable. The same holds if one rank makes a different call or names a different root. Among the first calls
+    on a group, such a difference raises CallMismatchError instead.
 
-    In a pretended world every other rank is taken to give to `all_gather` and `gather` what this rank gives; an object
-    that only another rank has is refused.
+    Peers and roots are coords.
+
+    In a dry run, `all_gather` and `gather` assume that every other rank passes this rank's object. An object
+    that exists only on another rank raises an error.
     """
 
     def __init__(self, directory: CommunicatorCache, device: torch.device, is_fake: bool = False) -> None:
@@ -73,10 +75,10 @@ class Objects:
     def broadcast(
         self, dims: Dims, obj: Any, src: int, *, pickle: bool = False, max_bytes: int = MAX_BYTES
     ) -> Any:
-        """The object of coord `src`; what the others give is not looked at.
+        """The object of coord `src`. Objects on other ranks are ignored.
 
         Called by: every rank along `dims`, in the same program order.
-        Raises:    ObjectError, on every rank along `dims`; LayoutError for a src that is no coord.
+        Raises:    ObjectError, on every rank along `dims`; LayoutError if src is not a coord.
         """
         call = self._call(dims, "broadcast", src, pickle, max_bytes)
         if self._is_fake:
@@ -110,7 +112,7 @@ class Objects:
         """Every rank's object, in coord order, on coord `dst`; None on the others.
 
         Called by: every rank along `dims`, in the same program order.
-        Raises:    ObjectError, on every rank along `dims`; LayoutError for a dst that is no coord.
+        Raises:    ObjectError, on every rank along `dims`; LayoutError if dst is not a coord.
         """
         call = self._call(dims, "gather", dst, pickle, max_bytes)
         if self._is_fake:
@@ -130,11 +132,11 @@ class Objects:
         pickle: bool = False,
         max_bytes: int = MAX_BYTES,
     ) -> Any:
-        """Object number c of coord `src`'s list for coord c; what the others give is not looked at.
+        """Send object c of the list on coord `src` to coord c. Lists on other ranks are ignored.
 
         Called by: every rank along `dims`, in the same program order.
-        Raises:    ObjectError, on every rank along `dims`, also where the list has another length
-                   than the dims; LayoutError for a src that is no coord.
+        Raises:    ObjectError, on every rank along `dims`, also if the length of the list is not the size of
+                   the dims; LayoutError if src is not a coord.
         """
         call = self._call(dims, "scatter", src, pickle, max_bytes)
         if self._is_fake and call.comm.coord == src:
@@ -159,13 +161,13 @@ class Objects:
         pickle: bool = False,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """Send `obj` to coord `dst`, which calls `recv`; returns when it is being received.
+        """Send `obj` to coord `dst`, which calls `recv`. Returns once the receiver takes the object.
 
-        Two ranks that both send to each other first raise.
+        If two ranks both send to each other first, both raise.
 
-        tag:    only objects with equal tags meet (Gloo; NCCL matches by order). Tensors and objects
-                never meet on Gloo.
-        Raises: ObjectError, on both ranks; LayoutError for a dst that is no coord.
+        tag:    a send matches only a receive with the same tag (Gloo; NCCL matches by order). On Gloo, tensors
+                and objects never match each other.
+        Raises: ObjectError, on both ranks; LayoutError if dst is not a coord.
         """
         call = self._call(dims, "send", dst, pickle, max_bytes, tag)
         if self._is_fake:
@@ -192,7 +194,7 @@ class Objects:
     ) -> Any:
         """The object that coord `src` sends.
 
-        Raises: ObjectError, on both ranks; LayoutError for a src that is no coord.
+        Raises: ObjectError, on both ranks; LayoutError if src is not a coord.
         """
         call = self._call(dims, "recv", src, pickle, max_bytes, tag)
         coord, tag = call.comm.coord, OWN_TAGS + tag

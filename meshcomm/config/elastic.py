@@ -1,4 +1,4 @@
-"""What happens when ranks are lost? The `[elastic]` section."""
+"""The `[elastic]` section: what happens when ranks are lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _one_dim(elastic: ElasticConfig) -> Iterator[Problem]:
 
 
 class ElasticConfig(Section):
-    """`[elastic]`: what a launcher does when ranks are lost. Default: the job ends."""
+    """`[elastic]`: how the launcher reacts to lost ranks. Default: the job ends."""
 
     place = "elastic"
     rules = (_one_dim,)
@@ -34,15 +34,21 @@ class ElasticConfig(Section):
         NoEffect("copy_every", "replace", way="replace = 3"),
     )
     replace: int = Field(default=0, ge=0, examples=[3])
-    """How many ranks that are lost get a new process, while the others run on. Default 0: none."""
+    """How many lost ranks are replaced by new processes while the other ranks stay alive. Default 0: none."""
     min: FrozenTable[Annotated[int, Field(ge=1)]] = Field(default_factory=Table, examples=[{"dp": 2}])
-    """A dim -> the fewest along it that the job goes on with where there is no new process, with the same global batch. It
-    grows back when one comes. Default: the job ends."""
+    """Dim -> smallest size with which the job continues when a rank cannot be replaced, with the same global
+    batch. The mesh grows back when a new process arrives. Default: the job ends.
+    """
     patience_s: float = Field(default=0.0, ge=0)
-    """With min: seconds that the others wait for a new process before they go on with fewer. Default 0."""
+    """With min: seconds to wait for a new process before continuing with fewer ranks. Default 0."""
     delay_s: float = Field(default=0.0, ge=0)
-    """With replace: seconds after a loss until the new process is started, as for a device that has to recover. Default 0."""
+    """With replace: seconds between a loss and the start of the new process, for example to let a device
+                  recover. Default 0.
+    """
     copy_every: int = Field(default=0, ge=0, examples=[10])
-    """With replace: after every so many steps each rank keeps a copy of its state, and one of the rank before it, in host
-    memory. Where nobody else has the parts of a lost rank, as along shard, pipeline or tensor alone, all go back to the last
-    copies. Default 0: to the last checkpoint."""
+    """With replace: interval in steps at which each rank copies its state, and that of the rank before it, to
+                  host memory. If no
+    other rank holds the parts of a lost rank, as along shard, pipeline or tensor alone, all ranks return to the
+    last
+    copies. Default 0: they return to the last checkpoint.
+    """

@@ -1,4 +1,4 @@
-"""Which ranks form which mesh? The `[mesh]` section, and the plan that follows from it."""
+"""The `[mesh]` section, and the plan that follows from it."""
 
 from __future__ import annotations
 
@@ -20,35 +20,38 @@ NCCL_OPTIONS: Final = ("high_priority", "min_ctas", "max_ctas", "cga_cluster_siz
 
 
 class DimOptions(Section):
-    """`[mesh.options.NAME]`: how the groups along one dim, merged dim or view's dim are created."""
+    """`[mesh.options.NAME]`: options of the groups along one dim, merged dim or view's dim."""
 
     place = "mesh.options"
     timeout_s: float | None = Field(default=None, gt=0)
-    """Seconds until an operation that does not end is an error. None: mesh.timeout_s."""
+    """Seconds after which an unfinished operation raises an error. If omitted, mesh.timeout_s."""
     backend: Text | None = None
-    """As mesh.backend, for this dim. None: mesh.backend."""
+    """Backend of this dim, as for mesh.backend. If omitted, mesh.backend."""
     comm_id: str = ""
-    """Dims with the same ranks and options share groups unless their comm_ids differ. Default "": the common one."""
+    """Dims with the same ranks and options share groups unless their comm_ids differ. Default "": shared."""
     high_priority: bool = False
-    """NCCL only: whether kernels of the group's asynchronous calls run on a high-priority stream of their own."""
+    """NCCL only: run the group's asynchronous kernels on a separate high-priority stream."""
     min_ctas: int | None = Field(default=None, ge=1)
-    """NCCL only: how many thread blocks a kernel of the group has at least. None: NCCL's choice."""
+    """NCCL only: minimum number of thread blocks per kernel. If omitted, NCCL chooses."""
     max_ctas: int | None = Field(default=None, ge=1)
-    """NCCL only: how many thread blocks, each on a multiprocessor, a kernel has at most. None: NCCL's choice."""
+    """NCCL only: maximum number of thread blocks per kernel, each on a multiprocessor. If omitted, NCCL
+               chooses.
+    """
     cga_cluster_size: int | None = Field(default=None, ge=0, le=8)
-    """NCCL only: size of the clusters that thread blocks form on Hopper and newer. None: NCCL's choice."""
+    """NCCL only: size of the thread block clusters on Hopper and newer GPUs. If omitted, NCCL chooses."""
     split_share: bool = False
-    """NCCL only, with process.device_id = true: whether the group uses the world's buffers and threads instead of its own.
-    Calls on groups that share must not overlap."""
+    """NCCL only, with process.device_id = true: share the world group's buffers and threads instead of
+    allocating new ones. Calls on groups that share must not overlap.
+    """
 
     def backend_options(self) -> tuple[tuple[str, int], ...]:
-        """What is set of the backend's own options, by name."""
+        """The backend-specific options that are set, by name."""
         values = ((name, getattr(self, name)) for name in NCCL_OPTIONS)
         return tuple((name, value) for name, value in values if value not in (None, False))
 
 
 class MeshConfig(Section):
-    """`[mesh]`: names, sizes and order of the ranks, and the groups that are created.
+    """`[mesh]`: names and sizes of the dims, the order of the ranks, and the groups to create.
 
     Raises ConfigError with every problem found.
 
@@ -60,30 +63,35 @@ class MeshConfig(Section):
     place = "mesh"
     rules = RULES
     dims: FrozenTable[int] = Field(examples=[{"dp": 8}])
-    """Name -> size, outermost first. One may be -1: what the others leave of the world. 1: a dim without a group."""
+    """Name -> size, outermost first. One size may be -1, which takes the remaining ranks. A dim of size 1 has
+    no group.
+    """
     merge: FrozenTable[FrozenList[str]] = Field(default_factory=Table)
     """Name -> dims that together get one coord, row-major. Default: none."""
     views: FrozenTable[FrozenTable[int]] = Field(default_factory=Table)
-    """Name -> another {dim: size} factorisation of the same ranks; one size may be -1. Default: none."""
+    """Name -> another {dim: size} factorization of the same ranks; one size may be -1. Default: none."""
     rank_order: FrozenList[int] | None = None
-    """The rank at each place of the row-major grid. None: ascending."""
+    """The rank at each position of the row-major grid. If omitted, ascending."""
     ranks: FrozenList[int] | None = None
-    """The world's ranks that the mesh covers, ascending. None: all of them."""
+    """The ranks of the world that the mesh covers, ascending. If omitted, all ranks."""
     device: Text = "auto"
-    """Device type, "cpu", "cuda", ... Default "auto": cuda where there is one, else cpu."""
+    """Device type: "cpu", "cuda", ... Default "auto": cuda if available, else cpu."""
     backend: Text = "auto"
     """A torch.distributed backend, or "cpu:gloo,cuda:nccl". Default "auto": nccl on cuda, gloo on cpu."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds until an operation that does not end is an error. Default 600."""
+    """Seconds after which an unfinished operation raises an error. Default 600."""
     validate_calls: Annotated[int, Field(ge=0)] | Literal["always"] = 64
-    """How many of the first calls on each group its ranks compare before data moves; 0: none, "always": all."""
+    """How many of the first calls on each group are compared across its ranks before data moves. 0: none.
+    "always": all.
+    """
     warm_up: bool = False
-    """Every group is used once, in plan order, before init returns: no later call pays for connecting."""
+    """Use every group once, in plan order, before init returns, so that no later call pays for connecting."""
     reports: str = "meshcomm-reports"
-    """Folder for reports of ranks on a failed call, in a folder of the run's time and job, relative to where the job runs.
-    Default "meshcomm-reports"; "": none."""
+    """Folder for reports about failed calls, relative to the job's working folder. Each run writes to a
+    subfolder named by time and job. Default "meshcomm-reports". "" writes no reports.
+    """
     options: FrozenTable[DimOptions] = Field(default_factory=Table)
-    """Name of a dim, merged dim or view's dim -> its own options. Default: none."""
+    """Name of a dim, merged dim or view's dim -> its options. Default: none."""
 
     @classmethod
     def from_megatron(
@@ -97,11 +105,15 @@ class MeshConfig(Section):
         order: str = "tp-cp-ep-dp-pp",
         **keys: Any,
     ) -> MeshConfig:
-        """The mesh of Megatron-Core's `initialize_model_parallel`: dims pp, dp, cp, tp and, for experts, a view edp, ep, etp.
+        """The mesh of Megatron-Core's `initialize_model_parallel`.
 
-        order: dims from the innermost to the outermost, as Megatron's. dp and edp are what is left of the world. etp:
-        None: tp. keys: further keys of `[mesh]`, as `merge={"dp_cp": ("dp", "cp")}`. Ranks are those of Megatron-Core
-        0.16's RankGenerator. Raises ConfigError.
+        Its dims are pp, dp, cp, tp and, for experts, a view with edp, ep, etp.
+
+        order: dims from the innermost to the outermost, as in Megatron. dp and edp take the remaining ranks.
+        etp: if None, tp.
+        keys: further keys of `[mesh]`, such as `merge={"dp_cp": ("dp", "cp")}`.
+
+        Ranks are equal to those of the RankGenerator in Megatron-Core 0.16. Raises ConfigError.
 
         >>> mesh = MeshConfig.from_megatron(tp=2, pp=2, ep=2, etp=1)
         >>> mesh.sizes(8), mesh.layout(8).views["expert"]["edp"]
@@ -131,7 +143,8 @@ class MeshConfig(Section):
 
     @classmethod
     def from_parallel_dims(cls, dims: Any, **keys: Any) -> MeshConfig:
-        """The mesh of torchtitan's `ParallelDims`, with its flattened meshes as merged dims, and a view for experts.
+        """The mesh of torchtitan's `ParallelDims`, with its flattened meshes as merged dims, and a view for
+        experts.
 
         dims: has dp_replicate, dp_shard, cp, tp, pp, ep and world_size. keys: further keys of `[mesh]`.
 
@@ -152,7 +165,7 @@ class MeshConfig(Section):
     _world: int | None = PrivateAttr(None)
 
     def count(self, world: int | None) -> int | None:
-        """How many ranks the mesh has in a world of `world` processes, or None where nothing says it."""
+        """Number of ranks of the mesh in a world of `world` processes, or None if it is unknown."""
         if self.ranks is not None:
             return len(self.ranks)
         if world is not None:
@@ -162,9 +175,9 @@ class MeshConfig(Section):
         return None if self.rank_order is None else len(self.rank_order)
 
     def world_problems(self, world: int | None) -> list[Problem]:
-        """What keeps the mesh from being laid out on `world` processes (None: not known).
+        """The problems of laying the mesh out on `world` processes (None if unknown).
 
-        Raises LayoutError where no job can have so many processes.
+        Raises LayoutError if no job can have that many processes.
         """
         if world is not None and not 1 <= world <= MOST_RANKS:
             raise LayoutError(
@@ -182,9 +195,9 @@ class MeshConfig(Section):
         return problems
 
     def sizes(self, world: int | None, source: str | None = None) -> dict[str, int]:
-        """Size of every dim of the base, -1 filled in. Raises ConfigError where `world` does not fit.
+        """Size of every base dim, with -1 resolved. Raises ConfigError if `world` does not fit.
 
-        source: what an error names, with keys under `mesh`; None: this section.
+        source: the file named in errors, with keys under `mesh`. If None, this section.
         """
         problems = self.world_problems(world)
         if problems and source is not None:
@@ -194,7 +207,7 @@ class MeshConfig(Section):
         return resolve(self.dims, self.count(world))
 
     def layout(self, world: int | None, source: str | None = None) -> Layout:
-        """Who sits where. Raises ConfigError where `world` does not fit; source: as for `sizes`."""
+        """The placement of ranks. Raises ConfigError if `world` does not fit; source: as for `sizes`."""
         return Layout(
             self.sizes(world, source),
             rank_order=self.ranks if self.rank_order is None else self.rank_order,
@@ -203,9 +216,10 @@ class MeshConfig(Section):
         )
 
     def plan(self, world: int | None, source: str | None = None) -> Plan:
-        """Every group, with its options. Raises ConfigError where `world` does not fit.
+        """Every group, with its options. Raises ConfigError if `world` does not fit.
 
-        world: number of processes of the job; None where it is not known and every size is given. source: as for `sizes`.
+        world: number of processes of the job; None if it is not known and every size is given. source: as for
+               `sizes`.
         """
         return Plan(
             self.layout(world, source),
@@ -215,13 +229,17 @@ class MeshConfig(Section):
         )
 
     def resolved(self, world: int | None, source: str | None = None) -> MeshConfig:
-        """The same mesh with every -1 filled in. Raises ConfigError where `world` does not fit; source: as for `sizes`."""
+        """The same mesh with every -1 resolved. Raises ConfigError if `world` does not fit; source: as for
+        `sizes`.
+        """
         layout = self.layout(world, source)
         views = Table({name: Table(sizes) for name, sizes in layout.views.items()})
         return self.model_copy(update={"dims": Table(layout.dims), "views": views})
 
     def merging(self, dims: tuple[str, ...]) -> MeshConfig:
-        """The same mesh with a merged dim of `dims`, where there are several and none is of just these in this order."""
+        """The same mesh with a merged dim over `dims`, added if several are given and no merged dim is over
+        exactly these.
+        """
         if len(dims) < 2 or dims in self.merge.values():
             return self
         views = [name for sizes in self.views.values() for name in sizes]

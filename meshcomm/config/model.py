@@ -1,4 +1,4 @@
-"""What is trained? The `[model]` section."""
+"""The `[model]` section: the model to train."""
 
 from __future__ import annotations
 
@@ -108,21 +108,27 @@ def _experts(model: ModelConfig) -> Iterator[Problem]:
 
 
 class LoraConfig(Section):
-    """`[model.lora]`: low-rank adapters (Hu et al. 2021), made by peft. They alone are trained, and saved in checkpoints."""
+    """`[model.lora]`: low-rank adapters (Hu et al. 2021), created by peft. Only they are trained and saved in
+    checkpoints.
+    """
 
     place = "model.lora"
     rank: int = Field(default=8, ge=1)
-    """Rows of A and columns of B: an adapted layer computes W x + (alpha / rank) B A x."""
+    """Rank of the adapters: an adapted layer computes W x + (alpha / rank) B A x, where A has `rank` rows."""
     alpha: float = Field(default=16.0, gt=0)
-    """B A x is multiplied by alpha / rank."""
+    """B A x is scaled by alpha / rank."""
     dropout: Fraction = 0.0
-    """Share of the elements of x that A does not see in training, the same ones on every mesh."""
+    """Dropout on the input of A in training: the fraction of elements of x, the same elements on every mesh."""
     targets: FrozenList[Text] = Field(default=(), examples=[["q_proj", "v_proj"]])
-    """Linear layers that get one: names, or their last components. Default []: all those of the blocks."""
+    """Linear layers to adapt: full names, or their last components. Default []: all linear layers of the
+        blocks.
+    """
 
 
 class ModelConfig(Section):
-    """`[model]`: what is trained. A decoder-only transformer by its sizes, a folder as transformers writes it, or code."""
+    """`[model]`: the model to train: a decoder-only transformer given by its sizes, a folder in the format of
+    transformers, or code.
+    """
 
     place = "model"
     rules = (
@@ -146,48 +152,58 @@ class ModelConfig(Section):
         ),
     )
     pretrained: Text | None = Field(default=None, examples=["Llama-3.2-1B"])
-    """A folder of save_pretrained, relative to the config file: the sizes below follow from it. None: built in, or build."""
+    """A folder written by save_pretrained, relative to the config file. It determines the sizes below. If
+    omitted, the model is built in, or comes from build.
+    """
     random_weights: bool = False
-    """With pretrained: weights are drawn from train.seed, not read."""
+    """With pretrained: draw the weights from train.seed instead of reading them."""
     build: Function | None = Field(default=None, examples=["my_package.models:gpt"])
-    """module:function, which returns an nn.Module or a meshcomm.models.ModelSpec. None: pretrained, or built in."""
+    """module:function that returns an nn.Module or a meshcomm.models.ModelSpec. If omitted, pretrained or the
+    built-in model is used.
+    """
     args: Arguments = Field(default_factory=Table, examples=[{"num_layers": 4}])
-    """With build: what the function is called with, by name."""
+    """With build: keyword arguments of the function."""
     lora: LoraConfig | None = None
-    """With pretrained or build: only low-rank adapters of its linear layers are trained. None: all of it."""
+    """With pretrained or build: train only low-rank adapters of the linear layers. If omitted, all weights are
+        trained.
+    """
     num_layers: int = _fact(4)
     """Number of transformer blocks."""
     hidden_size: int = _fact(128)
-    """Elements of a token's vector."""
+    """Size of the hidden states."""
     num_heads: int = _fact(8)
-    """Attention heads of the queries; hidden_size divides by it."""
+    """Number of attention heads of the queries; must divide hidden_size."""
     num_kv_heads: int = _fact(4)
-    """Attention heads of keys and values; num_heads divides by it."""
+    """Number of attention heads of keys and values; must divide num_heads."""
     intermediate_size: int = _fact(384)
-    """Elements inside the feed-forward block."""
+    """Hidden size of the feed-forward block."""
     vocab_size: int = Field(default=256, ge=1)
     """Number of different tokens. Default 256: bytes."""
     head_dim: int | None = Field(default=None, ge=1)
-    """Elements of one head. None: hidden_size / num_heads."""
+    """Size of one head. If omitted, hidden_size / num_heads."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary angles."""
     norm_eps: float = Field(default=1e-5, gt=0)
-    """Added to the mean square in RMSNorm."""
+    """Epsilon of RMSNorm, added to the mean square."""
     tied_embeddings: bool = False
-    """The head uses the embedding's weights."""
+    """The head shares the weights of the embedding."""
     dropout: Fraction = 0.0
-    """Share of the outputs of attention and feed-forward that is set to zero in training, in the same places on every
-    mesh. With pretrained it is needed where the folder's config.json has dropout."""
+    """Dropout on the outputs of attention and feed-forward in training, in the same places on every mesh. With
+    pretrained, required if the folder's config.json has dropout.
+    """
     experts: int = Field(default=0, ge=0)
-    """Feed-forward blocks to choose from in a layer. Default 0: one, no choice."""
+    """Number of expert feed-forward blocks per layer. Default 0: one feed-forward block, no routing."""
     experts_per_token: int = Field(default=2, ge=1)
-    """With experts: how many of them each token goes through."""
+    """With experts: number of experts per token."""
     experts_every: int = Field(default=1, ge=1)
-    """With experts: n, where layers n, 2n, ... have them, counted from 1. Default 1: all."""
+    """With experts: layers n, 2n, ..., counted from 1, have experts. Default 1: all layers."""
     capacity_factor: float | None = Field(default=None, gt=0)
-    """With experts: tokens that one takes at most, as a multiple of an even share; the rest skip it. None: no limit."""
+    """With experts: maximum number of tokens per expert, as a multiple of an even share. Excess tokens skip the
+                  expert. If
+    omitted, no limit.
+    """
     balance_loss: float = Field(default=0.01, ge=0)
-    """With experts: weight of the loss that asks for an even load."""
+    """With experts: weight of the load-balancing loss."""
 
     @model_validator(mode="before")
     @classmethod
@@ -199,31 +215,33 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Elements of one head."""
+        """Size of one head."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer, how many keys a query meets at most; None: all before it. (): no layer has a window."""
+        """For each layer, the maximum number of keys that a query attends to; None for all before it. Empty if
+        no layer has a window.
+        """
         return windows_of(self.pretrained)
 
     @property
     def ff_matrices(self) -> int:
-        """Of a feed-forward block: gate, up and down; some families have no gate."""
+        """Number of matrices of a feed-forward block: gate, up and down; some families have no gate."""
         return 3 if has_gate(self.pretrained) else 2
 
     @property
     def reads_weights(self) -> bool:
-        """Whether its weights come from a folder."""
+        """Whether the weights are read from a folder."""
         return self.pretrained is not None and not self.random_weights
 
     @property
     def is_built_in(self) -> bool:
-        """Whether it is the transformer that meshcomm has."""
+        """Whether this is meshcomm's built-in transformer."""
         return self.pretrained is None and self.build is None
 
     def sized(self, what: str) -> ModelConfig:
-        """Itself, for `what` follows from its sizes. Raises ConfigError where code builds it and none are said."""
+        """This section. Raises ConfigError, naming `what`, if code builds the model and no sizes are given."""
         unknown = [name for name in FACTS if getattr(self, name) is None]
         if unknown:
             raise ConfigError(
@@ -235,5 +253,5 @@ class ModelConfig(Section):
         return self
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts in place of one feed-forward block."""
+        """Whether a layer, counted from 0, has experts instead of one feed-forward block."""
         return self.experts > 0 and (layer + 1) % self.experts_every == 0

@@ -1,4 +1,4 @@
-"""Which dim of the mesh plays which part in training? The `[parallel]` section."""
+"""The `[parallel]` section: the role of each dim of the mesh in training."""
 
 from __future__ import annotations
 
@@ -65,30 +65,36 @@ def _stages_of_the_schedule(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 class ParallelOptions(Section):
-    """`[parallel.options]`: settings of each kind of parallelism."""
+    """`[parallel.options]`: settings for each kind of parallelism."""
 
     place = "parallel.options"
     reduce_dtype: Literal["bfloat16"] | None = None
-    """With shard: type that gradients are added up in, over microbatches and ranks. None: train.dtype."""
+    """With shard: dtype in which gradients are accumulated over microbatches and reduced over ranks. If
+                omitted,
+    train.dtype.
+    """
     reshard: bool | None = None
-    """With shard: a layer's gathered weights are let go after its forward pass, and gathered again for the backward
-    pass. False: they stay from a step's first pass to its last and are gathered once. None: false in a pipeline."""
+    """With shard: free a layer's gathered weights after its forward pass, and gather them again for the
+                backward pass.
+    If false, weights are gathered once per step and freed after its last pass. If omitted, true, but false with
+    a pipeline.
+    """
     sequence_parallel: bool = False
-    """With tensor: activations between blocks are split along the sequence."""
+    """With tensor: split activations between blocks along the sequence."""
     schedule: PipelineSchedule = "1f1b"
     """With pipeline: the order of forward and backward passes."""
     stages_per_rank: int = Field(default=1, ge=1)
-    """With interleaved_1f1b and zero_bubble: parts of the layers that each rank runs, 2 or more."""
+    """With interleaved_1f1b and zero_bubble: pipeline stages per rank, 2 or more."""
     attention: Literal["ring", "ulysses"] = "ring"
-    """With context: keys and values go around a ring, or heads are split in place of tokens."""
+    """With context: "ring" passes keys and values around a ring; "ulysses" splits heads instead of tokens."""
     bucket_mb: float = Field(default=25.0, gt=0)
-    """With data or context, without shard: megabytes (10^6 bytes) of gradients that are reduced at once."""
+    """With data or context, without shard: megabytes (10^6 bytes) of gradients reduced at once."""
 
 
 class ParallelConfig(Section):
-    """`[parallel]`: which dim of the mesh plays which part in training.
+    """`[parallel]`: the role of each dim of the mesh in training.
 
-    In its methods `sizes` are as from MeshConfig.sizes, and `views` as of a mesh or a layout.
+    In its methods, `sizes` are as from MeshConfig.sizes, and `views` are those of a mesh or a layout.
     """
 
     place = "parallel"
@@ -103,41 +109,47 @@ class ParallelConfig(Section):
         NoEffect("options.reduce_dtype options.reshard", "shard", way=_A_DIM.format("shard")),
     )
     data: Text | None = None
-    """The dim along which samples are split and weights are copied. None: not split."""
+    """The dim along which samples are split and weights are replicated. If omitted, none."""
     shard: Text | None = None
-    """The dim along which samples are split, and weights too: each is gathered where it is used (FSDP). With data:
-    hybrid, copies of the shards. With context: weights are split along both. None: not sharded."""
+    """The dim along which samples and weights are split; weights are gathered where they are used (FSDP). With
+    data: hybrid sharding, with replicas of the shards. With context: weights are sharded along both. If
+          omitted, weights are not
+    sharded.
+    """
     tensor: Text | None = None
-    """The dim along which each layer is split. None: not split."""
+    """The dim along which each layer is split. If omitted, none."""
     pipeline: Text | None = None
-    """The dim along which the layers are split. None: not split."""
+    """The dim along which the layers are divided into stages. If omitted, none."""
     context: Text | None = None
-    """The dim along which each sample's tokens are split. None: not split."""
+    """The dim along which the tokens of each sample are split. If omitted, none."""
     expert: Text | None = None
-    """The dim of one of mesh.views along which experts are split; that view holds the dims of pipeline and tensor
-    unchanged. None: all experts on every rank."""
+    """The dim of a view in mesh.views along which experts are split. The view must contain the dims of pipeline
+    and tensor unchanged. If omitted, every rank has all experts.
+    """
     options: ParallelOptions = ParallelOptions()
-    """Settings of each kind of parallelism."""
+    """Settings for each kind of parallelism."""
 
     @property
     def parts(self) -> dict[ParallelRole, str]:
-        """The dim of every part that is played."""
+        """The dim of every role that is assigned."""
         return {part: dim for part in PARTS if (dim := getattr(self, part)) is not None}
 
     @property
     def data_dims(self) -> tuple[str, ...]:
-        """The dims that decide which samples a rank reads, outermost first: equal along all others."""
+        """The dims along which ranks read different samples, outermost first. Along all others, samples are
+        equal.
+        """
         return self._played("data", "shard")
 
     @property
     def gradient_dims(self) -> tuple[str, ...]:
-        """The dims along which gradients of weights that are no expert's are summed."""
+        """The dims along which gradients of all weights except experts' are summed."""
         return self._played("data", "shard", "context")
 
     def shard_dims(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """The dims along which weights that are no expert's are sharded, as one: shard's and context's.
+        """The dims along which all weights except experts' are sharded, as one: those of shard and context.
 
-        Of several dims only those of size above 1, in the order of `sizes`.
+        If there are several, only those of size above 1, in the order of `sizes`.
         """
         if self.shard is None:
             return ()
@@ -145,13 +157,14 @@ class ParallelConfig(Section):
         return run or (self.shard,)
 
     def expert_view(self, views: Mapping[str, Mapping[str, int]]) -> str | None:
-        """The view that the expert's dim is in; None where no dim plays that part."""
+        """The view that contains the expert dim; None if no dim has that role."""
         return next((view for view, sizes in views.items() if self.expert in sizes), None)
 
     def expert_gradient_dims(self, views: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:
         """The dims along which gradients of experts' weights are summed.
 
-        What the expert's view has beside the dims of expert, pipeline and tensor. Without one, experts are like all weights.
+        These are the dims of the expert's view other than expert, pipeline and tensor. Without such a view,
+        experts are treated as other weights.
         """
         view = self.expert_view(views)
         if view is None:
@@ -159,20 +172,22 @@ class ParallelConfig(Section):
         return tuple(dim for dim in views[view] if dim not in (self.expert, self.pipeline, self.tensor))
 
     def reshards(self, ranks: int) -> bool:
-        """Whether gathered weights are let go between a layer's passes. ranks: of the pipeline."""
+        """Whether gathered weights are freed between a layer's passes. ranks: of the pipeline."""
         return ranks == 1 if self.options.reshard is None else self.options.reshard
 
     def size(self, part: ParallelRole, sizes: Mapping[str, int]) -> int:
-        """Number of ranks along a part's dim, 1 where no dim plays it. For expert, `sizes` are those of its view."""
+        """Number of ranks along the dim of a role; 1 if no dim has it. For expert, `sizes` are those of its
+        view.
+        """
         dim = self.parts.get(part)
         return 1 if dim is None else sizes[dim]
 
     def copies(self, sizes: Mapping[str, int]) -> int:
-        """In how many parts a batch's samples are split."""
+        """Number of shards that the samples of a batch are split into."""
         return math.prod(sizes[dim] for dim in self.data_dims)
 
     def stages(self, sizes: Mapping[str, int]) -> int:
-        """Parts of the layers over all ranks; 1 where the pipeline has one rank and nothing is split."""
+        """Number of pipeline stages over all ranks; 1 if the pipeline has one rank."""
         ranks = self.size("pipeline", sizes)
         return 1 if ranks == 1 else ranks * self.options.stages_per_rank
 
@@ -181,11 +196,11 @@ class ParallelConfig(Section):
 
 
 def runs(schedule: PipelineSchedule, microbatches: int, ranks: int) -> bool:
-    """Whether a schedule runs so many micro-batches in a step on so many ranks.
+    """Whether a schedule supports this number of micro-batches per step on this number of ranks.
 
     interleaved_1f1b takes one micro-batch per rank in each round (Narayanan et al. 2021).
-    zero_bubble takes microbatches // ranks rounds of equal length: what ScheduleInterleavedZeroBubble
-    of torch 2.13 asks for; its ScheduleZBVZeroBubble runs any number.
+    zero_bubble takes microbatches // ranks rounds of equal length, as ScheduleInterleavedZeroBubble
+    of torch 2.13 requires; its ScheduleZBVZeroBubble runs any number.
     """
     if ranks == 1:
         return True

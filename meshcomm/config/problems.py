@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: one problem, all of them as one error, and pydantic's errors as problems."""
+"""Problems of a configuration: one problem, all problems as one error, and pydantic's errors as problems."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong.
+    """One problem of a configuration.
 
-    key: the path of the setting, as in `mesh.dims.tp`. what: what is wrong, with the arithmetic. expected, given: as in
-    MeshcommError. tries: the ways out.
+    key: the path of the setting, such as `mesh.dims.tp`. what: the error, with the arithmetic. expected, given:
+         as in
+    MeshcommError. tries: possible fixes.
     """
 
     key: str
@@ -62,11 +63,11 @@ class Problem:
 
     @property
     def hint(self) -> str | None:
-        """The ways out as one text; None where there is none."""
+        """The possible fixes as one text; None if there are none."""
         return ", or\n".join(way for way in self.tries if isinstance(way, str)) or None
 
     def under(self, section: str) -> Problem:
-        """The same problem, its key one level deeper."""
+        """The same problem with its key one level deeper."""
         return replace(self, key=f"{section}.{self.key}")
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""How do the processes find each other, over which network, on which machines? `[process]` `[network]` `[topology]`."""
+"""The sections `[process]`, `[network]` and `[topology]`: rendezvous, network interfaces, and machines."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def _what_init_needs(process: ProcessConfig) -> Iterator[Problem]:
 
 
 class ProcessConfig(Section):
-    """`[process]`: how the processes of the job find each other. Default: by a launcher's variables."""
+    """`[process]`: how the processes of the job find each other. Default: from the launcher's environment
+    variables.
+    """
 
     place = "process"
     rules = (_what_init_needs,)
@@ -67,20 +69,21 @@ class ProcessConfig(Section):
         NoEffect("rank world_size", "init", ("tcp", "file"), 'init = "tcp"'),
     )
     init: Literal["env", "tcp", "file"] = "env"
-    """"env": a launcher's variables. "tcp": address. "file": path."""
+    """"env": the launcher's variables. "tcp": `address`. "file": `path`."""
     address: Annotated[Text, AfterValidator(_host_and_port)] | None = Field(
         default=None, examples=["127.0.0.1:29500"]
     )
-    """tcp only, and needed there: host:port of rank 0."""
+    """tcp only, required: host:port of rank 0."""
     path: Text | None = None
-    """file only, and needed there: a file that all processes can write."""
+    """file only, required: a file that all processes can write."""
     rank: int | None = Field(default=None, ge=0)
-    """tcp and file: this process. None: a launcher's variable."""
+    """tcp and file: the rank of this process. If omitted, from the launcher's variables."""
     world_size: int | None = Field(default=None, ge=1)
-    """tcp and file: number of processes. None: a launcher's variable."""
+    """tcp and file: number of processes. If omitted, from the launcher's variables."""
     device_id: Annotated[Literal["auto", True, False], BeforeValidator(_no_number)] = "auto"
-    """Whether torch's default group is bound to the process's device: NCCL then connects all ranks at the start and splits
-    the dims' groups from that. Default "auto": no, each group connects when it is first used."""
+    """Bind torch's default group to the process's device. NCCL then connects all ranks at startup and splits
+    the groups of the dims from it. Default "auto": not bound, and each group connects on first use.
+    """
 
 
 def _sockets_of_nccl(network: NetworkConfig) -> Iterator[Problem]:
@@ -94,50 +97,50 @@ def _sockets_of_nccl(network: NetworkConfig) -> Iterator[Problem]:
 
 
 class NetworkConfig(Section):
-    """`[network]`: which network interfaces carry the traffic, what NCCL logs about it, and its sockets."""
+    """`[network]`: network interfaces, and NCCL's logging and sockets."""
 
     place = "network"
     rules = (_sockets_of_nccl,)
     no_effect = (NoEffect("nccl_debug_subsys", "nccl_debug", ("INFO", "TRACE"), 'nccl_debug = "INFO"'),)
     interfaces: FrozenList[Text] = ()
-    """Names of network interfaces for Gloo and NCCL. Default: theirs to choose."""
+    """Names of network interfaces for Gloo and NCCL. Default: the backends choose."""
     nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
-    """How much NCCL logs. None: as NCCL decides."""
+    """NCCL's log level. If omitted, NCCL decides."""
     nccl_debug_subsys: FrozenList[Annotated[str, AfterValidator(_nccl_part)]] = ()
-    """With nccl_debug INFO or TRACE: the parts of NCCL that log; "^NAME" leaves one out."""
+    """With nccl_debug INFO or TRACE: the NCCL subsystems that log. "^NAME" excludes one."""
     nccl_socket_nthreads: int | None = Field(default=None, ge=1, le=16)
-    """Threads with which NCCL serves a connection over sockets. None: what NCCL chooses."""
+    """Threads that NCCL uses per socket connection. If omitted, NCCL chooses."""
     nccl_nsocks_perthread: int | None = Field(default=None, ge=1, le=16)
-    """Sockets that each of those threads has; at most 64 in all. None: what NCCL chooses."""
+    """Sockets per such thread; at most 64 sockets in total. If omitted, NCCL chooses."""
 
     def nccl_settings(self) -> dict[str, object]:
-        """What is set here for NCCL alone, by key; it has no effect where no group runs on NCCL."""
+        """The settings of this section that affect only NCCL, by key."""
         keys = ("nccl_debug", "nccl_socket_nthreads", "nccl_nsocks_perthread")
         return {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
 
 
 class Link(Section):
-    """`[topology.links.NAME]`: how fast one rank reaches another over this link."""
+    """`[topology.links.NAME]`: latency and bandwidth between two ranks over this link."""
 
     latency_us: float = Field(ge=0, examples=[10.0])
     """Microseconds until the first byte arrives."""
     bandwidth_gbytes_s: float = Field(gt=0, examples=[50.0])
-    """Gigabytes (10^9 bytes) per second, one direction, one rank."""
+    """Gigabytes (10^9 bytes) per second, in one direction, per rank."""
 
 
 class Links(Section):
     """`[topology.links]`: the links inside a node, between nodes of a rack, and beyond."""
 
     node: Link | None = None
-    """Between ranks of one node. None: not known."""
+    """Between ranks of one node. If omitted, unknown."""
     rack: Link | None = None
-    """Between nodes of one rack, with nodes_per_rack. None: as network."""
+    """Between nodes of one rack; needs nodes_per_rack. If omitted, the network link."""
     network: Link | None = None
-    """Between ranks of two nodes. None: not known."""
+    """Between ranks of different nodes. If omitted, unknown."""
 
 
 class TopologyConfig(Section):
-    """`[topology]`: how the ranks lie on machines. Default: not known."""
+    """`[topology]`: the placement of ranks on nodes, and link speeds. Default: unknown."""
 
     place = "topology"
     no_effect = (
@@ -145,16 +148,16 @@ class TopologyConfig(Section):
         NoEffect("links.rack", "nodes_per_rack", way="nodes_per_rack = 4"),
     )
     ranks_per_node: int | None = Field(default=None, ge=1)
-    """Ranks r with equal r // ranks_per_node share a node. None: not known."""
+    """Ranks r with equal r // ranks_per_node share a node. If omitted, unknown."""
     nodes_per_rack: int | None = Field(default=None, ge=1)
-    """Nodes n with equal n // nodes_per_rack share a rack. None: racks do not matter."""
+    """Nodes n with equal n // nodes_per_rack share a rack. If omitted, racks are ignored."""
     links: Links = Links()
-    """Speed of the links. Default: not known."""
+    """Latency and bandwidth of the links. Default: unknown."""
     call_us: float = Field(default=0.0, ge=0)
-    """Microseconds that each call costs beside its messages."""
+    """Fixed overhead of each call in microseconds, in addition to its messages."""
     devices_per_node: int | None = Field(default=None, ge=1)
-    """Accelerators of a node; for `meshcomm lint`. None: not known."""
+    """Accelerators per node, for `meshcomm lint`. If omitted, unknown."""
     memory_gbytes: float | None = Field(default=None, gt=0)
-    """Gigabytes (10^9 bytes) of memory of one rank; for `meshcomm tune` and `lint`. None: not known."""
+    """Memory of one rank in gigabytes (10^9 bytes), for `meshcomm tune` and `lint`. If omitted, unknown."""
     tflops: float | None = Field(default=None, gt=0)
-    """10^12 FLOP/s of one rank in training; for `meshcomm tune`. None: not known."""
+    """Throughput of one rank in training, in 10^12 FLOP/s, for `meshcomm tune`. If omitted, unknown."""

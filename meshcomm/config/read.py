@@ -1,4 +1,4 @@
-"""From a file, or a mapping, and overrides to a Config and its plan: or to one report of all that is wrong."""
+"""Read a Config and its plan from a file or mapping and overrides, or report every problem."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def load_config(
     overrides: Sequence[str] | str = (),
     kind: type[Config] | None = None,
 ) -> Config:
-    """Read a configuration and check all of it. Reads no environment variable.
+    """Read a configuration and check all of it. Reads no environment variables.
 
-    source: a TOML, JSON or YAML file (by its ending); or the same as a mapping; or a Config, to
-        change it by overrides. Entries of `data.files` are relative to the file's folder. A JSON
-        file's "$schema" is for editors, and not read.
-    overrides: `KEY.PATH=VALUE` texts, applied in order; VALUE is TOML, and nothing at all removes
-        the key.
-    kind: a subclass of Config with sections or rules of your own, which the result is of; if omitted, that of `source`.
+    source: a TOML, JSON or YAML file (by its extension), the same content as a mapping, or a Config to
+        modify with overrides. Entries of `data.files` are relative to the file's folder. The
+        "$schema" of a JSON file is ignored; it is for editors.
+    overrides: `KEY.PATH=VALUE` strings, applied in order. VALUE is TOML; an empty VALUE removes the key.
+    kind: a subclass of Config with additional sections or rules; the result has this class. If omitted, the
+        class of `source`.
 
-    Raises ConfigError, whose text has every problem with its key, what was given, what is expected,
-    and settings that are right.
+    Raises ConfigError. Its text lists every problem with the key, the given value, the expected value, and
+    valid settings.
     """
     changes = _changes(overrides)
     if isinstance(source, Config):
@@ -76,11 +76,11 @@ def plan(
     world_size: int | None = None,
     overrides: Sequence[str] = (),
 ) -> Plan:
-    """Every group of a mesh on `world_size` processes, in the order in which they are created.
+    """Every group of a mesh on `world_size` processes, in creation order.
 
-    No process, no GPU and no torch is needed; `Plan.for_rank` answers for any rank.
-    world_size: None where every size is given.
-    Raises ConfigError where the config is wrong or does not fit the world.
+    Needs no process, no GPU and no torch. `Plan.for_rank` gives the groups of any rank.
+    world_size: None if every size is given.
+    Raises ConfigError if the config is invalid or does not fit the world.
     """
     if isinstance(config, MeshConfig):
         config = Config(mesh=config)

@@ -1,4 +1,4 @@
-"""The whole configuration: all sections, and what must hold between them."""
+"""The full configuration: all sections, and the rules between them."""
 
 from __future__ import annotations
 
@@ -20,35 +20,38 @@ from meshcomm.layout import Layout, Plan
 
 
 class Config(Section):
-    """One file for all commands. `mesh` is needed; training needs `parallel` and `train`, and `model` and `data` where
-    code brings none; `parallel` alone says the roles of the dims.
+    """The configuration of all commands, usually from one file.
 
-    A subclass may have sections and rules of its own, which `load_config(..., kind=MyConfig)` reads: fields whose types are kinds
-    of `meshcomm.config.Section`, and `rules = (*Config.rules, my_rule)`. A rule takes a `meshcomm.config.Resolved`, in which
-    every size is a number, and yields a `meshcomm.config.Problem` for each thing that is wrong.
+    `mesh` is required. Training also requires `parallel` and `train`, and `model` and `data` unless code
+    provides them. `parallel` without `train` only assigns roles to the dims.
+
+    A subclass may add sections and rules, which `load_config(..., kind=MyConfig)` reads. Add sections as fields
+    whose types are subclasses of `meshcomm.config.Section`, and rules as `rules = (*Config.rules, my_rule)`. A
+    rule takes a `meshcomm.config.Resolved`, in which every size is a number, and yields a
+    `meshcomm.config.Problem` for each problem.
 
     Raises ConfigError with every problem found.
     """
 
     rules = RULES
     mesh: MeshConfig = Field(examples=[{"dims": {"dp": 8}}])
-    """Which ranks form which mesh."""
+    """Names and sizes of the dims, and the groups along them."""
     process: ProcessConfig = ProcessConfig()
-    """How the processes find each other."""
+    """How the processes of the job find each other."""
     network: NetworkConfig = NetworkConfig()
-    """Interfaces and NCCL's log."""
+    """Network interfaces, and NCCL's logging and sockets."""
     topology: TopologyConfig = TopologyConfig()
-    """How the ranks lie on machines."""
+    """Placement of ranks on nodes, and link speeds."""
     elastic: ElasticConfig = ElasticConfig()
     """What happens when ranks are lost."""
     parallel: ParallelConfig | None = None
-    """Which dim plays which part. None: no training."""
+    """The role of each dim in training. Omit it if you do not train."""
     model: ModelConfig | None = None
-    """What is trained. None: no training."""
+    """The model to train. Omit it if you do not train."""
     data: DataConfig | None = None
-    """On what it is trained. None: no training."""
+    """The training data. Omit it if you do not train."""
     train: TrainConfig | None = None
-    """How it is trained. None: no training."""
+    """Training settings. Omit it if you do not train."""
 
     # Where it was read from, for reports that come later; two equal files at two places are equal.
     _source: str = PrivateAttr("Config")
@@ -58,11 +61,11 @@ class Config(Section):
 
     @property
     def source(self) -> str:
-        """What it was read from, with the overrides; `Config` where it was made in Python."""
+        """The file that the configuration was read from, with the overrides; `Config` if it was made in Python."""
         return self._source
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong in the sections, then between them."""
+        """The problems of the sections, then those between sections."""
         for name in type(self).model_fields:
             section = self.__dict__.get(name)
             if isinstance(section, Section):
@@ -71,14 +74,15 @@ class Config(Section):
         yield from problems(Resolved.of(self), self.rules)
 
     def layout(self, world: int | None) -> Layout:
-        """Who sits where, on `world` processes. Raises ConfigError where they do not fit."""
+        """The placement of ranks, on `world` processes. Raises ConfigError if they do not fit."""
         return self._grouped(world).layout(world, self._source)
 
     def plan(self, world: int | None) -> Plan:
-        """Every group of the mesh, on `world` processes. Raises ConfigError where they do not fit.
+        """Every group of the mesh, on `world` processes. Raises ConfigError if they do not fit.
 
-        Those of weights that are sharded along two dims at once are a merged dim, also where [mesh] has none.
-        world: None where it is not known and every size is given.
+        If weights are sharded along two dims at once, the groups over both are a merged dim, even if [mesh] has
+        none.
+        world: None if it is not known and every size is given.
         """
         return self._grouped(world).plan(world, self._source)
 
@@ -88,9 +92,9 @@ class Config(Section):
         return self.mesh.merging(self.parallel.shard_dims(self.mesh.sizes(world, self._source)))
 
     def resolved(self, world: int | None) -> Config:
-        """The same configuration with every -1 filled in, training checked against the sizes.
+        """The same configuration with every -1 resolved and training checked against the sizes.
 
-        Raises ConfigError where the world or the training does not fit.
+        Raises ConfigError if the world or the training does not fit.
         """
         filled = self.model_copy(update={"mesh": self.mesh.resolved(world, self._source)})
         problems = list(filled.problems())
@@ -100,7 +104,7 @@ class Config(Section):
 
     @property
     def expert_view(self) -> str | None:
-        """The view that the expert's dim is in; None where no dim plays that part."""
+        """The view that contains the expert dim; None if no dim has that role."""
         return None if self.parallel is None else self.parallel.expert_view(self.mesh.views)
 
     @property
@@ -109,7 +113,7 @@ class Config(Section):
         return () if self.parallel is None else self.parallel.expert_gradient_dims(self.mesh.views)
 
     def microbatches(self, sizes: Mapping[str, int]) -> int:
-        """Micro-batches of one rank in one step. `sizes`: as from MeshConfig.sizes."""
+        """Micro-batches of one rank per step. `sizes`: as from MeshConfig.sizes."""
         if self.train is None or self.parallel is None:
             raise ConfigError(
                 "a configuration without training has no micro-batches",

@@ -1,4 +1,4 @@
-"""What must hold between the sections of a configuration, once every size is a number?"""
+"""Rules between the sections of a configuration, checked once every size is a number."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _MOST_SIZE: Final = 256
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration as the rules across its sections read it: every size is a number.
+    """A configuration as its cross-section rules read it: every size is a number.
 
-    A rule is skipped where it reads a wrong setting, a missing section, or a size that is -1 until the number of
-    processes is known. `Config.resolved` runs all rules with that number.
-    config: as written. sizes: of the dims of the base and of views, without those that are not known.
+    A rule is skipped if it reads an invalid setting, a missing section, or a size that is -1 until the number
+    of processes is known. `Config.resolved` runs all rules with that number.
+    config: as written. sizes: of the dims of the base and of views, without unknown ones.
     """
 
     config: Config
@@ -53,7 +53,7 @@ class Resolved:
 
     @classmethod
     def of(cls, config: Config) -> Resolved:
-        """The sizes that the configuration gives by itself."""
+        """The configuration with the sizes that it gives itself."""
         number: int | None = None
         sizes: dict[str, int] = {}
         with suppress(Absent):
@@ -67,7 +67,7 @@ class Resolved:
 
     @property
     def mesh(self) -> MeshConfig:
-        """`[mesh]` with the numbers, once all sizes are known."""
+        """`[mesh]` with resolved sizes, once all are known."""
         mesh = self.config.mesh
         views = Table({name: self._numbers(view) for name, view in mesh.views.items()})
         return mesh.model_copy(update={"dims": self._numbers(mesh.dims), "views": views})
@@ -77,7 +77,7 @@ class Resolved:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """`[parallel]`, for a rule that needs it; as are the next three."""
+        """`[parallel]`, for a rule that requires it; likewise the next three."""
         return _present(self.config.parallel)
 
     @property
@@ -96,21 +96,23 @@ class Resolved:
         return _present(self.config.train)
 
     def dim(self, part: ParallelRole) -> str:
-        """The dim that plays a part."""
+        """The dim with a role."""
         return _present(self.parallel.parts.get(part))
 
     def key(self, part: ParallelRole) -> str:
-        """The setting that holds the size of a part that is played."""
+        """The setting that holds the size of a dim with a role."""
         view = self.config.expert_view if part == "expert" else None
         return f"mesh.{'dims' if view is None else f'views.{view}'}.{self.dim(part)}"
 
     def size(self, part: ParallelRole) -> int:
-        """Number of ranks along a part's dim; 1 where no dim plays it."""
+        """Number of ranks along the dim of a role; 1 if no dim has it."""
         dim = self.parallel.parts.get(part)
         return 1 if dim is None else _present(self.sizes.get(dim))
 
     def written(self, names: str) -> str:
-        """Settings (`model.num_heads`) and sizes of parts (`tensor`) as a report shows them. names: with spaces between them."""
+        """Settings (`model.num_heads`) and sizes of roles (`tensor`) in the format of a report. names:
+        separated by spaces.
+        """
         return ", ".join(filter(None, map(self._written, names.split())))
 
     def _written(self, name: str) -> str:

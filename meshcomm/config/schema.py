@@ -1,4 +1,4 @@
-"""The JSON schema of configs, for editors: what may stand where, and what each setting means."""
+"""The JSON schema of configurations, for editors: the allowed keys and values, and their meaning."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
 
 def schema() -> dict[str, Any]:
-    """The schema of a config file, in JSON Schema's draft 2020-12.
+    """The schema of a config file, in JSON Schema draft 2020-12.
 
-    It says less than `load_config`: what holds between settings (sizes that multiply to the world, settings
-    without effect, names of dims that exist) is checked by reading the file, as in `meshcomm plan`.
+    It checks less than `load_config`. Rules between settings (sizes that multiply to the world, settings
+    without effect, names of dims that exist) are checked only when the file is read, as by `meshcomm plan`.
     """
     found: dict[str, Any] = Config.model_json_schema()
     for part in (found, *found["$defs"].values()):

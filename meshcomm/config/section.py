@@ -1,4 +1,6 @@
-"""What is a section of a configuration? Frozen, strict, with rules, and with all that is wrong at once."""
+"""Base class of the sections of a configuration: frozen and strict, with rules, and reporting all problems at
+once.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,8 @@ class NoEffect(NamedTuple):
 
 
 class Section(BaseModel):
-    """A section of a configuration. Made directly or read from a file, it is checked the same way.
+    """A section of a configuration. It is checked in the same way whether created in Python or read from a
+    file.
 
     Raises ConfigError with every problem found.
     """
@@ -169,18 +172,20 @@ class Section(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong between settings that are right by themselves; keys relative to the section."""
+        """Problems between settings that are each valid; keys are relative to the section."""
         yield from run([row.problems for row in self.no_effect], self)
         yield from run(self.rules, self)
 
     def given(self, field: str) -> bool:
-        """Whether a setting was written down, rather than left to its default."""
+        """Whether a setting was written down instead of left at its default."""
         inner, _, last = field.rpartition(".")
         section = self.at(inner) if inner else self
         return last in section.model_fields_set and getattr(section, last) is not None
 
     def has(self, field: str) -> bool:
-        """Whether it is a setting: a name, or the path of one in a table of this section, as `options.schedule`."""
+        """Whether the name is a setting, or the path of one in a table of this section, such as
+        `options.schedule`.
+        """
         return field.partition(".")[0] in type(self).model_fields
 
     def at(self, field: str) -> Any:
@@ -191,7 +196,7 @@ class Section(BaseModel):
         return value
 
     def written(self, fields: str) -> str:
-        """Settings as a report shows them. fields: names, or paths, with spaces between them."""
+        """Settings in the format of a report. fields: names, or paths, separated by spaces."""
         values = {field.rpartition(".")[2]: self.at(field) for field in fields.split()}
         return ", ".join(
             f"no {name}" if value is None else f"{name} = {toml(value)}" for name, value in values.items()

@@ -1,4 +1,4 @@
-"""On what, and how is it trained? The `[data]` and `[train]` sections."""
+"""The sections `[data]` and `[train]`: the training data, and how to train on it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _token_weights(data: DataConfig) -> Iterator[Problem]:
 
 
 class DataConfig(Section):
-    """`[data]`: text, as bytes or through a tokenizer, token files, or what a function returns."""
+    """`[data]`: text, as bytes or tokenized; token files; or a dataset that a function returns."""
 
     place = "data"
     rules = (
@@ -70,50 +70,65 @@ class DataConfig(Section):
     )
     files: FrozenList[Text] = ()
     """Text files or globs, relative to the config file. Default []: the sources of Python's standard library,
-    where nothing else is named."""
+    unless another source is given.
+    """
     tokens: FrozenList[Text] = Field(default=(), examples=[["web.bin", "code.npy"]])
-    """Token files: paths or globs, relative to the config file, of .npy or of raw .bin. Default []: none."""
+    """Token files, as paths or globs relative to the config file: .npy or raw .bin. Default []: none."""
     token_type: Literal["uint16", "uint32"] = "uint16"
-    """With tokens: what a .bin file holds."""
+    """With tokens: dtype of .bin files."""
     weights: FrozenList[float] = Field(default=(), examples=[[0.7, 0.3]])
-    """With tokens: the share of samples from each entry, in relation to the others. Default []: each sample of all files
-    once in an epoch."""
+    """With tokens: relative sampling weight of each entry. Default []: every sample of all files once per
+                 epoch.
+    """
     chat: FrozenList[Text] = Field(default=(), examples=[["conversations.jsonl"]])
-    """Files of conversations: JSON lines with messages, each with role and content, through the tokenizer's chat template."""
+    """Files of conversations: JSON lines with messages, each with role and content. The tokenizer's chat
+        template formats
+    them.
+    """
     answers_only: bool = False
-    """With chat: only what the assistant says is a target."""
+    """With chat: use only the assistant's messages as targets."""
     build: Function | None = Field(default=None, examples=["my_package.data:loader"])
-    """module:function, which returns an indexable dataset of all ranks' samples. None: none."""
+    """module:function that returns an indexable dataset with the samples of all ranks. If omitted, none."""
     args: Arguments = Field(default_factory=Table, examples=[{"folder": "images"}])
-    """With build: what the function is called with, by name."""
+    """With build: keyword arguments of the function."""
     tokenizer: Text | None = Field(default=None, examples=["tokenizer.json"])
-    """With text: a tokenizer.json or its folder, relative to the config file; "bytes": a byte is a token. None: that of
-    model.pretrained; without one bytes, which weights that are read from a folder refuse."""
+    """With text: a tokenizer.json or its folder, relative to the config file; "bytes" makes each byte a token.
+               If omitted, the
+    tokenizer of model.pretrained, or bytes if there is none. Bytes are an error with weights that are read from
+    a folder.
+    """
     eos: Text | None = Field(default=None, examples=["<|endoftext|>"])
-    """With a tokenizer: the token that ends a document, which is a file. None: its folder's eos_token."""
+    """With a tokenizer: the token at the end of each document. Each file is a document. If omitted, the
+        folder's eos_token.
+    """
     eos_id: int | None = Field(default=None, ge=0, examples=[0])
-    """With document_mask: the token that ends a document. None: eos."""
+    """With document_mask: id of the token at the end of each document. If omitted, eos."""
     document_mask: bool = False
-    """Tokens attend within their document, positions begin anew in each, and the first token of one is no target."""
+    """Tokens attend only within their document, positions restart in each document, and its first token is not
+    a target.
+    """
     seq_len: int = Field(ge=1, examples=[128])
-    """Tokens of a sample."""
+    """Tokens per sample."""
     max_bytes: int | None = Field(default=None, ge=2, examples=[8_000_000])
-    """With text: bytes that are read at most, of all files in order. None: all of them."""
+    """With text: maximum number of bytes to read, over all files in order. If omitted, all."""
     workers: int = Field(default=0, ge=0, examples=[2])
-    """Processes of each rank that read the samples of coming steps while it computes, two steps each ahead. Default 0: the
-    rank reads between steps."""
+    """Processes per rank that read the samples of coming steps while the rank computes, each two steps ahead.
+    Default 0: the rank reads between steps.
+    """
     validation: Fraction = 0.0
-    """Share of the samples, at the end of each source, that is not trained on but evaluated."""
+    """Fraction of the samples, at the end of each source, that is held out for evaluation."""
     validation_files: FrozenList[Text] = ()
-    """Files of their own to evaluate: as files, or with tokens or chat as those. Default []: none."""
+    """Separate files for evaluation, in the format of files, or of tokens or chat if those are set. Default []:
+    none.
+    """
 
     @property
     def source(self) -> str:
-        """Which setting names what is read."""
+        """The setting that names the data source."""
         return next((name for name in ("build", "tokens", "chat") if getattr(self, name)), "files")
 
     def tokenizer_of(self, pretrained: str | None) -> Path | None:
-        """What turns its text into tokens; None: a byte is a token. pretrained: model.pretrained."""
+        """The tokenizer of the text; None if each byte is a token. pretrained: model.pretrained."""
         if self.tokenizer is not None:
             return None if self.tokenizer == BYTES else Path(self.tokenizer)
         if pretrained is None or self.source not in ("files", "chat"):
@@ -123,18 +138,18 @@ class DataConfig(Section):
 
     @property
     def validates(self) -> bool:
-        """Whether there is something to evaluate."""
+        """Whether there is validation data."""
         return bool(self.validation or self.validation_files)
 
 
 class GroupConfig(Section):
-    """One of `[train.groups]`: parameters that learn otherwise."""
+    """One entry of `[train.groups]`: parameters with a different learning rate or weight decay."""
 
     place = "train.groups"
     lr: float = Field(default=1.0, ge=0)
-    """What the learning rate is multiplied by."""
+    """Factor for the learning rate."""
     weight_decay: float = Field(default=1.0, ge=0)
-    """What the weight decay is multiplied by."""
+    """Factor for the weight decay."""
 
 
 def _decay(train: TrainConfig) -> Iterator[Problem]:
@@ -165,7 +180,7 @@ def _each_sink_once(train: TrainConfig) -> Iterator[Problem]:
 
 
 class TrainConfig(Section):
-    """`[train]`: steps on batches whose size does not depend on the mesh."""
+    """`[train]`: training settings. Batch sizes do not depend on the mesh."""
 
     place = "train"
     rules = (
@@ -187,91 +202,111 @@ class TrainConfig(Section):
         NoEffect("min_delta", "patience", way="patience = 3"),
     )
     steps: int = Field(ge=1, examples=[60])
-    """Optimiser steps."""
+    """Number of optimizer steps."""
     global_batch_size: int = Field(ge=1, examples=[32])
-    """Samples of a step, over all ranks."""
+    """Samples per step, over all ranks."""
     micro_batch_size: int = Field(ge=1, examples=[4])
-    """Samples of one rank in one micro step."""
+    """Samples of one rank per forward and backward pass."""
     lr: float = Field(default=3e-3, gt=0)
     """Learning rate after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the learning rate rises to lr."""
+    """Number of steps in which the learning rate rises to lr."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """How the learning rate falls after the warm-up. wsd: it stays, and falls in the last decay_steps."""
+    """Learning rate decay after the warm-up. "wsd" keeps it constant until the last decay_steps."""
     min_lr_ratio: Share = 0.1
-    """With cosine, linear and wsd: the last step's learning rate as a share of lr."""
+    """With cosine, linear and wsd: final learning rate, as a fraction of lr."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """With wsd: the last steps, in which the learning rate falls. None: a tenth of all."""
+    """With wsd: number of final steps in which the learning rate decays. If omitted, a tenth of all steps."""
     optimizer: Literal[
         "adamw", "adam", "nadam", "radam", "adamax", "sgd", "rmsprop", "adagrad", "adadelta"
     ] = "adamw"
-    """The class of torch.optim. Any other: meshcomm.train.Trainer(optimizer=...)."""
+    """The class of torch.optim. For any other, use meshcomm.train.Trainer(optimizer=...)."""
     optimizer_args: FrozenTable[float | int | bool] = Field(
         default_factory=Table, examples=[{"momentum": 0.9}]
     )
-    """What the optimizer is made with besides lr, weight_decay, betas and eps, by the names of torch.optim."""
+    """Further keyword arguments of the optimizer besides lr, weight_decay, betas and eps, named as in
+    torch.optim.
+    """
     weight_decay: float = Field(default=0.1, ge=0)
-    """The optimizer's weight decay. Default 0.1 for adamw, torch's for any other."""
+    """The optimizer's weight decay. Default 0.1 for adamw, torch's default for any other."""
     betas: Pair[Fraction] = (0.9, 0.95)
-    """Adam's two decay rates. Default [0.9, 0.95] for adamw, torch's for its relatives."""
+    """Adam's two decay rates. Default [0.9, 0.95] for adamw, torch's default for its variants."""
     eps: float = Field(default=1e-8, gt=0)
-    """The optimizer's epsilon. Default 1e-08 for adamw, torch's for any other."""
+    """The optimizer's epsilon. Default 1e-08 for adamw, torch's default for any other."""
     groups: FrozenTable[GroupConfig] = Field(default_factory=Table, examples=[{"embed*": {"lr": 0.1}}])
-    """By patterns of parameters' names, what lr and weight_decay are multiplied by; the first that matches counts."""
+    """Patterns of parameter names -> factors for lr and weight_decay. The first match applies."""
     frozen: FrozenList[Text] = Field(default=(), examples=[["*.indexer.*", "model.embed_tokens.*"]])
-    """Patterns of parameters' names that stay as they are: no gradient, no state of the optimizer. Default []: all learn."""
+    """Patterns of parameter names to freeze: no gradient and no optimizer state. Default []: none."""
     clip_norm: float | None = Field(default=None, gt=0)
-    """Gradients whose norm over all weights is larger are scaled down to it. None: never."""
+    """Maximum gradient norm over all weights; larger gradients are scaled down to it. If omitted, no clipping."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A step whose loss or gradient norm is not finite is never applied. "stop": the run ends. "skip": the next step
-    follows. After 10 such steps in a row the run ends."""
+    """A step whose loss or gradient norm is not finite is never applied. "stop": the run ends. "skip": the run
+    continues with the next step, and ends after 10 such steps in a row.
+    """
     seed: int = Field(default=0, ge=0)
-    """Seed of the weights and of the samples' order."""
+    """Seed of the weights and of the order of the samples."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Type of the weights."""
+    """Dtype of the weights."""
     compute_dtype: Literal["bfloat16"] | None = None
-    """Type of matmuls, activations, their messages, and gathered weights. Weights, optimizer state and sums of gradients
-    keep dtype; weights beneath adapters, which do not learn, have it. None: dtype."""
+    """Dtype of matmuls, activations, their messages, and gathered weights. Weights, optimizer state and
+    gradient sums keep dtype. Frozen weights under adapters use compute_dtype. If omitted, dtype.
+    """
     state_dtype: Literal["bfloat16"] | None = None
-    """Type in which the optimizer keeps its moments from step to step; it computes in dtype. None: dtype."""
+    """Dtype in which the optimizer stores its moments between steps; it computes in dtype. If omitted, dtype."""
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
-    """torch.set_float32_matmul_precision during the run: high and medium let GPUs use TF32. None: as the process has it."""
+    """Value of torch.set_float32_matmul_precision during the run; "high" and "medium" allow TF32 on GPUs. If
+    omitted, the setting of the process.
+    """
     activation_checkpointing: bool | Literal["selective"] | Positive = False
-    """Blocks whose activations are recomputed in the backward pass. True: all. N: every N-th. "selective": all, but
-    results of matmuls, attention and messages are kept."""
+    """Blocks whose activations are recomputed in the backward pass. true: all. N: every N-th. "selective": all,
+    but results of matmuls, attention and messages are kept.
+    """
     compile: bool = False
-    """Each block goes through torch.compile."""
+    """Compile each block with torch.compile."""
     out: Text = "runs/train"
-    """Folder for what the run writes."""
+    """Output folder of the run."""
     log_every: int = Field(default=1, ge=1)
-    """Steps from one line of metrics to the next."""
+    """Steps between lines of metrics."""
     trace_steps: Pair[int] | None = Field(default=None, examples=[(3, 5)])
-    """The first and the last step whose calls are written to trace.json in out. None: none."""
+    """First and last step to trace; their calls are written to trace.json in out. If omitted, none."""
     log_to: FrozenList[Literal["tensorboard", "wandb"]] = Field(default=(), examples=[["tensorboard"]])
-    """Where metrics also go: out/tensorboard; out/wandb, offline unless WANDB_MODE is set. Default []: nowhere."""
+    """Further outputs for metrics: "tensorboard" writes to out/tensorboard; "wandb" to out/wandb, offline
+        unless WANDB_MODE is
+    set. Default []: none.
+    """
     peak_flops: float | None = Field(default=None, gt=0, examples=[989.4e12])
-    """Peak dense FLOP/s of a rank's device, for MFU. None: the vendor's figure for a well-known GPU, else no MFU."""
+    """Peak dense FLOP/s of a rank's device, for MFU. If omitted, the vendor's figure for well-known GPUs,
+    otherwise no MFU.
+    """
     checkpoint_every: int = Field(default=0, ge=0)
-    """Steps from one checkpoint to the next; one more follows the last step. 0: none."""
+    """Steps between checkpoints; one more follows the last step. 0: none."""
     checkpoint_async: bool = False
-    """With checkpoint_every: training goes on while a checkpoint is written."""
+    """With checkpoint_every: continue training while a checkpoint is written."""
     keep: int = Field(default=2, ge=1)
-    """With checkpoint_every: how many of the last checkpoints stay."""
+    """With checkpoint_every: number of most recent checkpoints to keep."""
     resume: bool = False
-    """Go on from the last complete checkpoint in out, if there is one."""
+    """Resume from the last complete checkpoint in out, if there is one."""
     resume_changed: FrozenList[Literal["data", "seq_len", "global_batch_size"]] = ()
-    """With resume: what may differ from the checkpoint's. After another data or seq_len the samples begin again, with
-    another global_batch_size they continue. Default []: nothing."""
+    """With resume: settings that may differ from those of the checkpoint. With a different data or seq_len, the
+                 samples
+    start over; with a different global_batch_size, they continue. Default []: none.
+    """
     eval_every: int = Field(default=0, ge=0)
-    """With validation data: steps from one evaluation to the next; one more follows the last step. 0: none."""
+    """With validation data: steps between evaluations; one more follows the last step. 0: none."""
     evaluate: Function | None = Field(default=None, examples=["my_package.judge:accuracy"])
-    """With eval_every: module:function, called on every rank with the Trainer. It returns the validation loss, or numbers by
-    name. None: none."""
+    """With eval_every: module:function, called on every rank with the Trainer. It returns the validation loss,
+        or numbers by
+    name. If omitted, none.
+    """
     eval_batches: int | None = Field(default=None, ge=1)
-    """With eval_every: global batches of an evaluation, the same ones each time. None: all that are whole."""
+    """With eval_every: number of global batches per evaluation, the same batches each time. If omitted, all
+        complete ones.
+    """
     patience: int | None = Field(default=None, ge=1)
-    """With eval_every: evaluations in a row without a lower validation loss that end the run. None: never."""
+    """With eval_every: end the run after this many evaluations in a row without a lower validation loss. If
+        omitted, never.
+    """
     min_delta: float = Field(default=0.0, ge=0)
-    """With patience: how much lower than the lowest a validation loss must be to count as lower."""
+    """With patience: minimum decrease of the validation loss that counts as lower."""
     target_loss: float | None = None
-    """With eval_every: the run ends once the validation loss is this or lower. None: never."""
+    """With eval_every: end the run once the validation loss is at or below this value. If omitted, never."""

@@ -80,21 +80,21 @@ class Digits(tuple[tuple[int, int], ...]):
 
 @final
 class Layout:
-    """A mesh as a value: dims, their sizes, and which rank sits where. No process is involved.
+    """A mesh as a value: dims, their sizes, and the rank at each position. No process is involved.
 
-    Nothing of it can be set. Equal layouts hash alike; it can be pickled and copied.
+    Immutable, hashable, picklable and copyable; equal layouts have equal hashes.
 
     Args:
-        dims: name -> size, outermost first. The rank grid is row-major in this order, so the
-            last dim's neighbours are next to each other.
+        dims: name -> size, outermost first. The rank grid is row-major in this order, so neighbors along
+            the last dim have consecutive positions.
         rank_order: the rank at each position of the row-major grid; default 0, 1, 2, ... A
-            layout on part of a world lists that part's ranks.
-        views: name -> another {dim: size} factorisation of the same positions; one size may be -1.
-            A dim that a view shares with the base by name must mean the same groups.
+            layout over part of a world lists the ranks of that part.
+        views: name -> another {dim: size} factorization of the same positions; one size may be -1.
+            A dim that a view shares with the base by name must have the same groups.
         merge: name -> dims that together get one coord, row-major in the order written.
 
-    Ints are plain or NumPy's; a bool, a float, or a string in the place of a list is refused.
-    Raises LayoutError, which says what does not fit.
+    Integers may be plain or NumPy's. A bool, a float, or a string in place of a list raises LayoutError, as
+    does anything that does not form a mesh.
 
     >>> layout = Layout({"pp": 2, "dp": 2, "tp": 2}, merge={"model": ("pp", "tp")})
     >>> layout.coords(6)
@@ -244,11 +244,11 @@ class Layout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every single name that a call may use: base dims, view dims, merged dims."""
+        """Every name that a call accepts: base dims, dims of views, merged dims."""
         return tuple(name for name in self._digits if isinstance(name, str))
 
     def digits(self, dims: Dims) -> Digits:
-        """How positions are read along `dims`. Raises UnknownDim."""
+        """How positions map to coords along `dims`. Raises UnknownDim."""
         try:
             return self._digits[dims]
         except (KeyError, TypeError):
@@ -269,7 +269,7 @@ class Layout:
         return parts
 
     def home(self, dims: Dims) -> str:
-        """The view that `dims` belong to, "" for the base. Raises UnknownDim where they share none."""
+        """The view that contains `dims`; "" for the base. Raises UnknownDim if they belong to no common one."""
         names = self.expand(dims)
         for view, sizes in self._factorisations.items():
             if all(name in sizes for name in names):
@@ -282,12 +282,12 @@ class Layout:
         )
 
     def rest(self, dims: Dims) -> tuple[str, ...]:
-        """The names of the factorisation of `dims` that `dims` are not."""
+        """The other dims of the factorization that contains `dims`."""
         names = self.expand(dims)
         return tuple(name for name in self._factorisations[self.home(names)] if name not in names)
 
     def others(self, dims: Dims) -> Digits:
-        """How positions are read along all the dims that `dims` are not."""
+        """How positions map to coords along all dims other than `dims`."""
         return Digits(digit for name in self.rest(dims) for digit in self._digits[name])
 
     def _read(self, dims: Dims) -> Digits:
@@ -342,7 +342,7 @@ class Layout:
 
     @property
     def rank_order(self) -> tuple[int, ...] | None:
-        """The rank at each position, or None where rank and position are the same."""
+        """The rank at each position, or None if ranks equal positions."""
         return None if self._order is None else tuple(self._order.tolist())
 
     @property
@@ -357,7 +357,7 @@ class Layout:
             return False
 
     def position(self, rank: int) -> int:
-        """Index of `rank` in the row-major rank grid. Raises LayoutError where it has none."""
+        """The index of `rank` in the row-major rank grid. Raises LayoutError if the rank is not in the layout."""
         rank = whole(rank, "rank")
         if rank in self._positions:
             return self._positions[rank]
@@ -370,7 +370,7 @@ class Layout:
         )
 
     def rank_of(self, position: int) -> int:
-        """The rank at a position of the row-major rank grid. Raises LayoutError outside of it."""
+        """The rank at a position of the row-major rank grid. Raises LayoutError outside of the grid."""
         position = whole(position, "position")
         if not 0 <= position < self.world_size:
             raise LayoutError(
@@ -398,7 +398,10 @@ class Layout:
         return {name: self._digits[name].coord(position) for name in sizes}
 
     def label(self, rank: int) -> str:
-        """The rank with its coords in the base, as in `rank 5 (pp=1 dp=0 tp=1)`; one outside as such."""
+        """The rank with its coords in the base, such as `rank 5 (pp=1 dp=0 tp=1)`.
+
+        A rank outside the layout is labeled as such.
+        """
         return rank_text(rank, self.coords(rank)) if rank in self else f"rank {rank} (not in the mesh)"
 
     def coord(self, rank: int, dims: Dims) -> int:
@@ -406,7 +409,7 @@ class Layout:
         return self.digits(dims).coord(self.position(rank))
 
     def get_rank(self, **coords: int) -> int:
-        """The rank at these coords: every dim of the base, or every dim of one view, once."""
+        """The rank at these coords. Pass every dim of the base, or every dim of one view, once."""
         sizes = next((s for s in self._factorisations.values() if set(s) == set(coords)), None)
         if sizes is None:
             for name in coords:
@@ -425,8 +428,8 @@ class Layout:
     def groups(self, dims: Dims) -> Ranks:
         """Every group along `dims`, shape (number of groups, size), in coord order.
 
-        Row i, column c: the rank with coord c in group i. Groups are in row-major order of the
-        coords along the other dims.
+        Row i, column c is the rank with coord c in group i. Groups are in row-major order of the coords along
+        the other dims.
         """
         return self._ranks_of(self.others(dims).offsets()[:, None] + self.digits(dims).offsets())
 
@@ -436,7 +439,7 @@ class Layout:
         return self._ranks_of(position - digits.offset(digits.coord(position)) + digits.offsets())
 
     def group_index(self, rank: int, dims: Dims) -> int:
-        """Which row of `groups(dims)` holds `rank`."""
+        """The row of `groups(dims)` that contains `rank`."""
         return self.others(dims).coord(self.position(rank))
 
     @overload
@@ -444,7 +447,7 @@ class Layout:
     @overload
     def neighbor_rank(self, rank: int, dims: Dims, offset: int, *, wrap: bool) -> int | None: ...
     def neighbor_rank(self, rank: int, dims: Dims, offset: int, *, wrap: bool = True) -> int | None:
-        """The rank `offset` coords further along `dims`; None past the edge without `wrap`."""
+        """The rank `offset` coords further along `dims`. Without `wrap`, None past the edge."""
         digits, position = self.digits(dims), self.position(rank)
         coord = digits.coord(position)
         target = coord + whole(offset, "offset")

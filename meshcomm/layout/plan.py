@@ -1,4 +1,4 @@
-"""Which groups does a layout need, with which options, in which order? Decided without a process."""
+"""The groups that a layout needs, with their options and order. Computed without a process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Scalar = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """What a group is created with, beside its ranks.
+    """The options that a group is created with.
 
-    backend: "auto" (NCCL for cuda, Gloo for cpu), or any name that torch.distributed knows.
-    timeout_s: seconds until an operation on the group that does not end is an error.
+    backend: "auto" (NCCL for cuda, Gloo for cpu), or any name that torch.distributed accepts.
+    timeout_s: seconds after which an unfinished operation on the group raises an error.
     comm_id: groups with equal ranks and options share one communicator unless their comm_ids differ.
-    extra: options of the backend itself, as ("name", value) pairs.
+    extra: backend-specific options, as ("name", value) pairs.
     """
 
     backend: str = "auto"
@@ -38,9 +38,9 @@ class GroupOptions:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """All groups along one name: the fibres of a dim, of a merged dim, or of a view's dim.
+    """All groups along one name: along a dim, a merged dim, or a dim of a view.
 
-    shares: the name of the earlier family whose groups these are, or None. Where it is set, no
+    shares: the name of the earlier family whose groups this family uses, or None. If it is set, no
         group is created for this family.
     """
 
@@ -60,9 +60,9 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One group: which ranks, in coord order, and how it is created.
+    """One group: its ranks, in coord order, and its options.
 
-    index: which of the family's groups it is. coords: what its ranks have in common, by dim.
+    index: its index among the family's groups. coords: the coords that its ranks share, by dim.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Group:
 
     @property
     def label(self) -> str:
-        """Name and common coords, as in `tp[pp=0 dp=1]`; the name alone where all ranks are in one group."""
+        """Name and shared coords, such as `tp[pp=0 dp=1]`; only the name if all ranks are in one group."""
         return f"{self.name}[{coords_text(self.coords)}]" if self.coords else self.name
 
     def facts(self) -> dict[str, Any]:
@@ -93,9 +93,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The plan as one rank sees it: its coords, and the group it is in for every name, in order.
+    """The plan for one rank: its coords, and its group for every name, in order.
 
-    A name whose size is 1 has no group and does not appear in `groups`.
+    A name of size 1 has no group and is not in `groups`.
     """
 
     rank: int
@@ -104,17 +104,17 @@ class RankPlan:
 
     @property
     def creations(self) -> int:
-        """How many groups this rank creates."""
+        """Number of groups that this rank creates."""
         return sum(group.shares is None for group in self.groups)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every group of a layout, in one fixed order: base dims, merged dims, then views' dims.
+    """Every group of a layout, in one fixed order: base dims, merged dims, then the dims of views.
 
     Args:
-        layout: who sits where.
-        defaults: options of every name that has none of its own.
+        layout: the placement of ranks.
+        defaults: options of every name without an entry in `options`.
         options: options by name (a dim, a merged dim, a view's dim).
         device: "auto", "cpu", "cuda", ...
     """
@@ -130,7 +130,7 @@ class Plan:
 
     @cached_property
     def families(self) -> tuple[Family, ...]:
-        """Every name with the facts that its groups have in common, in plan order."""
+        """Every name with the facts that its groups share, in plan order."""
         layout = self.layout
         kinds: dict[str, tuple[str, tuple[str, ...]]] = {name: ("dim", (name,)) for name in layout.dims}
         kinds.update((name, ("merged", parts)) for name, parts in layout.merge.items())
@@ -153,23 +153,23 @@ class Plan:
         return next(family for family in self.families if family.name == name)
 
     def covering(self, dims: Dims) -> Family | None:
-        """The first family whose groups are those of `dims`, under whatever name; None where there is none.
+        """The first family with the groups of `dims`, under any name; None if there is none.
 
-        Raises UnknownDim, LayoutError for what is no dims.
+        Raises UnknownDim; LayoutError if `dims` is not a name or a tuple of names.
         """
         wanted = self.layout.digits(dims).canonical()
         matching = (each for each in self.families if self.layout.digits(each.name).canonical() == wanted)
         return next(matching, None)
 
     def groups(self) -> Iterator[Group]:
-        """Every group of every name, in the order in which they are created."""
+        """Every group of every name, in creation order."""
         for family in self.families:
             if family.size > 1:
                 for ranks in self.layout.groups(family.name):
                     yield self._group(family, ranks)
 
     def for_rank(self, rank: int) -> RankPlan:
-        """What `rank` sees. Time and memory grow with the sizes of its groups, not with the world."""
+        """The coords and groups of `rank`. Time and memory grow with the sizes of its groups, not with the world."""
         # A process asks for its own many times.
         last: RankPlan | None = self.__dict__.get("_last")
         if last is None or last.rank != rank:
@@ -193,7 +193,7 @@ class Plan:
         return Group(family.name, family.dims, index, members, common, family.options, family.shares)
 
     def facts(self) -> dict[str, Any]:
-        """Everything that must be equal on every rank, and nothing that is a rank's own."""
+        """All facts that must be equal on every rank, without those that differ per rank."""
         layout = self.layout
         order = layout.rank_order
         return {
@@ -207,15 +207,15 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sixteen hex digits of a SHA-256 over `facts()` as they were written, before `on`; names in their order.
+        """Sixteen hex digits of a SHA-256 over `facts()` as written, before `on`, with names in their order.
 
-        So a config has one plan id, whatever device a process finds.
+        A config therefore has one plan id on every device type.
         """
         text = json.dumps(self.facts(), separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def on(self, device: str, backend: str) -> Plan:
-        """This plan with "auto" filled in for one device type."""
+        """This plan with "auto" resolved for one device type."""
 
         def fill(options: GroupOptions) -> GroupOptions:
             return replace(options, backend=backend) if options.backend == "auto" else options

@@ -1,4 +1,4 @@
-"""Let the groups that a program makes by torch share communicators, as the groups of a mesh do."""
+"""Let the groups that a program creates with torch share communicators, as the groups of a mesh do."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ from meshcomm.transport.torch_private import (
 
 
 def adopt() -> Adopted:
-    """From now on equal groups of `dist.new_group`, and so of a DeviceMesh, are one group; one of a single rank copies.
+    """Make equal groups of `dist.new_group`, and so of DeviceMesh, share one group. Groups of one rank only copy.
 
         meshcomm.adopt()
         mesh = init_device_mesh("cuda", (2, 1, 4), mesh_dim_names=("dp", "cp", "tp"))     # and nothing else changes
 
-    Equal: the same ranks in the same order, backend, timeout and device, and no `pg_options`. A rank then has fewer
-    communicators, and their memory and start-up. What else changes: calls on groups that share run in the order in which
-    they are made, as on one communicator. Groups that NCCL splits off the default group (`device_id` given) stay as torch
-    makes them.
+    Groups are equal if they have the same ranks in the same order, backend, timeout and device, and no
+    `pg_options`. Sharing saves the memory and the start-up time of the extra communicators. Calls on groups
+    that share one communicator run in the order in which they are made. Groups that NCCL splits off the default
+    group (`device_id` given) are created as without this call.
 
     Called by: every process of the job, at the same point of the program.
-    Raises:    nothing here; later, CommunicationError where the program asks for a group again that it has destroyed.
+    Raises:    nothing here; later, CommunicationError if the program requests a group again after destroying
+               it.
     """
     return Adopted()
 
 
 @final
 class Adopted:
-    """What `meshcomm.adopt` started, until `close`: how many groups this rank asked for, and what it got.
+    """The active effect of `meshcomm.adopt`, until `close`, with counts of this rank's groups.
 
-    asked, made, shared, solo: counts; a group of a single rank is solo.
+    asked, made, shared, solo: counts of groups; a group of a single rank is solo.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class Adopted:
         )
 
     def close(self) -> None:
-        """Let torch make groups as before; those that there are stay. Harmless when repeated."""
+        """Let torch create groups as before. Existing groups stay. Calling it again has no effect."""
         self._end()
 
     def _new_group(

@@ -83,8 +83,9 @@ def on_all_ranks(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
 class Spread(NamedTuple):
     """One call on one dim, over all ranks that made it.
 
-    calls, nbytes: of all of them together. mean_s: seconds that a rank was blocked in the calls, on average.
-    fastest, slowest: the lowest of the ranks that were blocked least and most. Times are None if a rank's are unknown.
+    calls, nbytes: summed over the ranks. mean_s: seconds that the calls blocked a rank, on average. fastest,
+    slowest: the ranks that were blocked least and most, the lowest rank if several. Times are None if a rank's
+    time is unknown.
     """
 
     dim: str
@@ -108,11 +109,11 @@ class StatsOfAll:
     rows: tuple[Spread, ...]
 
     def facts(self) -> dict[str, Any]:
-        """As data that JSON can hold."""
+        """As JSON-serializable data."""
         return {"seconds": self.seconds, "rows": [row._asdict() for row in self.rows]}
 
     def __rich__(self) -> RenderableType:
-        """A table, a line for each call of each dim."""
+        """A table with a line for each call on each dim."""
         return page_view(spread_page(self.facts()))
 
     def __str__(self) -> str:
@@ -147,10 +148,10 @@ def _spread(key: tuple[str, str, bool], by_rank: Mapping[int, tuple[int, int, fl
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Arrivals at the last calls on one group, by coord.
+    """When each coord arrived at the last calls on one group.
 
-    mean_s, worst_s: seconds after the first rank of the group. last: share of the calls at which this coord
-    arrived last, 0 to 1. calls: how many were compared, 256 at most.
+    mean_s, worst_s: seconds after the first rank of the group. last: fraction of the calls at which this coord
+    arrived last, 0 to 1. calls: number of compared calls, at most 256.
     """
 
     ranks: tuple[int, ...]
@@ -166,7 +167,7 @@ class Arrivals:
 
 
 class Straggler(NamedTuple):
-    """The rank of the whole mesh that arrived latest along a dim, on average, in seconds after the first one."""
+    """The rank of the mesh that arrived latest on average along a dim, in seconds after the first rank."""
 
     rank: int
     mean_s: float
@@ -174,9 +175,10 @@ class Straggler(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stragglers:
-    """The result of `Mesh.stragglers`, by dim: this rank's own group, and the latest rank over all groups of the mesh.
+    """The result of `Mesh.stragglers`, by dim: this rank's group, and the latest rank over all groups of the mesh.
 
-    hosts: 1: one clock for all. More: their wall clocks were compared, as good as they are set.
+    hosts: number of hosts. With 1, all times are from one clock. With more, the wall clocks of the hosts are
+    compared, and clock offsets between them add to the times.
     """
 
     groups: Mapping[str, Arrivals]
@@ -184,7 +186,7 @@ class Stragglers:
     hosts: int
 
     def __rich__(self) -> RenderableType:
-        """A table, a line for each coord of each dim."""
+        """A table with a line for each coord of each dim."""
         names = ("dim", "coord", "rank", "mean ms", "worst ms", "last to come")
         rows = [
             (

@@ -51,11 +51,12 @@ _LEAVES_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Which one the mesh is of. number: 0 before any rank was lost.
+    """The generation of the job that a mesh belongs to. It changes each time that ranks are lost and replaced.
 
-    replaced: the ranks whose processes are new in it, each with how the one before ended. processes: by rank, the number
-    by which the launcher knows its process, which is RANK in its environment; (): these are the ranks. dims: the sizes that
-    are others than in the configuration.
+    number: 0 before any rank was lost. replaced: the ranks with new processes, each with how the previous
+            process
+    ended. processes: the launcher's number of the process of each rank, which is RANK in its environment; if
+    empty, these are the ranks. dims: the sizes that differ from the configuration.
     """
 
     number: int = 0
@@ -64,7 +65,7 @@ class Generation:
     dims: Mapping[str, int] = field(default_factory=dict)
 
     def process_of(self, rank: int) -> int:
-        """The number by which the launcher knows the process of a rank."""
+        """The launcher's number of the process of a rank."""
         return self.processes[rank] if self.processes else rank
 
     def ranks_of(self, processes: Mapping[int, str]) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""A plan that is live in this process: who am I, and communication along dims by name."""
+"""An open mesh in this process: this rank's coords, and communication along dims by name."""
 
 from __future__ import annotations
 
@@ -75,11 +75,14 @@ _GRAPHS_S: Final = 10.0
 
 @final
 class Mesh(AlongDims):
-    """Named dims over the ranks of a job, with a communicator along each. Made by `meshcomm.init`.
+    """Named dims over the ranks of a job, with a communicator along each dim. Created by `meshcomm.init`.
 
-    The first argument of every method says along which dims: a name, a merged dim's name, or a tuple of names that a
-    declared group covers. Peers and roots are coords along the dims, never global ranks. On a rank that the mesh does
-    not cover, `is_member` is False and everything that needs a place in the mesh raises NotMember.
+    The first argument of every communication method selects the dims: the name of a dim or of a merged dim, or
+    a tuple of names that a declared group covers. Peers and roots are coords along the dims, never global
+    ranks.
+
+    On a rank outside the mesh, `is_member` is False, and every method that needs a place in the mesh raises
+    NotMember.
     """
 
     def __init__(self, plan: Plan, runtime: Runtime) -> None:
@@ -133,7 +136,7 @@ class Mesh(AlongDims):
 
     @property
     def local_rank(self) -> int:
-        """The number of this process on its host, by the launcher: every host has a local rank 0."""
+        """The local rank of this process on its host, as the launcher sets it. Every host has a local rank 0."""
         return self._launch.local_rank
 
     @property
@@ -165,16 +168,20 @@ class Mesh(AlongDims):
 
     @property
     def data_rank(self) -> int:
-        """This rank's share of the samples, a DistributedSampler's `rank`: its coord along the dims of data and shard.
+        """This rank's shard of the samples: its coord along the data and shard dims.
 
-        Raises LayoutError if the mesh was opened without [parallel], which says the roles of dims.
+        Pass it to DistributedSampler as `rank`. Raises LayoutError if the mesh was opened without [parallel],
+        which assigns roles to the dims.
         """
         dims = self._samples_differ_along()
         return self.coord(dims) if dims else 0
 
     @property
     def data_world_size(self) -> int:
-        """In how many shares the samples are divided: a DistributedSampler's `num_replicas`. Raises as `data_rank`."""
+        """Number of shards that the samples are split into. Pass it to DistributedSampler as `num_replicas`.
+
+        Raises the same errors as `data_rank`.
+        """
         dims = self._samples_differ_along()
         return self.size(dims) if dims else 1
 
@@ -205,22 +212,25 @@ class Mesh(AlongDims):
     @overload
     def neighbor_rank(self, dims: Dims, offset: int, *, wrap: bool) -> int | None: ...
     def neighbor_rank(self, dims: Dims, offset: int, *, wrap: bool = True) -> int | None:
-        """The global rank `offset` coords further along `dims`; None past the edge without `wrap`. Messages take coords."""
+        """The global rank `offset` coords further along `dims`. Without `wrap`, None past the edge.
+
+        Use it for logging and lookups: sends and receives take coords, not global ranks.
+        """
         return self.layout.neighbor_rank(self._member(), dims, offset, wrap=wrap)
 
     @property
     def label(self) -> str:
-        """This rank with its coords, as in `rank 5 (pp=1 dp=0 tp=1)`."""
+        """This rank with its coords, such as `rank 5 (pp=1 dp=0 tp=1)`."""
         return self.layout.label(self.rank)
 
     @property
     def topology(self) -> TopologyConfig:
-        """How ranks are placed on machines, by the configuration or the launcher."""
+        """The placement of ranks on nodes, from the configuration or the launcher."""
         return self._topology()
 
     @property
     def is_async(self) -> bool:
-        """Whether calls return when they are queued on the device, as with NCCL. True in a dry run."""
+        """Whether calls return once they are enqueued on the device, as with NCCL. Also True in a dry run."""
         return (
             self.is_fake
             or self.device.type != "cpu"
@@ -228,12 +238,13 @@ class Mesh(AlongDims):
         )
 
     def seed(self, *key: int | str, along: Dims = ()) -> int:
-        """A seed that differs along the dims of `along` and is equal along all others.
+        """A seed that differs along the dims in `along` and is equal along all other dims.
 
             torch.manual_seed(mesh.seed(0, step, along=("dp", "cp")))   # equal along tp, where activations are
 
-        key:     further inputs: a seed, a step, a name.
-        Returns: 0 to 2^63 - 1, from SHA-256 of key and coords: coord 0 has the same on every mesh.
+        key:     values that the seed depends on: a base seed, a step, a name.
+        Returns: an integer from 0 to 2^63 - 1, the SHA-256 of key and coords. Coord 0 gets the same seed on
+                 every mesh.
         Raises:  UnknownDim; NotMember; ConfigError without a key.
         """
         if not key:
@@ -251,7 +262,10 @@ class Mesh(AlongDims):
     def generator(
         self, *key: int | str, along: Dims = (), device: torch.device | str | None = None
     ) -> torch.Generator:
-        """A new generator with that `seed`, on this rank's device or `device`. CPUs and GPUs draw different numbers."""
+        """A new generator seeded with `seed`, on `device` or, by default, this rank's device.
+
+        With the same seed, CPU and GPU generators draw different numbers.
+        """
         return torch.Generator(device or self.device).manual_seed(self.seed(*key, along=along))
 
     # -- patterns ---------------------------------------------------------------------------------
@@ -266,18 +280,19 @@ class Mesh(AlongDims):
         grad: GatherRules | None = None,
         **sizes: int,
     ) -> Tensor:
-        """einops.rearrange with mesh dims: where a dim's name stands says where it lies in `x`; docs/guide/patterns.md.
+        """einops.rearrange with mesh dims in the pattern. A dim's name marks the axis that is split along it.
 
-        On the right only, it is gathered; on the left only, this rank keeps its slice, or with `partial` ("sum", "avg",
-        "min", ...) the ranks' values are reduced and scattered; on both sides at different places, it is an all-to-all.
+        A dim that appears only on the right is gathered. A dim that appears only on the left is sliced, or with
+        `partial` ("sum", "avg", "min", ...) reduced and scattered. A dim that moves to another axis is an
+        all-to-all. See docs/guide/patterns.md.
 
             mesh.rearrange(x, "b s h -> b s (tp h)")                      all_gather along tp
             mesh.rearrange(x, "b s (tp h) -> b s h", partial="sum")       reduce_scatter along tp
             mesh.rearrange(x, "b s (cp h) d -> b (cp s) h d")             all_to_all along cp
 
         Called by:  every rank along the dims of the pattern, in the same program order.
-        Gradient:   where x needs one, a gather needs `grad`, "slice" or "reduce_scatter", as in
-                    `mesh.functional.all_gather`; everything else has one meaning.
+        Gradient:   if x requires a gradient, a gather needs `grad`: "slice" or "reduce_scatter", as in
+                    `mesh.functional.all_gather`. All other steps have one possible gradient.
         Raises:     PatternError, ShapeError; UnknownDim, AutogradError, CommunicationError.
         """
         if is_compiling():
@@ -309,10 +324,12 @@ class Mesh(AlongDims):
     def barrier(
         self, dims: Dims | None = None, *, timeout_s: float | None = None, async_op: bool = False
     ) -> Handle[None] | None:
-        """Return when every rank along `dims` has come. None: every rank of the mesh, dim by dim.
+        """Block until every rank along `dims` has arrived.
 
-        timeout_s: meet at the store instead of at the backend, also under NCCL. Every rank that arrived raises a
-                   BarrierTimeout with the ranks that did not, and the call that each of them is in.
+        dims:      if None, every rank of the mesh, dim by dim.
+        timeout_s: synchronize through the store instead of the backend, also under NCCL. After the timeout,
+                   every rank that arrived raises BarrierTimeout. The error names the missing ranks and the call
+                   that each of them is in.
         """
         if async_op and (timeout_s is not None or dims is None):
             self._usable()
@@ -335,8 +352,10 @@ class Mesh(AlongDims):
     def warm_up(self) -> dict[str, float]:
         """Use every group once, in plan order, so that no later call pays for connecting.
 
-        Called by: every rank of the mesh. On NCCL the first call on a group must involve all of its ranks.
-        Returns: seconds by name, of this rank; `warm_up_s` keeps them. With `warm_up = true`, `meshcomm.init` calls it.
+        `meshcomm.init` calls this if the configuration has `warm_up = true`.
+
+        Called by: every rank of the mesh. NCCL requires all ranks of a group in its first call.
+        Returns:   this rank's seconds by name. `warm_up_s` keeps them.
         """
         self._usable()
         seconds: dict[str, float] = {}
@@ -350,13 +369,14 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def breakpoint(self, *, timeout_s: float = 3600.0, skip: int = 0, **coords: int) -> None:
-        """Stop one rank in Python's debugger, at the line of this call; the others wait for it.
+        """Stop one rank in Python's debugger at the line of this call. The other ranks wait for it.
 
-        `mesh.breakpoint(dp=0, tp=1)`. Dims that are not named: coord 0. The rank's own stdin is asked.
+        In `mesh.breakpoint(dp=0, tp=1)`, dims that are not named have coord 0. The debugger reads from the
+        stdin of the stopped rank.
 
-        Called by:  every rank of the mesh. No group's timeout runs meanwhile: they meet at the store.
-        timeout_s:  how long the others wait; then they raise BarrierTimeout.
-        skip:       how many of the first calls from this line do nothing.
+        Called by:  every rank of the mesh. The ranks wait at the store, so no group's timeout runs.
+        timeout_s:  how long the other ranks wait before they raise BarrierTimeout.
+        skip:       number of calls from this line to ignore first.
         Raises:     UnknownDim, LayoutError on every rank; bdb.BdbQuit on the stopped rank after `q`.
         """
         self._usable()
@@ -400,9 +420,11 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def stragglers(self) -> Stragglers:
-        """The ranks that begin the last 256 collectives on each group later than others, by dim; prints as a table.
+        """The ranks that started the last 256 collectives on each group later than others, by dim.
 
-        Under NCCL a call begins when the host enqueues it. Called by: every rank of the mesh.
+        Prints as a table. Under NCCL, a call starts when the host enqueues it.
+
+        Called by: every rank of the mesh.
         """
         from meshcomm.mesh.all_ranks import stragglers
 
@@ -415,17 +437,19 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def step(self, number: int | None = None, *, apart: Sequence[Dims] = ()) -> int:
-        """One step of the program is over: by now each rank of a group has begun the same collectives on it.
+        """Mark the end of a program step, at which the ranks of a group must have issued the same collectives.
 
-        Sends nothing and takes microseconds. In a thread, ranks compare their calls in each step: a call, or a whole
-        step, that one of them left out or made once too often among equal ones. docs/guide/hangs.md says how soon.
+        Sends nothing and takes microseconds. A background thread compares the calls of each step across ranks.
+        It detects a call or a step that one rank skipped, or made once too often among identical calls.
+        docs/guide/hangs.md describes the detection delay.
 
         Called by: every rank of the mesh, at the same point of the program.
-        number:    what the program calls the step, equal on all ranks; None: one more than the last, from 1.
-        apart:     names whose groups other threads of this rank call on at a pace of their own: not compared.
+        number:    the program's number for the step, equal on all ranks. If None, the last number plus one,
+                   starting at 1.
+        apart:     dims whose groups are also used from other threads of this rank. They are not compared.
         Returns:   the number.
-        Raises:    CallMismatchError on every rank of a group whose ranks differ in this step or one
-                   before, as soon as that is known; calls that fail meanwhile and `close` raise it too.
+        Raises:    CallMismatchError on every rank of a group whose ranks differed in this or an earlier step,
+                   as soon as that is known. Calls that fail in the meantime and `close` raise it too.
         """
         self._usable()
         number = self.metrics.number + 1 if number is None else whole(number, "step")
@@ -436,13 +460,18 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def stats(self) -> Stats:
-        """Calls, bytes and seconds of this rank since the mesh was opened, by dim of size 2 or more and call.
+        """Calls, bytes and seconds of this rank since the mesh was opened.
 
-        Prints as a table; `after.since(before)` is the difference of two. Asks no other rank. From torch 2.14 on, calls
-        of torch on `group` or `device_mesh`, by FSDP or pipelining for example, are counted as `all_gather (torch)`
-        without a time. If [topology] has link speeds, the model's prediction is added.
-        Seconds: how long the program was blocked in the calls. On devices other than cpu, and on groups of NCCL, a
-        call returns when it is enqueued, so they are None there, and "-" in the table.
+        The result has a row for each dim of size 2 or more and each call on it. It prints as a table.
+        `after.since(before)` is the difference of two results. Does not communicate.
+
+        From torch 2.14 on, calls that torch makes on `group` or `device_mesh`, such as those of FSDP or
+        pipelining, count as `all_gather (torch)` without a time. If [topology] has link speeds, the predicted
+        time is added.
+
+        Seconds measure how long the calls blocked the program. On devices other than cpu and on NCCL groups, a
+        call
+        returns once it is enqueued: seconds are None there, "-" in the table.
         """
         self._usable()
         from meshcomm.mesh.stats import stats
@@ -455,7 +484,7 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def global_stats(self) -> StatsOfAll:
-        """As `stats`, summed up over all ranks, with the fastest and the slowest of them.
+        """`stats` summed over all ranks, with the fastest and the slowest rank.
 
         Called by: every rank of the mesh, in the same program order.
         """
@@ -467,14 +496,17 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def trace(self, path: str | PathLike[str]) -> Trace:
-        """`with mesh.trace("trace.json"):` keeps every call of the block, 200,000 of a rank at most, in one file of all ranks.
+        """Record every call in a `with mesh.trace("trace.json"):` block in one file for all ranks.
 
-        The file is for Perfetto or chrome://tracing: a process for each rank, a track for each dim. The first rank of
-        the mesh writes it. If the block raises, each rank that raised writes its calls to trace.rank3.json.
+        Keeps up to 200,000 calls per rank. Open the file in Perfetto or chrome://tracing: it has a process for
+        each rank and a track for each dim. The first rank of the mesh writes it. If the block raises, each rank
+        that raised writes its own calls, for rank 3 to trace.rank3.json.
 
         Called by: every rank of the mesh, for the same part of the program.
-        Raises:    UnsupportedOp inside another trace, or in the simulator, whose ranks take turns; after the block
-                   TrainingError if the file cannot be written, CommunicationError for ranks that do not come.
+        Raises:    UnsupportedOp inside another trace, and in the simulator, whose ranks run one at a time.
+                   After the
+                   block: TrainingError if the file cannot be written, CommunicationError if ranks do not
+                          arrive.
         """
         self._usable()
         if self._watch is not None and not self._watch.timed:
@@ -491,7 +523,7 @@ class Mesh(AlongDims):
     # -- torch's own objects ------------------------------------------------------------------------
 
     def group(self, dims: Dims) -> dist.ProcessGroup:
-        """The torch process group along `dims`; group rank == coord. For size 1: one that copies."""
+        """The torch process group along `dims`. Its group rank equals the coord. A group of size 1 only copies."""
         self._usable()
         if self.layout.digits(dims).size > 1 and isinstance(dims, tuple):
             return self._torch.group(self._family_of(dims))
@@ -499,13 +531,14 @@ class Mesh(AlongDims):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """All base dims as one torch DeviceMesh over this mesh's groups."""
+        """A torch DeviceMesh with all base dims, over this mesh's groups."""
         return self[tuple(self.layout.dims)]
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """`mesh["tp"]`, `mesh["dp", "tp"]`: a torch DeviceMesh with these dims, in this order.
 
-        Dims, merged dims, or dims of one view. Slices that keep the order of the base dims share one root.
+        Accepts dims, merged dims, or dims of one view. Slices that keep the order of the base dims share one
+        root.
         """
         self._usable()
         return self._torch.device_mesh((names,) if isinstance(names, str) else names)
@@ -521,10 +554,10 @@ class Mesh(AlongDims):
         timeout_s: float | None = None,
         comm_id: str = "",
     ) -> None:
-        """Declare the merged dim `name` on the live mesh and create its groups.
+        """Declare the merged dim `name` on the open mesh and create its groups.
 
-        Called by: every rank of the mesh, in the same program order. Ranks agree on it first.
-        Raises:    LayoutError, UnknownDim; MeshMismatchError where ranks ask for different groups.
+        Called by: every rank of the mesh, in the same program order. The ranks first compare their arguments.
+        Raises:    LayoutError, UnknownDim; MeshMismatchError if ranks ask for different groups.
         """
         self._usable()
         plan = self._merged_plan(name, dims, backend, timeout_s, comm_id)
@@ -587,12 +620,12 @@ class Mesh(AlongDims):
         return plan
 
     def close(self) -> None:
-        """Give every group back, last created first. Closing twice is harmless.
+        """Destroy the groups, last created first. Closing twice is harmless.
 
         Called by: every rank, at the same point of the program.
-        Raises:    where `step` was used and no exception is under way: CallMismatchError, when all is given
-                   back, for ranks that differ in a step and were not told. Waits up to two seconds for
-                   the neighbours along each dim to come as far as this rank.
+        Raises:    CallMismatchError if `step` found a difference that no earlier call raised. It is raised
+                   after cleanup, and only if no exception is being handled. To find such a difference, `close`
+                   waits up to two seconds for the neighbors along each dim to reach the same step.
         """
         self._close(compare=sys.exception() is None)
 
@@ -627,18 +660,19 @@ class Mesh(AlongDims):
 
     @property
     def generation(self) -> Generation:
-        """How often ranks of the job were lost and replaced before this mesh was opened, and which are new in it."""
+        """How often the job lost and replaced ranks before this mesh was opened, and which ranks are new."""
         return self._generation
 
     @property
     def recovers(self) -> bool:
-        """Whether the launcher replaces ranks that are lost, and `reopen` meets them."""
+        """Whether the launcher replaces lost ranks, so that `reopen` can connect to the new processes."""
         return self._recovers
 
     def lost(self, error: BaseException | None = None) -> RankLost | None:
-        """The error where ranks were lost and replaced since this mesh was opened, so that `reopen` would meet new ones.
+        """A RankLost error if ranks were lost and replaced since this mesh was opened, otherwise None.
 
-        error: what the program is about to leave a step by. One of communication gives the launcher five seconds to say so.
+        error: the exception that interrupted the step. For a communication error, this waits up to five seconds
+               for the launcher to announce a replacement.
         """
         generations = None if self.closed else self._runtime.generations
         if generations is None or isinstance(error, RankLost):
@@ -647,20 +681,23 @@ class Mesh(AlongDims):
         return generations.lost(f"a step on {self.label}", waits)
 
     def reopen(self, error: BaseException | None = None) -> Generation:
-        """Meet the processes that have replaced lost ranks: this mesh then has new groups, with all ranks of the job.
+        """Rebuild this mesh with the processes that replaced lost ranks: new groups over all ranks of the job.
 
             except Exception as error:
                 mesh.reopen(error)      # raises `error` where no rank was lost and replaced
 
-        Everything in flight is given up. Names, dims and coords stay, and so do torch DeviceMeshes and DTensors of this
-        mesh, whose groups have the names of the old ones; groups of `create_group`, `dist.new_group`, and objects that
-        hold a group itself, are to be made again: docs/guide/elastic.md.
+        Calls in flight are abandoned. Names, dims and coords stay valid. Torch DeviceMeshes and DTensors of
+        this mesh also stay valid, because the new groups have the names of the old ones. Recreate groups of
+        `create_group` and `dist.new_group`, and objects that hold a group themselves: see
+        docs/guide/elastic.md.
 
-        error:     what the program left its step by; it is raised where it is not for a lost rank. Of an error of
-                   communication the launcher has five seconds to announce a replacement.
-        Called by: every rank that was not lost; the new processes come to it by `meshcomm.init`.
+        error:     the exception that interrupted the step. It is raised again if it is not due to a lost rank.
+                   For a communication error, this waits up to five seconds for the launcher to announce a
+                   replacement.
+        Called by: every surviving rank. The new processes call `meshcomm.init`.
         Returns:   the new generation, with the ranks that are new.
-        Raises:    LaunchError where nobody replaces ranks; UnsupportedOp where the default group is not the mesh's; as init.
+        Raises:    LaunchError if the launcher does not replace ranks; UnsupportedOp if the mesh did not create
+                   the default group; the errors of `meshcomm.init`.
         """
         generations = None if self.closed else self._runtime.generations
         if generations is None:
@@ -691,10 +728,11 @@ class Mesh(AlongDims):
         return self.generation
 
     def finish(self) -> None:
-        """Return when every rank has come here. From then on the mesh does not grow any more, and ranks may end.
+        """Block until every rank has called this. From then on, no rank joins the mesh, and ranks may exit.
 
-        Called by: every rank of the mesh, at the end of a program that reopens it; `Trainer.run` does so by itself.
-        Raises:    RankLost where the mesh grows first.
+        Called by: every rank of the mesh, at the end of a program that reopens it. `Trainer.run` calls it
+                   itself.
+        Raises:    RankLost if a rank joins the mesh first.
         """
         from meshcomm.mesh.all_ranks import is_first, of_every_rank
 
@@ -777,23 +815,25 @@ class Mesh(AlongDims):
         return f"Mesh({dims}; {state}, {self.device.type})"
 
     def show(self, by: Dims | None = None) -> RankGrid:
-        """The ranks of the whole mesh as coloured blocks, a colour for each group along `by`; this rank marked.
+        """The ranks of the full mesh as colored blocks, one color for each group along `by`. This rank is marked.
 
-        by: dims; None: the innermost dim. Returns: what prints as text, in colour by rich, as a picture in a notebook;
-        `.save("topo.svg")`. Asks no other rank. Raises UnknownDim.
+        by:      dims. If None, the innermost dim.
+        Returns: an object that prints as text, in color with rich, and as a picture in a notebook. Write it to
+                 a file with `.save("topo.svg")`. Does not communicate.
+        Raises:  UnknownDim.
         """
         from meshcomm.show.grid import RankGrid, grid_facts
 
         return RankGrid(grid_facts(self.plan, by, self.topology, self.rank if self.is_member else None))
 
     def __str__(self) -> str:
-        """Dims, groups and neighbours as a table of 100 columns, without colour."""
+        """Dims, groups and neighbors as a table of 100 columns, without color."""
         from meshcomm.show.page import as_text
 
         return as_text(self.__rich__())
 
     def __rich__(self) -> RenderableType:
-        """What rich prints: the same table at the console's width."""
+        """The same table at the width of the console."""
         from meshcomm.show.plan import plan_view
 
         existing = {

@@ -1,4 +1,4 @@
-"""From a configuration to a live mesh: meet, agree, create."""
+"""Open a mesh from a configuration: rendezvous, compare, create groups."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _PREFIX: Final = "meshcomm/prefix"
 
 
 class ScatteredRanks(UserWarning):
-    """A dim crosses hosts only because the ranks of a host are not neighbours."""
+    """A dim crosses hosts only because the ranks of a host are not neighbors along it."""
 
 
 def init(
@@ -93,24 +93,26 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Mesh:
-    """Join the job and create this rank's groups.
+    """Join the job and create this rank's process groups.
 
     Args:
-        config: a config file, a Config or MeshConfig; or torch DeviceMeshes, whose groups are used: the first gives the
-            dims, each further one a view, and dims that were flattened are merged dims. None: the keyword arguments, or
-            the config of `meshcomm run`. If that one would go unused, as the first mesh of the program says other
-            things, init refuses.
+        config: a configuration file, a Config or a MeshConfig. Or torch DeviceMeshes, whose groups are reused:
+            the first one gives the dims, each further one a view, and flattened dims become merged dims. If
+            None, the keyword arguments are used, or else the config of `meshcomm run`. Under `meshcomm run
+            CONFIG`, init raises LaunchError if the first mesh ignores settings of CONFIG.
         dims, merge, views, options, rank_order, ranks, device, backend, timeout_s, validate_calls,
-            warm_up: the keys of `[mesh]`; they stand in place of a config, or add to DeviceMeshes.
-        overrides: as `--set`, for a config.
-        store, rank, world_size: meet through this store instead of the launcher's.
+            warm_up: the keys of `[mesh]`. They replace a config, or add to DeviceMeshes.
+        overrides: overrides for a config, as for `--set`.
+        store, rank, world_size: use this store for the rendezvous instead of the launcher's.
 
-    Called by: every process of the job, also those that a mesh on part of the ranks leaves out.
-    Before any group exists, all ranks compare what they are about to create, in five store operations each. With
-    `warm_up` they then use every group once: see `Mesh.warm_up`. If torch.distributed is already initialised, its
-    default group and store are used and left as they are at close.
+    Called by: every process of the job, including ranks outside a mesh that covers part of the ranks.
 
-    Raises: ConfigError, LaunchError, and MeshMismatchError, which every rank gets when one differs.
+    Before any group is created, all ranks compare their settings, with five store operations each. With
+    `warm_up`,
+    they then use every group once: see `Mesh.warm_up`. If torch.distributed is already initialized, its default
+    group and store are used, and closing the mesh does not destroy them.
+
+    Raises: ConfigError, LaunchError, and MeshMismatchError on every rank if one rank differs.
     """
     keys = given_keys(
         dims=dims,
@@ -146,16 +148,17 @@ def from_groups(
     validate_calls: int | Literal["always"] | None = None,
     warm_up: bool | None = None,
 ) -> Mesh:
-    """A mesh over process groups that a framework has made, as Megatron-Core's parallel_state.
+    """A mesh over existing process groups, such as those of Megatron-Core's parallel_state.
 
         mesh = meshcomm.from_groups({"tp": get_tensor_model_parallel_group(), "dp": ..., "pp": ...})
 
-    groups:    name -> this rank's group. Together the names lead through all ranks; names whose groups are those of
-               several others, as "dp_cp", become merged dims, and another grid of the same ranks a view.
-    others:    the keys of `[mesh]`, as for `init`; what they ask for in addition gets groups of its own.
+    groups:    name -> this rank's group. Together, the names must connect all ranks. A name such as "dp_cp",
+               whose groups combine those of other names, becomes a merged dim. A different grid over the same
+               ranks becomes a view.
+    others:    the keys of `[mesh]`, as for `init`. Groups that they require in addition are created.
     Called by: every process of the job, with the same names in the same order.
-    Raises:    LaunchError before the default group; LayoutError where the groups are not those of one grid;
-               MeshMismatchError, which every rank gets when one differs.
+    Raises:    LaunchError before the default group exists; LayoutError if the groups do not form a grid;
+               MeshMismatchError on every rank if one rank differs.
     """
     keys = given_keys(
         merge=merge,

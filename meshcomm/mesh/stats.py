@@ -1,4 +1,4 @@
-"""The calls of one rank along each dim: how many bytes, how long they took, and how long the model of the links expects."""
+"""The calls of one rank along each dim: bytes, seconds, and the time that the link model predicts."""
 
 from __future__ import annotations
 
@@ -33,15 +33,18 @@ _BUS_LIKE: Final[dict[str, Operation]] = {"gather": "all_gather", "scatter": "re
 
 @dataclass(frozen=True, slots=True)
 class CallStats:
-    """One call on one dim, by this rank, summed up; asynchronous calls, once they were waited for, apart from blocking ones.
+    """One call of this rank on one dim, summed over its uses.
 
-    nbytes:      as nccl-tests count it: the input of a rank; of all_gather, gather and scatter the full tensor; of a
-                 message the bytes sent, or received if none are sent.
-    seconds:     that the program was blocked in the calls, including waits. None if unknown: on devices on which calls
-                 are only enqueued, and of calls that were not made through the mesh.
-    span_s:      from start to the end of the wait, whatever the program did in between; None as above.
-    predicted_s: by meshcomm.predict for the mean size; None if the links' speeds are unknown or the operation is not
-                 modelled.
+    Asynchronous calls have a row of their own, separate from blocking ones.
+
+    nbytes:      counted as in nccl-tests: the input of a rank; for all_gather, gather and scatter the full
+                 tensor; for a message the bytes sent, or received if none are sent.
+    seconds:     how long the calls blocked the program, including waits. None if unknown: on devices where
+                 calls are only enqueued, and for calls that were not made through the mesh.
+    span_s:      from the start to the end of the wait, including other work of the program in between; None as
+                 above.
+    predicted_s: predicted by meshcomm.predict for the mean size; None if the link speeds are unknown or the
+                 operation is not modeled.
     """
 
     dim: str
@@ -56,12 +59,12 @@ class CallStats:
 
     @property
     def algbw(self) -> float | None:
-        """Bytes per second of blocking calls; None for asynchronous ones, whose own time is not known."""
+        """Bytes per second of blocking calls; None for asynchronous calls, whose duration is unknown."""
         return None if self.async_op or not self.nbytes or not self.seconds else self.nbytes / self.seconds
 
     @property
     def busbw(self) -> float | None:
-        """algbw times nccl-tests' factor for the ranks of the group; None where it has none."""
+        """algbw times the factor of nccl-tests for the group's size; None for calls without such a factor."""
         operation = _AS.get(self.call) or _BUS_LIKE.get(self.call)
         if self.algbw is None or operation is None:
             return None
@@ -69,27 +72,30 @@ class CallStats:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted seconds, of blocking calls."""
+        """Measured divided by predicted seconds, for blocking calls."""
         if self.async_op or not self.predicted_s or self.seconds is None:
             return None
         return self.seconds / self.predicted_s
 
     @property
     def key(self) -> tuple[str, str, bool]:
-        """Of all calls that are summed up together."""
+        """The dim, the call and async_op, which identify a row."""
         return self.dim, self.call, self.async_op
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The result of `Mesh.stats`. rows: of this rank. seconds: since the mesh was opened, or `since`."""
+    """The result of `Mesh.stats`.
+
+    rows: the calls of this rank. seconds: since the mesh was opened, or since the argument of `since`.
+    """
 
     label: str
     seconds: float
     rows: tuple[CallStats, ...]
 
     def since(self, earlier: Stats) -> Stats:
-        """The calls after `earlier`, an earlier result of the same mesh."""
+        """The calls made after `earlier`, an earlier result for the same mesh."""
         before = {row.key: row for row in earlier.rows}
         rows = []
         for row in self.rows:
@@ -99,18 +105,18 @@ class Stats:
 
     @property
     def sums(self) -> list[tuple[Any, ...]]:
-        """What other ranks read of each row: dim, call, async_op, calls, bytes, seconds."""
+        """The part of each row that other ranks read: dim, call, async_op, calls, bytes, seconds."""
         return [(*row.key, row.calls, row.nbytes, row.seconds) for row in self.rows]
 
     def facts(self) -> dict[str, Any]:
-        """As data that JSON can hold; rates in bytes per second."""
+        """As JSON-serializable data; rates in bytes per second."""
         listed = [
             {**asdict(row), "algbw": row.algbw, "busbw": row.busbw, "ratio": row.ratio} for row in self.rows
         ]
         return {"rank": self.label, "seconds": self.seconds, "rows": listed}
 
     def __rich__(self) -> RenderableType:
-        """A table, a line for each call of each dim."""
+        """A table with a line for each call on each dim."""
         return page_view(stats_page(self.facts()))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""`mesh.store`: the job's torch store, for small values that ranks leave for each other; and calls of stores that end."""
+"""`mesh.store`: the job's torch store, for small values shared between ranks; and store calls with a time limit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ interrupted: list[Callable[[], bool]] = []
 
 
 class Interrupted(RuntimeError):
-    """A wait for keys has ended before its time: ranks were lost."""
+    """A wait for keys ended early because ranks were lost."""
 
 
 # No key ever holds this value: comparing with it reads a key without waiting for it, in every store.
@@ -41,14 +41,17 @@ _NOBODY: Final = b"\x00meshcomm: no value\x00"
 
 @final
 class MeshStore:
-    """torch's methods on the job's store, under a prefix for this mesh; `torch_store` has those that are not here.
+    """The methods of a torch store on the job's store, under a prefix for this mesh.
 
-    Keys are str. Every value comes back as bytes, also one that was set as str. timeout_s: seconds to wait for a key,
-    the mesh's timeout by default. Every rank of the job may use it, at any time and in any order, also one outside the
-    mesh. It is for small things: the store is one server, and values pass through it one after the other.
+    `torch_store` provides the methods that this class lacks. Keys are str. Every value is returned as bytes,
+    even if it was set as str. The argument timeout_s is the time to wait for a key in seconds. Its default is
+    the mesh's timeout.
 
-    Raises: StoreTimeout naming the key, this rank and the seconds; StoreError where the store
-            cannot be reached; UnsupportedOp; MeshClosed after the mesh was closed.
+    Any rank of the job may use the store at any time and in any order, including ranks outside the mesh. Use it
+    for small values: the store is one server, which handles values one after the other.
+
+    Raises: StoreTimeout with the key, this rank and the seconds; StoreError if the store cannot be
+            reached; UnsupportedOp; MeshClosed after the mesh was closed.
     """
 
     def __init__(
@@ -72,17 +75,17 @@ class MeshStore:
 
     @property
     def torch_store(self) -> dist.Store:
-        """The same keys as a torch store: its timeout is the job's, and its errors are torch's."""
+        """The same keys as a torch store, with the job's timeout and torch's errors."""
         self._open("torch_store")
         store: dist.Store = self._store
         return store
 
     def set(self, key: str, value: Value) -> None:
-        """Set `key`, whether or not it was set."""
+        """Set `key`, overwriting any value."""
         self._ask("set", [key], key, self._bytes("set", key, value))
 
     def get(self, key: str, timeout_s: float | None = None) -> bytes:
-        """The value of `key`, waited for."""
+        """Wait for `key`, and return its value."""
         seconds, deadline = self._until("get", timeout_s)
         while (found := self._peek("get", key)) is None:
             # Another rank may delete the key again between the wait and the look.
@@ -90,9 +93,10 @@ class MeshStore:
         return found
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter of 64 bits, which begins at 0, and return its new value; `add(key, 0)` reads it.
+        """Add to a 64-bit counter, which starts at 0, and return its new value. `add(key, 0)` reads the counter.
 
-        Where the key holds no integer, StoreError is raised; torch's TCPStore would drop the connections of the job.
+        Raises StoreError if the key does not hold an integer. Torch's TCPStore would drop the job's
+        connections.
         """
         held = self._peek("add", key)
         if held is not None and not re.fullmatch(rb"[+-]?[0-9]+", held):
@@ -103,7 +107,10 @@ class MeshStore:
         return int(self._ask("add", [key], key, amount))
 
     def append(self, key: str, value: Value) -> None:
-        """Append `value` to the value of `key`. Refused on FileStore, which drops an append that equals the value."""
+        """Append `value` to the value of `key`.
+
+        Raises UnsupportedOp on FileStore, which drops an append equal to the current value.
+        """
         self._open("append")
         if self._kind == "FileStore" or not self._store.has_extended_api():
             raise UnsupportedOp(
@@ -115,10 +122,10 @@ class MeshStore:
         self._ask("append", [key], key, self._bytes("append", key, value))
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        """Set `key` to `desired` where it holds `expected`; return what it holds then.
+        """Set `key` to `desired` if it holds `expected`. Returns the value of the key afterwards.
 
-        A key that is not set holds nothing, b"", and stays unset where `expected` is something
-        else; then `expected` is returned, as torch does.
+        An unset key counts as b"". If `expected` is anything else, it stays unset and `expected` is returned,
+        as in torch.
         """
         values = [self._bytes("compare_set", key, value) for value in (expected, desired)]
         return bytes(self._ask("compare_set", [key], key, *values))
@@ -134,11 +141,11 @@ class MeshStore:
         return bool(self._ask("check", keys, list(keys)))
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        """Return when all `keys` are set."""
+        """Block until all `keys` are set."""
         self._wait("wait", keys, *self._until("wait", timeout_s))
 
     def close(self, why: str = "is closed") -> None:
-        """Refuse every further call: the mesh `why`. The keys stay for the other ranks."""
+        """Refuse every further call; `why` completes the error "the mesh ...". The keys stay for the other ranks."""
         self._closed = why
         self._lost = lambda error: None
         del self._store  # and with it the connection, where nobody else uses it

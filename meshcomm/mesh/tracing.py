@@ -30,9 +30,11 @@ Event: TypeAlias = dict[str, Any]
 
 @final
 class Trace:
-    """A block in which every call of this rank along the mesh is kept; see `Mesh.trace`.
+    """A block that records every call of this rank along the mesh; see `Mesh.trace`.
 
-    path: of the file. dropped: calls of this rank that were too many to keep; known after the block.
+    path: of the file. dropped: number of this rank's calls over the limit, which are not recorded; known after
+          the
+    block.
     """
 
     def __init__(self, mesh: Mesh, path: str | PathLike[str]) -> None:
@@ -55,7 +57,7 @@ class Trace:
         return self
 
     def stretch(self, name: str, lane: str = "program") -> AbstractContextManager[None]:
-        """A block shown under `name` in a lane of its own, as in `with trace.stretch("data"):`."""
+        """Show a block under `name` in a lane of the trace, as in `with trace.stretch("data"):`."""
         return stretch(self._spans, lane, name)
 
     def __exit__(

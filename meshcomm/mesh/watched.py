@@ -1,4 +1,4 @@
-"""Watch the process groups of a program that makes them by torch, from their making to the end of the default group."""
+"""Watch the process groups that a program creates with torch, from creation to the end of the default group."""
 
 from __future__ import annotations
 
@@ -50,21 +50,23 @@ def watch(
     reports: str = "meshcomm-reports",
     tells_s: float = 60.0,
 ) -> Watch:
-    """Watch every process group of this program, whoever makes it: `init_process_group`, `new_group`, a DeviceMesh.
+    """Watch every process group of this program: those of `init_process_group`, `new_group` and DeviceMesh.
 
         meshcomm.watch()
         dist.init_process_group("nccl")                    # and nothing else changes
 
-    The ranks of a group compare its first calls before data moves. A call that fails, or does not end within its group's
-    timeout, is explained: who is missing, in which call, at which line. `meshcomm run script.py` does this by itself.
+    The ranks of a group compare its first calls before data moves. If a call fails, or does not end within its
+    group's timeout, the error names the missing ranks, the call and the line. `meshcomm run script.py` calls
+    this itself.
 
     Called by:      every process of the job, before or after `init_process_group`.
-    validate_calls: how many of the first calls on each group its ranks compare; 0: none, "always": all.
-    reports:        folder for the reports of ranks on a failed call; "": none.
-    tells_s:        after how many seconds one line says whom a call waits for that blocks; torch gives it 30 minutes.
-    Raises:         ConfigError; UnsupportedOp before torch 2.14, which has no hooks of process groups. Where the default
-                    group is made: UnsupportedOp for a backend that is neither Gloo nor NCCL, MeshMismatchError that names
-                    the ranks that do not watch, or that watch otherwise.
+    validate_calls: how many of the first calls on each group the ranks compare. 0 compares none, "always" all.
+    reports:        folder for the reports that ranks write about a failed call. "" writes none.
+    tells_s:        seconds after which a blocked call logs one line with the ranks it waits for. Torch waits 30
+                    minutes by default before it raises.
+    Raises:         ConfigError; UnsupportedOp before torch 2.14, which has no hooks for process groups. At the
+                    creation of the default group: UnsupportedOp for a backend other than Gloo or NCCL;
+                    MeshMismatchError naming the ranks that do not watch or watch with other arguments.
     """
     if not CAN_WATCH:
         raise UnsupportedOp(
@@ -91,7 +93,7 @@ def gives_way() -> None:
 
 @final
 class Watch:
-    """Watches the groups of a program until `close`. Made by `meshcomm.watch`."""
+    """Watches the groups of a program until `close`. Created by `meshcomm.watch`."""
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class Watch:
             self._begin()
 
     def stats(self) -> Stats:
-        """Calls and bytes of this rank on each of the groups, as `Mesh.stats` has them, while the default group lives."""
+        """Calls and bytes of this rank on each group, as in `Mesh.stats`, while the default group exists."""
         from meshcomm.mesh.stats import stats_of_groups
 
         recorders = [] if self._outside is None else self._outside.recorders
@@ -123,7 +125,7 @@ class Watch:
         return stats_of_groups(label, time.perf_counter() - self._began, recorders)
 
     def close(self) -> None:
-        """Stop watching; what the program made stays. Harmless when repeated."""
+        """Stop watching. The program's groups stay. Calling it again has no effect."""
         if self in _LAST:
             _LAST.remove(self)
         atexit.unregister(self.close)

@@ -1,4 +1,4 @@
-"""ModelSpec: how a module that knows nothing of meshes is cut into stages, split, and filled with weights."""
+"""ModelSpec: how to cut a plain module into stages, split it over ranks, and load its weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshcomm.predict.stages import PartCosts
 
 
 class Attend(Protocol):
-    """Attention of this rank's queries over the whole sequence; see `ContextSplit.attend`."""
+    """Attention of this rank's queries over the full sequence; see `ContextSplit.attend`."""
 
     def __call__(
         self,
@@ -38,14 +38,14 @@ class Attend(Protocol):
 
 
 class StageContext(NamedTuple):
-    """Where a forward function runs.
+    """The context in which a forward function runs.
 
-    stage:     which part of the model.
+    stage:     the stage of the model.
     layers:    its blocks, in order.
-    positions: int64 (tokens of x in the whole layers,): where this rank's tokens stand in their sample; (samples, tokens),
-               in their documents, with data.document_mask.
-    dtype:     of hidden states: train.compute_dtype, or else train.dtype.
-    through:   runs a block, x first, as the configuration says: `here.through(block, x, mask=None)`.
+    positions: int64 (tokens of x in the full layers,): the positions of this rank's tokens in their sample.
+               With data.document_mask, (samples, tokens): their positions in their documents.
+    dtype:     of hidden states: train.compute_dtype, or train.dtype if that is not set.
+    through:   runs a block, x first, as configured: `here.through(block, x, mask=None)`.
     """
 
     stage: Stage
@@ -61,49 +61,60 @@ KINDS: Final[Mapping[str, str]] = {
     **{part: f"parallel.{part}" for part in ("tensor", "context", "pipeline", "expert")},
     "sequence_parallel": "parallel.options.sequence_parallel",
 }
-"""What ModelSpec.cannot takes -> the setting of the configuration."""
+"""Keys of ModelSpec.cannot -> the setting of the configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model for `Trainer` and `[model] build`. What is left out cannot be asked of it, and is refused by name.
+    """A model for `Trainer` and `[model] build`. Features whose fields are omitted raise an error that names the field.
 
-    module:     makes the whole model. Called on every rank; its parameters get no memory, its buffers do.
+    module:     builds the full model. Called on every rank, with memory for buffers but not for parameters.
     hidden_size: elements of a token's vector between layers; for pipelines.
-    vocab_size: token ids are below it, and as many logits come out. 0: inputs are no tokens.
-    layers:     dotted name of the ModuleList or ModuleDict of its blocks: what a pipeline divides, FSDP gathers one at
-                a time, and `train.activation_checkpointing` and `train.compile` are about. "": it cannot be cut.
-    first:      dotted names of what only the first stage needs, such as an embedding.
-    last:       of what only the last stage needs, such as a norm and a head.
-    forward:    (module, x, here) -> y: what there is of the module, run on tokens or hidden states. Parts on other
-                stages are None. If omitted, the module's own forward is used, on every stage: see `own_forward`.
-    positions:  the argument of the module's own forward that takes positions, int64 (1, tokens); for context parallelism.
-    split:      how it is split along the tensor's dim: a plan as of `tensor_parallel`.
-    sequence:   what is added to it, or replaced, with parallel.options.sequence_parallel.
-    undivided:  what replaces entries of `split` where `vocab_size` is no multiple of the ranks: an embedding and a head
-                that stay whole, so that every rank computes all logits. None: refused.
-    attention:  (module, attend) -> None: has every attention of the module call `attend`; for context parallelism.
-    experts:    modules of packed experts, as patterns -> how their parameters are split along the tensor's dim. All their
-                parameters have the experts along axis 0; see `meshcomm.parallel.expert.spread_experts`.
-    dropped:    part of a block, such as "layers.*.mlp" -> the share of its output, (batch, sequence, hidden_size), that
-                is set to zero in training: in the same places on every mesh. Needs `layers` and `forward`.
-    tied:       names of the embedding's weight and the head's, where these are one.
-    added:      patterns of parameters that `weights` lacks and `initialise` draws, as of adapters. A checkpoint has these alone;
-                all others are frozen, and read or drawn again.
-    initialise: (name, shape) -> the values of a whole parameter, the same on every rank. None: what `module` writes
-                after torch.manual_seed(train.seed), for which every rank makes the whole model for a moment.
-    original:   (weights by the names of `stored`; None: of the folder) -> the unsplit model in float64, as its authors
-                have it, which `meshcomm parity` compares with before the first step. None: what `module` makes.
-    weights:    a folder of safetensors with these parameters. None: they are drawn.
-    stored:     (name) -> what the parameter is called in such a folder, and whether it lies there transposed. For one of
-                three axes, as of experts, a tuple of rows of names: see meshcomm.models.weights.Names. Or an object that
-                knows both ways: see meshcomm.models.weights.Conversions.
-    loss:       (outputs, targets) -> mean over a microbatch. None: cross-entropy of logits, over all targets that are
-                not -100, of the whole batch.
-    costs:      (seq_len) -> what the parts cost, for stages. None: all layers the same.
-    small:      makes the same model with few and narrow layers, which is compared with itself in parts before training, see
-                `meshcomm.models.check`. None: this one, where it has at most 4 million parameters.
-    cannot:     "tensor", "sequence_parallel", "context", "pipeline" or "expert" -> why it cannot be trained with that.
+    vocab_size: token ids are below it, and the head outputs this many logits. 0 if inputs are not tokens.
+    layers:     dotted name of the ModuleList or ModuleDict of the blocks. A pipeline divides these, FSDP
+                gathers them one at a time, and `train.activation_checkpointing` and `train.compile` apply to
+                them. If "", the model cannot be divided.
+    first:      dotted names of the modules that only the first stage needs, such as an embedding.
+    last:       dotted names of the modules that only the last stage needs, such as a norm and a head.
+    forward:    (module, x, here) -> y: runs the parts of the module on this stage, on tokens or hidden states.
+                Parts on other stages are None. If omitted, `module.forward` is used on every stage: see
+                `own_forward`.
+    positions:  the argument of `module.forward` that takes positions, int64 (1, tokens); for context
+                parallelism.
+    split:      how to split the module along the tensor dim: a plan as for `tensor_parallel`.
+    sequence:   entries added to or replaced in `split` with parallel.options.sequence_parallel.
+    undivided:  entries that replace those of `split` if `vocab_size` is not divisible by the number of ranks:
+                an embedding and a head that stay unsplit, so that every rank computes all logits. If None, such
+                a size raises an error.
+    attention:  (module, attend) -> None: makes every attention of the module call `attend`; for context
+                parallelism.
+    experts:    patterns of modules with packed experts -> how their parameters are split along the tensor dim.
+                In all their parameters, axis 0 is the expert; see `meshcomm.parallel.expert.spread_experts`.
+    dropped:    part of a block, such as "layers.*.mlp" -> the fraction of its output, (batch, sequence,
+                hidden_size), set to zero in training, in the same places on every mesh. Needs `layers` and
+                `forward`.
+    tied:       names of the weights of the embedding and the head, if they share one weight.
+    added:      patterns of parameters that are not in `weights` and that `initialise` draws, such as adapters.
+                A checkpoint holds only these; all others are frozen, and read or drawn again.
+    initialise: (name, shape) -> the values of a full parameter, the same on every rank. If None, the values
+                that `module` writes after torch.manual_seed(train.seed); each rank then builds the full model
+                briefly.
+    original:   (weights by the names of `stored`; None for those of the folder) -> the unsplit reference model
+                in float64. `meshcomm parity` compares with it before the first step. If None, the model of
+                `module`.
+    weights:    a folder of safetensors with these parameters. If None, they are drawn.
+    stored:     (name) -> the name of the parameter in the folder, and whether it is stored transposed. For a
+                parameter of three axes, such as that of experts, a tuple of rows of names: see
+                meshcomm.models.weights.Names. Or an object that maps both ways: see
+                meshcomm.models.weights.Conversions.
+    loss:       (outputs, targets) -> mean over a microbatch. If None, cross-entropy of logits, averaged over
+                all targets of the global batch except -100.
+    costs:      (seq_len) -> the costs of the parts, for balancing stages. If None, all layers cost the same.
+    small:      builds the same model with few, narrow layers. Before training, its split form is compared with
+                its unsplit form, see `meshcomm.models.check`. If None, this model, if it has at most 4 million
+                parameters.
+    cannot:     "tensor", "sequence_parallel", "context", "pipeline" or "expert" -> why the model does not
+                support it.
     """
 
     module: Callable[[], nn.Module]

@@ -1,4 +1,4 @@
-"""Data parallelism: gradients averaged or summed along dims of the mesh, of whole parameters or of FSDP2's shards."""
+"""Data parallelism: gradients averaged or summed along dims of the mesh, for full parameters or FSDP2 shards."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from meshcomm.transport.torch_private import storage_id
 
 @final
 class GradientSync:
-    """Averages the gradients of one step over `dims`, bucket by bucket, overlapping backward.
+    """Averages the gradients of each step over `dims` in buckets, overlapping with the backward pass.
 
-    A loop that was written for DistributedDataParallel keeps its loss: the mean over a rank's own samples gives the
-    mean over those of all, where every rank has equally many.
+    It computes the same gradients as DistributedDataParallel. With a loss that is the mean over a rank's
+    samples, gradients are those of the mean over the samples of all ranks, if every rank has equally many
+    samples.
 
         sync = GradientSync(mesh, "dp", model)
         for x, y in batches:
@@ -39,28 +40,29 @@ class GradientSync:
                 loss_of(model(x), y).backward()
             optimizer.step()
 
-    Parameters fill buckets of at most `bucket_mb` in reverse order of registration, which is about the order in which
-    backward reaches them; a larger parameter fills a bucket alone. Each `.grad` is a view of its bucket's flat buffer,
-    so nothing is packed or unpacked. When every gradient of a bucket has received `microbatches` contributions, and all
-    buckets before it have been sent, one asynchronous all_reduce of the buffer starts: in the same order on all ranks.
+    Parameters are assigned to buckets of at most `bucket_mb` in reverse order of registration, approximately
+    the order in which backward reaches them. A larger parameter gets a separate bucket. Each `.grad` is a view
+    of the flat buffer of its bucket, so nothing is packed or unpacked. A bucket starts one asynchronous
+    all_reduce of its buffer when each of its gradients has received `microbatches` contributions and all
+    earlier buckets have been sent. The order is the same on all ranks.
 
-    Buffers follow DDP: after each step, those of coord 0 become those of all ranks.
+    As in DDP, buffers of coord 0 are broadcast to all ranks after each step.
 
-    Called by: every rank along `dims`. Raises TrainingError where a parameter gets no gradient in a step, where
-    backward runs outside of one, where a `.grad` is replaced, where `with` begins before the gradients of the last step
-    were used, and where a step begins with a module that was cast, moved, frozen, unfrozen or extended since.
+    Called by: every rank along `dims`.
+    Raises:    TrainingError if a parameter gets no gradient in a step, if backward runs outside of a step, or
+               if a `.grad` is replaced. Also if `with` begins before the gradients of the last step were used,
+               or if the module was cast, moved, frozen, unfrozen or extended since GradientSync was created.
 
     Args:
-        dims: along which gradients are averaged or summed; None or a size of 1 sends nothing.
+        dims: the dims to average or sum over. None or a size of 1 sends nothing.
         model: a module, or (name, parameter) in order of registration; plain tensors or DTensors.
-        op: "avg", or "sum" for losses that are shares of the global batch's: divided by the number of samples or
-            tokens of all ranks.
-        microbatches: backward passes per step. Their gradients add up, whatever `op` is.
+        op: "avg", or "sum" for losses that are already divided by the number of samples or tokens of all ranks.
+        microbatches: backward passes per step. Their gradients are added for either op.
         bucket_mb: size of a bucket in 10^6 bytes.
-        broadcast: whether the values of coord 0 become those of all ranks, as with DDP: parameters now, a module's
-            buffers now and after each step.
-        hooks: whether backward calls the hooks of accumulated gradients. If not, as under a pipeline that splits
-            backward, `finish` sends all buckets.
+        broadcast: broadcast the values of coord 0 to all ranks, as DDP does: parameters in the constructor, the
+            buffers of a module in the constructor and after each step.
+        hooks: whether backward calls the hooks of accumulated gradients. If it does not, as in a pipeline that
+            splits backward, `finish` sends all buckets.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class GradientSync:
 
     @property
     def buckets(self) -> list[list[str]]:
-        """The names in each bucket, in the order in which buckets are sent."""
+        """The names in each bucket, in sending order."""
         return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
 
     def __enter__(self) -> GradientSync:
@@ -173,12 +175,15 @@ class GradientSync:
             self._active = False
 
     def close(self) -> None:
-        """Take the hooks off the parameters, which another GradientSync is to have."""
+        """Remove the hooks from the parameters, so that another GradientSync can use them."""
         for handle in self._handles:
             handle.remove()
 
     def start(self) -> None:
-        """Begin a step: every gradient is zero. Raises TrainingError where the module was moved or cast, or has other parameters."""
+        """Begin a step and zero every gradient.
+
+        Raises TrainingError if the module was moved or cast, or has other parameters.
+        """
         self._check_unchanged()
         self._unused = False
         self._sent = 0
@@ -191,9 +196,9 @@ class GradientSync:
                 slot.parameter.grad = slot.grad
 
     def finish(self) -> None:
-        """Wait until every `.grad` holds the mean or sum over `dims`. Call after the last backward.
+        """Wait until every `.grad` holds the mean or sum over `dims`. Call it after the last backward.
 
-        Raises TrainingError, naming the parameters, where some got no gradient in this step.
+        Raises TrainingError, naming the parameters, if some got no gradient in this step.
         """
         self._active = False
         slots = self._slots

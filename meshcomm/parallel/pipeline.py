@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each coord along one dim runs one contiguous part of the layers, or several."""
+"""Pipeline parallelism: each coord along one dim runs one or several contiguous stages of the layers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Accumulate:
 
     @torch.no_grad()
     def forward(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor:
-        """The same without a backward pass, nothing being kept for one."""
+        """Forward passes only, without saving anything for backward."""
         return self._run(inputs, targets, more, backward=False)
 
     def _run(
@@ -88,23 +88,25 @@ class Accumulate:
 
 @final
 class Pipelined:
-    """What `Accumulate` does, over the stages of a pipeline on `mesh.group(dim)`, by torch's schedules.
+    """`Accumulate` over the stages of a pipeline on `mesh.group(dim)`, with the schedules of torch.
 
     Args:
-        mesh, dim: ranks of the pipeline lie along `dim`, 2 or more.
-        modules: this rank's stages, one tensor in, one tensor out; a module alone is its only one. As many on every
-            rank: the i-th is stage i * ranks + coord (see `stages_of_rank`).
-        loss: (last stage's output, targets of a microbatch) -> (), already scaled: gradients of
-            the microbatches are summed. Its result is detached once the backward pass has run.
-        microbatches: per step; see `meshcomm.config.parallel.runs` for the numbers that a schedule runs.
-        schedule: the order of passes; its rules for gradients and their hooks: `schedule_properties`.
+        mesh, dim: the ranks of the pipeline are along `dim`, 2 or more.
+        modules: this rank's stages, each with one tensor in and one tensor out, or a module that is the only
+            one.
+            The same number on every rank: the i-th is stage i * ranks + coord (see `stages_of_rank`).
+        loss: (output of the last stage, targets of a microbatch) -> (), already scaled: gradients of the
+            microbatches are summed. Its result is detached after the backward pass.
+        microbatches: per step; see `meshcomm.config.parallel.runs` for the numbers that a schedule supports.
+        schedule: the order of passes. `schedule_properties` lists its rules for gradients and their hooks.
         shapes: of one microbatch at each boundary: into stage 0, between stages, out of the last.
-        dtype: of tensors sent between stages, gradients included, and of the last output. A module that returns
-            another one is refused by torch, or read wrongly: cast at its end.
+        dtype: of tensors sent between stages, including gradients, and of the last output. Each module must
+            return
+            this dtype: torch refuses any other, or misreads it.
         draws: sets the default generators before each forward pass of a stage, if given.
 
-    Raises LayoutError where the sizes do not fit the schedule, UnsupportedOp where a module that
-    torch.compile made meets zero_bubble.
+    Raises LayoutError if the sizes do not fit the schedule; UnsupportedOp for modules of torch.compile with
+    zero_bubble.
     """
 
     def __init__(
@@ -170,10 +172,10 @@ class Pipelined:
 
     @torch.no_grad()
     def forward(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor | None:
-        """Forward passes alone. Every rank along the dim calls this; one message for each microbatch and boundary.
+        """Forward passes only. Every rank along the dim calls this; sends one message per microbatch and boundary.
 
-        Each microbatch goes through all of a rank's stages before the next one: with one stage on each rank all of them
-        work at the same time.
+        Each microbatch passes through all stages of a rank before the next one. With one stage per rank, all
+        ranks work at the same time.
         """
         mesh, dim, count = self._mesh, self._dim, self._microbatches
         coord, ranks = mesh.coord(dim), mesh.size(dim)

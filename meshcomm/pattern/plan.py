@@ -1,4 +1,4 @@
-"""Which steps carry a pattern out with the fewest bytes sent, then the fewest copies? Pure."""
+"""Find the steps for a pattern with the fewest bytes sent, then the fewest copies. Free of side effects."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def explain_pattern(
     partial: str | None = None,
     **sizes: int,
 ) -> Recipe:
-    """The steps that `mesh.rearrange(x, pattern, partial=partial, **sizes)` takes, as a value.
+    """The steps of `mesh.rearrange(x, pattern, partial=partial, **sizes)`, as a value.
 
-    Needs no process and no torch. Print it to read the steps.
+    Needs no process and no torch. Print the result to read the steps.
 
     Args:
         pattern: see `Mesh.rearrange`.
         dims:    the mesh: name -> size, outermost first, or a Layout.
-        shape:   of the local tensor on each rank. None: the steps without numbers; the pattern
-                 must then be free of an ellipsis.
+        shape:   of the local tensor on each rank. If None, the steps have no numbers, and the pattern must
+                 not contain an ellipsis.
         partial: as for `Mesh.rearrange`.
         sizes:   lengths of axes, as for `Mesh.rearrange`.
 
-    Raises PatternError; LayoutError where `dims` are no mesh.
+    Raises PatternError; LayoutError if `dims` do not form a mesh.
 
     >>> print(explain_pattern("b s (cp h) d -> b (cp s) h d", {"dp": 2, "cp": 4}, (2, 8, 16, 4)))
     b s (cp h) d -> b (cp s) h d    on mesh cp=4

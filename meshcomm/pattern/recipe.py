@@ -1,4 +1,4 @@
-"""A pattern turned into steps, as a value: what is done to the local tensor, and what is sent."""
+"""A pattern as a list of steps: operations on the local tensor, and the data that each one sends."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ _STEPS: Final[dict[Kind, str]] = {
 @final
 @dataclass(frozen=True, slots=True)
 class RecipeStep:
-    """One thing done to the local tensor.
+    """One operation on the local tensor.
 
-    kind:  rearrange (by einops, on this rank), slice (this rank's of `size` equal parts), or a collective along `dim`.
-    axes:  what the tensor's axes are afterwards. shape: their lengths, None for a recipe without a shape.
+    kind:  rearrange (by einops, on this rank), slice (this rank's of `size` equal parts), or a collective along
+           `dim`.
+    axes:  the tensor's axes afterwards. shape: their lengths; None for a recipe without a shape.
     dim, size: the mesh dim and its size; "" and 1 for a rearrange.
-    args:  rearrange: einops' pattern, and the lengths of its names. slice, all_gather: (axis,). reduce_scatter: (axis, op).
-           all_to_all: (split axis, concat axis). As the methods of a communicator take them.
-    piece: elements of one slice that is sent; the names of its axes, "b*s", for a recipe without a shape.
+    args:  rearrange: the einops pattern, and the lengths of its names. slice, all_gather: (axis,).
+           reduce_scatter: (axis, op). all_to_all: (split axis, concat axis). As in the communicator's methods.
+    piece: number of elements of one slice that is sent; for a recipe without a shape, the names of its axes,
+           "b*s".
     """
 
     kind: Kind
@@ -50,12 +52,12 @@ class RecipeStep:
 
     @property
     def pieces(self) -> int:
-        """How many slices a rank sends."""
+        """Number of slices that a rank sends."""
         return 0 if self.kind == "slice" else self.size - 1
 
     @property
     def sends(self) -> str:
-        """What each rank sends, `3 x 60 = 180`; "" for nothing."""
+        """The data that each rank sends, `3 x 60 = 180`; "" if none."""
         if self.pieces == 0:
             return ""
         if isinstance(self.piece, str):
@@ -73,11 +75,11 @@ class RecipeStep:
 @final
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The steps of a pattern, in order. `str` of it is a table of them with axes, shapes and what each rank sends.
+    """The steps of a pattern, in order. `str` gives a table of the steps with axes, shapes and sent data.
 
-    text:   the pattern. dims, roles: (name, size) and (name, role) of every dim of the mesh that it names.
-    before: the local tensor's axes at the start; shape: their lengths, None without a shape.
-    copies: how often the local tensor is copied in memory, at most, if it comes contiguous.
+    text:   the pattern. dims, roles: (name, size) and (name, role) of every mesh dim in the pattern.
+    before: the local tensor's axes at the start. shape: their lengths; None without a shape.
+    copies: the maximum number of memory copies of the local tensor, for a contiguous input.
     """
 
     text: str
@@ -91,7 +93,7 @@ class Recipe:
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """The dims that are gathered, those of size 1 included."""
+        """The dims that are gathered, including those of size 1."""
         return tuple(name for name, role in self.roles if role == "gather")
 
     @property
@@ -106,9 +108,9 @@ class Recipe:
 
     @property
     def sent(self) -> int | None:
-        """Elements that each rank sends to others, all steps together; None without a shape.
+        """Elements that each rank sends to others, summed over all steps; None without a shape.
 
-        Counted as by an algorithm that sends each slice once: ring or pairwise.
+        Counted for an algorithm that sends each slice once: ring or pairwise.
         """
         return None if self.shape is None else sum(step.pieces * int(step.piece) for step in self.steps)
 

@@ -1,4 +1,4 @@
-"""`meshcomm.simulate`: a function or a script as every rank of a mesh, in this process."""
+"""`meshcomm.simulate`: run a function or a script as every rank of a mesh, in this process."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ def simulate(
 ) -> list[T]:
     """Call `fn(mesh, *args)` as every rank of a mesh; return the results by rank.
 
-    Every rank is a thread of this process with its own mesh, coords, copy of `args`, random
-    generators and default dtype; one runs at a time. Data, control flow and errors are real, no
-    process is started and no network used. docs/guide/simulator.md says what differs from processes.
+    Every rank is a thread of this process. It has its own mesh, coords, copy of `args`, random generators and
+    default dtype. One rank runs at a time. Data, control flow and errors are real; no process is started and no
+    network is used. docs/guide/simulator.md lists the differences from processes.
 
     Args:
-        config, overrides: as for `meshcomm.init`. keys: in place of a config, those of `[mesh]`: dims,
-            merge, views, options, rank_order, ranks, ...
-        world_size: number of ranks; needed where a size is -1.
-        schedule_seed: chooses which rank runs when several could. One seed, one schedule.
-        lose: the ranks that are lost, once each, each with the number of the operation, a call on a group or on the store,
-            from 1 on, that it does not make any more. A new rank has its place, and `fn` is called for it from the top; the
-            others get RankLost, as under `meshcomm run --replace`: docs/guide/elastic.md. Once another rank has ended, as
-            there, nobody can take its place.
+        config, overrides: as for `meshcomm.init`.
+        keys: the keys of `[mesh]` in place of a config: dims, merge, views, options, rank_order, ranks, ...
+        world_size: number of ranks; required if a size is -1.
+        schedule_seed: selects which rank runs when several could. The same seed gives the same schedule.
+        lose: rank -> the number of its first operation that is not made; the rank is lost there, once.
+            Operations are calls on a group or on the store, counted from 1. A new rank takes its place and
+            calls `fn` from the start. The other ranks raise RankLost, as under `meshcomm run --replace`: see
+            docs/guide/elastic.md. As there, a lost rank cannot be replaced once another rank has ended.
 
-    Raises, at once and with nothing left running: DeadlockError for ranks that wait in a circle or
-    for what nobody will do; CallMismatchError for ranks that call differently; UnmatchedMessage;
-    HandleNotWaited; RankFailed with what a rank's `fn` raised, or for a lost rank that nobody can replace; ConfigError.
+    Raises, immediately and with no thread left running: DeadlockError if ranks wait in a cycle or for an event
+    that no rank will cause; CallMismatchError if ranks make different calls; UnmatchedMessage; HandleNotWaited;
+    RankFailed with the exceptions of `fn`, or for a lost rank that cannot be replaced; ConfigError.
     """
     given = given_keys(**keys)
     if (config is None) == (not given):
@@ -99,10 +99,10 @@ def simulate_script(
     world: int | None,
     seed: int,
 ) -> int:
-    """Run `script` as every rank; returns how many there are.
+    """Run `script` as every rank; returns the number of ranks.
 
-    Each rank has its own `__main__`, sys.argv, RANK and LOCAL_RANK; modules that the script imports
-    are shared. Raises what `simulate` raises; an exit with a code other than 0 is a RankFailed.
+    Each rank has its own `__main__`, sys.argv, RANK and LOCAL_RANK. Modules that the script imports are shared.
+    Raises the errors of `simulate`; an exit with a code other than 0 raises RankFailed.
     """
     if config is None and world is None:
         raise how_many_ranks("simulate")

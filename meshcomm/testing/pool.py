@@ -1,4 +1,4 @@
-"""A pool of warm ranks: processes forked once with torch loaded, used by one test after another."""
+"""A pool of warm ranks: processes forked once with torch loaded, and reused by one test after another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STACKS_S: Final = 2.0
 
 @final
 class RankFailure(AssertionError):
-    """One or more ranks raised, died, or did not return in time. `by_rank` has each one's text."""
+    """One or more ranks raised, died, or did not return in time. `by_rank` has the text of each rank."""
 
     def __init__(self, by_rank: Mapping[int, str], world_size: int) -> None:
         self.by_rank = dict(by_rank)
@@ -106,11 +106,11 @@ class _Worker:
 
 @final
 class Pool:
-    """Warm ranks. `run` gives each of them one function call and returns what they returned.
+    """Warm rank processes. `run` calls one function on each of them and returns the results.
 
-    The ranks see what torchrun would show them: RANK, WORLD_SIZE, LOCAL_RANK, and a store that
-    outlives them, at a port chosen by the system. After a failure the ranks that took part are
-    ended and replaced. No rank outlives the process that made the pool.
+    The ranks see the environment of torchrun: RANK, WORLD_SIZE, LOCAL_RANK, and a store that outlives
+    them, at a port chosen by the system. After a failure, the participating ranks are ended and
+    replaced. No rank outlives the process that created the pool.
     """
 
     def __init__(self, preload: tuple[str, ...] = ("torch", "torch.distributed", "meshcomm.mesh")) -> None:
@@ -128,7 +128,7 @@ class Pool:
 
     @property
     def folder(self) -> Path:
-        """A folder that all ranks see and that goes with the pool."""
+        """A folder that all ranks can access and that is deleted with the pool."""
         return Path(self._folder.name)
 
     def run(
@@ -140,12 +140,11 @@ class Pool:
         env: Mapping[str, str] | None = None,
         allow: bool = False,
     ) -> list[Any]:
-        """Call `function(*args)` on `ranks` processes at once; return their results by rank.
+        """Call `function(*args)` on `ranks` processes at once; return the results by rank.
 
         function: importable by name. args and results: picklable.
         allow:    return an exception as a rank's result instead of raising RankFailure.
-        Raises:   RankFailure; a rank that does not return in time is ended, and its stacks are
-                  in the text.
+        Raises:   RankFailure. A rank that does not return in time is ended, and its stacks are in the text.
         """
         ended = self.call(partial(function, *args), ranks=ranks, limits=Limits(timeout_s), env=env)
         failures = {rank: _failure_text(one) for rank, one in enumerate(ended) if one.state != "returned"}
@@ -163,11 +162,11 @@ class Pool:
         capture: bool = False,
         failed: Callable[[Any], bool] = lambda value: False,
     ) -> list[Ended]:
-        """As `run`, but returns how each rank ended instead of raising.
+        """Like `run`, but returns how each rank ended instead of raising.
 
-        function: picklable, as functools.partial of one that can be imported by name is.
-        capture:  keep what the ranks write to stdout and stderr for `Ended.out` and `err`.
-        failed:   whether a returned value means that the ranks must not be used again.
+        function: picklable, such as functools.partial of a function that can be imported by name.
+        capture:  keep the stdout and stderr of the ranks for `Ended.out` and `err`.
+        failed:   whether a returned value means that the ranks must not be reused.
         """
         from meshcomm.mesh.exposure import serve_on_loopback
 

@@ -1,4 +1,4 @@
-"""What a training run reports while it runs, to which callbacks, and the callback that ends it early."""
+"""The records that a training run reports, the callbacks that receive them, and early stopping."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from meshcomm.train.cost import Memory, Rates
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that goes on where an earlier one stopped."""
+    """A run that continues where an earlier one stopped."""
 
     step: int
-    """The last step that is done; 0 where there was no checkpoint yet."""
+    """The last completed step; 0 if there was no checkpoint."""
     folder: Path
-    """The checkpoint, or where there was none: the folder that was searched."""
+    """The checkpoint, or the folder that was searched if there was none."""
     differences: tuple[str, ...]
-    """What is configured differently now, a line each: `mesh.dims: {...} -> {...}`."""
+    """Settings that have changed, one line each: `mesh.dims: {...} -> {...}`."""
     restarts: int = 0
-    """Of the launcher, where it resumes because of one."""
+    """Number of restarts by the launcher, if the run resumes because of one."""
     generation: Generation | None = None
-    """Where ranks were lost and the others run on: that of the mesh. None: from a checkpoint."""
+    """The mesh's generation if ranks were lost and the others continued. None if resumed from a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Known before the first step."""
+    """The facts known before the first step."""
 
     steps: int
     tokens_per_step: int
-    """Of the global batch."""
+    """Tokens of the global batch."""
     parameters: int
-    """Number of elements of the whole model."""
+    """Number of elements of the full model."""
     text_bytes: int
     text_files: int
     threads: int
     """CPU threads of one rank."""
     unit: str = "bytes of text"
-    """Of text_bytes: what the data is counted in."""
+    """The unit in which text_bytes are counted."""
     resumed: Resumed | None = None
-    """None: it starts from the beginning, and was not asked to resume."""
+    """None if the run starts from the beginning and was not asked to resume."""
 
 
 @dataclass(frozen=True)
@@ -56,102 +56,103 @@ class Step:
     """One line of metrics.jsonl."""
 
     step: int
-    """1 for the first."""
+    """The number of the step, starting at 1."""
     loss: float
     """Mean over the global batch, in nats per byte or token, before this step changed the weights."""
     gradient_norm: float
-    """Of all gradients of the model together, before clipping."""
+    """Norm over all gradients of the model, before clipping."""
     lr: float
     tokens: int
-    """Since the start, all ranks together."""
+    """Tokens since the start, summed over all ranks."""
     tokens_per_s: float
-    """Since the line before."""
+    """Tokens per second since the previous line."""
     seconds: float
-    """Since the start of the first step."""
+    """Seconds since the start of the first step."""
     skipped: int = 0
-    """Steps so far that were left out, as `train.on_nonfinite = "skip"` says."""
+    """Number of steps skipped so far with `train.on_nonfinite = "skip"`."""
     fault: str = ""
-    """Of a step that was left out: which rank's gradient of which parameter is not finite."""
+    """For a skipped step: the rank and the parameter whose gradient is not finite."""
     model_flops_per_s: float | None = None
-    """Of a rank, as the mean over ranks, since the line before; None where nothing was counted."""
+    """FLOP/s per rank since the previous line, averaged over ranks; None if FLOPs were not counted."""
     mfu: float | None = None
-    """Model FLOPs utilisation: the share of that in what the devices can do; None where that is not known."""
+    """Model FLOPs utilization: model_flops_per_s divided by the peak of the device. None if either is unknown."""
     peak_memory_bytes: int | None = None
-    """The largest of all ranks, when they were last compared: see `Cost.memory`."""
+    """The largest peak over all ranks, at the last comparison: see `Cost.memory`."""
     peak_memory_rank: int | None = None
-    """Whose it is."""
+    """The rank with that peak."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """By name, as metrics.jsonl has them."""
+        """By name, as in metrics.jsonl."""
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A line of metrics.jsonl beside those of steps."""
+    """A line of metrics.jsonl for an evaluation."""
 
     step: int
-    """After which the weights were evaluated."""
+    """The step after which the weights were evaluated."""
     validation_loss: float
     """Mean over the tokens of the batches."""
     validation_tokens: int
-    """In these batches, all ranks together."""
+    """Tokens in these batches, summed over all ranks."""
     seconds: float
-    """That the evaluation took."""
+    """Duration of the evaluation in seconds."""
     more: Mapping[str, float] = field(default_factory=dict)
-    """What the function of train.evaluate found beside the loss, by name."""
+    """Further results of the function of train.evaluate, by name."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """By name, as metrics.jsonl has them: of `more` each as `validation_NAME`."""
+        """By name, as in metrics.jsonl; entries of `more` as `validation_NAME`."""
         facts = {name: value for name, value in vars(self).items() if name != "more"}
         return facts | {f"validation_{name}": value for name, value in self.more.items()}
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run that ended, or the part of it that was done."""
+    """The result of a run, or of the completed part of it."""
 
     steps: int
     losses: tuple[float, ...]
-    """Of every step done, the same on every rank."""
+    """The loss of every completed step, the same on every rank."""
     tokens: int
     seconds: float
     metrics: Path
     late: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """By dim, the rank that came latest to the last collectives, and its mean seconds after the first."""
+    """By dim, the rank that arrived latest at the last collectives, and its mean seconds after the first rank."""
     traffic: Stats | None = None
-    """What this rank sent in the steps of this attempt; None where it had no step."""
+    """The calls of this rank in the steps of this attempt; None if it ran no step."""
     traffic_steps: int = 0
-    """How many steps those are."""
+    """Number of these steps."""
     skipped: int = 0
-    """Steps that were left out, as their gradients were not finite."""
+    """Number of steps skipped because their gradients were not finite."""
     unit: str = "byte"
-    """That a loss is the mean over: a byte or a token."""
+    """The unit over which a loss is averaged: a byte or a token."""
     evaluation: Evaluation | None = None
-    """The last one; None where nothing was evaluated."""
+    """The last evaluation; None if there was none."""
     stopped: str = ""
-    """Why the run ended before train.steps, without an error; "": it did not."""
+    """Why the run ended before train.steps without an error; "" if it did not."""
     asked_to_stop: bool = False
-    """SIGTERM or SIGUSR1 ended it, behind a checkpoint, from which it can go on."""
+    """Whether SIGTERM or SIGUSR1 ended the run after a checkpoint, from which it can resume."""
     rates: Rates | None = None
-    """Over the whole run; None where nothing was counted."""
+    """Over the full run; None if nothing was counted."""
     memory: Memory | None = None
-    """The largest peak of all ranks; None where they were never compared."""
+    """The largest peak over all ranks; None if ranks were never compared."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Over the whole run."""
+        """Tokens per second over the full run."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class Callback:
-    """Called during a run, on every rank. This one does nothing: for ranks that do not print.
+    """Base class of callbacks, which a run calls on every rank. Its methods do nothing, for ranks that do not print.
 
-    trainer: the Trainer that it was given to.
-    stop:    set to True on every rank, as in `on_step` or `on_eval`, it ends the run after that step.
-    reason:  why, for the screen and run.json; "": the name of the class.
+    trainer: the Trainer that the callback belongs to.
+    stop:    set it to True on every rank, for example in `on_step` or `on_eval`, to end the run after that
+             step.
+    reason:  the reason to show on the screen and in run.json. If "", the name of the class.
     """
 
     trainer: Any = None
@@ -159,23 +160,23 @@ class Callback:
     reason: str = ""
 
     def on_start(self, start: Start) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_step(self, step: Step) -> None:
-        """After every `log_every`-th step, the first, the last, and each that was left out."""
+        """Called after every `log_every`-th step, the first, the last, and each skipped step."""
 
     def on_eval(self, evaluation: Evaluation) -> None:
-        """After every `eval_every`-th step and the last."""
+        """Called after every `eval_every`-th step and the last."""
 
     def on_save(self, step: int, folder: Path) -> None:
-        """A checkpoint is complete, or with train.checkpoint_async under way."""
+        """Called when a checkpoint is complete, or with train.checkpoint_async when its write has started."""
 
     def on_end(self, summary: Summary, error: BaseException | None) -> None:
-        """After the last step; or the run ends early, by Ctrl-C or by another error, which is raised next."""
+        """Called after the last step, or when Ctrl-C or another error ends the run, before that error is raised."""
 
 
 class Best(NamedTuple):
-    """The lowest finite validation loss so far; the step that it followed, and the number of evaluations since then."""
+    """The lowest finite validation loss so far, its step, and the number of evaluations since then."""
 
     loss: float | None = None
     step: int = 0
@@ -184,9 +185,9 @@ class Best(NamedTuple):
 
 @final
 class EarlyStop(Callback):
-    """`train.patience`, `min_delta` and `target_loss`. best: where a run that is resumed had come.
+    """`train.patience`, `min_delta` and `target_loss`. best: the best result before the run was resumed.
 
-    A run that had ended by them ends again at once, unless they have changed.
+    A run that ended because of them ends again immediately when resumed, unless they have changed.
     """
 
     def __init__(self, mesh: Mesh, train: TrainConfig, best: Best) -> None:
@@ -195,7 +196,7 @@ class EarlyStop(Callback):
         self._judge()
 
     def on_eval(self, evaluation: Evaluation) -> None:
-        """Judge. Called by: every rank; with one of the settings, a gather of one number per dim."""
+        """Decide whether to stop. Called by: every rank. With one of the settings, gathers one number per dim."""
         train, best = self._train, self.best
         if train.patience is None and train.target_loss is None:
             return

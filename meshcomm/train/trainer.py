@@ -87,30 +87,33 @@ RECORDER: ContextVar[StepRecorder | None] = ContextVar("meshcomm_recorder", defa
 
 @final
 class Trainer:
-    """Trains a model on a mesh: `meshcomm train` with what is yours put in.
+    """Trains a model on a mesh, as `meshcomm train` does, with your model, loss, optimizer or data.
 
         with meshcomm.init("train.toml") as mesh:
             Trainer(mesh, meshcomm.load_config("train.toml"), module, loss=loss).run(batches)
 
     Args:
         mesh: an open mesh that this rank is a member of.
-        config: what it was opened with; None: that of `meshcomm run CONFIG`. [parallel] and [train] are needed; [model]
-            where no model is given; [data] where `run` is given no data, with [model], and for a pipeline.
-        model: None: that of [model]. A ModelSpec or Model: built in parts, for all kinds of parallelism that it tells
-            of. An nn.Module: as it is, for data and shard; for tensor once `tensor_parallel` has split it. The weights
-            of the first rank along data and shard become those of all of them.
-        optimizer: (parameter groups) -> an optimiser; None: that of [train]. Vectors have a group of weight_decay 0.
-            Its lr follows train's schedule from what it is set to here, train.lr being what the schedule is a share of.
-        loss: (outputs, targets) -> the mean over a microbatch; the step's is the mean over all microbatches of all
-            ranks. None: the model's own, or cross-entropy over all targets of the global batch that are not -100.
-        scheduler: (optimizer) -> a torch LRScheduler in place of train's schedule, stepped after each step. A run that
-            resumes steps it as often as there were steps, and then gives it the state that was saved; where its
-            settings are others now, these count, and the state follows from the number of steps alone.
+        config: the configuration of the mesh. If None, the CONFIG of `meshcomm run`. [parallel] and [train] are
+            required. [model] is required if `model` is None. [data] is required for a pipeline, with [model],
+            and if `run` receives no data.
+        model: if None, the model of [model]. A ModelSpec or Model is built in parts, for every kind of
+            parallelism that it describes. An nn.Module is used unchanged, for data and shard; for tensor after
+            `tensor_parallel` has split it. The weights of the first rank along data and shard are broadcast to
+            all of these ranks.
+        optimizer: (parameter groups) -> an optimizer. If None, the optimizer of [train]. Vectors are in a group
+            with weight_decay 0. Its lr is the base of train's schedule, in place of train.lr.
+        loss: (outputs, targets) -> the mean over a microbatch. The loss of a step is the mean over all
+            microbatches of all ranks. If None, the model's loss, or cross-entropy over all targets of the
+            global batch except -100.
+        scheduler: (optimizer) -> a torch LRScheduler that replaces train's schedule and is stepped after each
+            step. On resume, it is stepped once per completed step and then loads the saved state. If its
+            settings have changed, the new settings apply, and its state follows from the number of steps alone.
         callbacks: called on every rank, in this order.
 
     Called by: every rank of the mesh, with equal arguments.
-    Raises:    ConfigError, LayoutError where config, model and mesh do not fit; TrainingError where ranks have
-               different settings; UnsupportedOp for what the model does not allow.
+    Raises:    ConfigError, LayoutError if config, model and mesh do not fit; TrainingError if ranks have
+               different settings; UnsupportedOp for a parallelism that the model does not allow.
     """
 
     def __init__(
@@ -200,7 +203,7 @@ class Trainer:
         self._copies.begin_again()
 
     def reopen(self, error: Exception | None = None) -> int:
-        """Reopen the mesh after ranks were lost and replaced, and have every rank at the same step, with the state after it.
+        """Reopen the mesh after ranks were lost and replaced, and bring every rank to the same step and state.
 
             trainer = Trainer(mesh, config, model)
             done = trainer.reopen() if mesh.generation.number else 0
@@ -211,13 +214,14 @@ class Trainer:
                 except Exception as error:
                     done = trainer.reopen(error)       # raises `error` where no rank was lost and replaced
 
-        For a loop of your own; `run` does it by itself. The unfinished step is completed on all ranks, where one of them
-        has applied it, or undone on all. A new rank gets its state from one that holds the same parts of the model.
+        For custom training loops; `run` calls this itself. If any rank has applied the interrupted step, all
+        ranks complete it. Otherwise all ranks undo it. A new rank copies its state from a rank that holds the
+        same parts of the model.
 
-        error:     what the loop left its step by. None: on a new rank, after the constructor.
+        error:     the exception that interrupted the step. None on a new rank, right after the constructor.
         Called by: every rank of the mesh.
-        Returns:   the last step that is done, the same on every rank.
-        Raises:    `error`; TrainingError where nobody holds the parts of a rank that was lost.
+        Returns:   the last completed step, the same on every rank.
+        Raises:    `error`; TrainingError if no rank holds the parts of a lost rank.
         """
         if error is not None:
             self._meet_again(error)
@@ -238,20 +242,21 @@ class Trainer:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that it trains on."""
+        """The mesh to train on."""
         return self._mesh
 
     @property
     def engine(self) -> Engine:
-        """What a step is made of: this rank's stages, how their gradients are summed, and the optimiser.
+        """This rank's stages, the summation of their gradients, and the optimizer.
 
-        A model that is given in parts is built when this, or what needs it, is first asked for: every rank then asks.
+        A model that is built in parts is built on first access to this property, or to one that needs it. Every
+        rank must then access it.
         """
         return self._make(True)
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """Torch's, where one was given."""
+        """The torch scheduler, if one was given."""
         return self.engine.scheduler
 
     @property
@@ -261,23 +266,27 @@ class Trainer:
 
     @property
     def optimizer(self) -> Optimizer:
-        """Of this rank's parameters."""
+        """The optimizer of this rank's parameters."""
         return self.engine.optimizer
 
     def run(self, data: Data | None = None, attempt: Attempt | None = None) -> Summary:
         """Train up to train.steps, from the start or from the last complete checkpoint in train.out.
 
-        data:      this rank's share of each global batch: (step) -> (inputs, targets), or an iterable of them, such as
-                   a DataLoader, which begins again at its end, after `set_epoch` of its sampler. Dictionaries as for
-                   `step`. A run that resumes gives an iterable with `load_state_dict` (torchdata's StatefulDataLoader)
-                   the state that was saved; of any other it takes the batches of the steps before first. Equal along
-                   tensor, pipeline and context. None: [data].
-        attempt:   as the launcher says. A job that it restarts goes on from its own last checkpoint.
+        data:      this rank's share of each global batch: (step) -> (inputs, targets), or an iterable of such
+                   pairs, such as a DataLoader. At its end, an iterable is restarted after `set_epoch` of its
+                   sampler. Dictionaries are accepted as for `step`. On resume, an iterable with
+                   `load_state_dict` (torchdata's StatefulDataLoader) loads the saved state; from any other
+                   iterable, the batches of the completed steps are skipped. Equal along tensor, pipeline and
+                   context. If None, [data] is used.
+        attempt:   the launcher's attempt. A job that the launcher restarts resumes from its own last
+                   checkpoint.
         Called by: every rank of the mesh.
-        Returns:   the same losses on every rank. The first rank has written the files of `run_files` into train.out.
-        Raises:    ConfigError where config and checkpoint do not fit; TrainingError where ranks have different data, a
-                   parameter gets no gradient, the loss or the gradient norm is not finite (see train.on_nonfinite), or a
-                   checkpoint cannot be written or read; CallMismatchError where ranks called differently in a step.
+        Returns:   a summary with the same losses on every rank. The first rank has written the files of
+                   `run_files` into train.out.
+        Raises:    ConfigError if config and checkpoint do not fit; TrainingError if ranks have different data,
+                   a parameter gets no gradient, the loss or the gradient norm is not finite (see
+                   train.on_nonfinite), or a checkpoint cannot be written or read; CallMismatchError if the
+                   calls of a step differ.
         """
         self._runs, self._read = self._runs + 1, None
         self._copies.clear()
@@ -376,17 +385,20 @@ class Trainer:
         targets: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> None:
-        """One step of a loop of your own; `results` tells what it gave.
+        """One step of a custom training loop. `results` returns the losses.
 
-        inputs:    or, alone, a dictionary: with inputs and targets; or, as the collators of transformers give it, with
-                   input_ids, and labels of the same tokens, an attention_mask that leaves out some at the end, and
-                   position_ids that are 0 where a document begins.
-        Shape:     (global_batch_size / ranks along data and shard, ...): this rank's share of the global batch. On any
-                   device; what is of a floating type is taken in train.dtype.
-        documents: with data.document_mask: int64 (samples, tokens), the number of each token's document, ascending.
-        Called by: every rank; inputs and targets are equal along tensor, pipeline and context.
-        Raises:    ShapeError for another number of samples; TrainingError where a parameter got no gradient, or for
-                   what is not two tensors; UnsupportedOp under torch.no_grad and torch.inference_mode.
+        inputs:    a tensor; or, as the only argument, a dictionary with inputs and targets. The format
+                   of the collators of transformers also works: input_ids and labels of the same tokens.
+                   Optional are an attention_mask that masks tokens at the end, and position_ids that are 0
+                   where a document starts.
+        Shape:     (global_batch_size / ranks along data and shard, ...): this rank's share of the global batch.
+                   On any device. Floating-point tensors are converted to train.dtype.
+        documents: with data.document_mask: int64 (samples, tokens), the document number of each token,
+                   ascending.
+        Called by: every rank. inputs and targets are equal along tensor, pipeline and context.
+        Raises:    ShapeError for a wrong number of samples; TrainingError if a parameter got no gradient, or if
+                   inputs and targets are not two tensors; UnsupportedOp under torch.no_grad and
+                   torch.inference_mode.
         """
         if not torch.is_grad_enabled():
             raise UnsupportedOp(
@@ -413,20 +425,20 @@ class Trainer:
             self._recorder.stepped(engine)
 
     def results(self) -> list[Done]:
-        """What the steps since the last call gave, in order. This waits for the device.
+        """The results of the steps since the last call, in order. Waits for the device.
 
         Called by: every rank.
-        Raises:    TrainingError on every rank, with train.on_nonfinite = "stop", where the loss or the gradient norm
-                   of one of them is not finite. It was not applied then, nor were those after it.
+        Raises:    TrainingError on every rank if train.on_nonfinite is "stop" and the loss or the gradient norm
+                   of a step is not finite. That step and all later ones were not applied.
         """
         return self.engine.results()
 
     def evaluate(self, batches: Iterable[GivenBatch]) -> float:
-        """The mean loss over some global batches, by forward passes alone, with the modules in eval mode.
+        """The mean loss over some global batches, in eval mode and without backward passes.
 
-        batches:   this rank's shares, shaped as for `step`; as many on every rank.
+        batches:   this rank's shares, shaped as for `step`; the same number on every rank.
         Called by: every rank.
-        Returns:   the same on every rank. This waits for the device.
+        Returns:   the same value on every rank. Waits for the device.
         """
         return self.engine.evaluate(self._placed(batches))
 
@@ -435,13 +447,17 @@ class Trainer:
             yield placed(self.engine, batch, "an evaluation")
 
     def state(self) -> dict[str, Tensor]:
-        """All that a step changes, by global names: see Engine.state. A look changes nothing. Called by: every rank."""
+        """All training state, by global names: see Engine.state. Does not modify it.
+
+        Called by: every rank.
+        """
         return self.engine.state()
 
     def save(self, folder: str | Path) -> None:
         """Write `state` into a new folder, which `load` reads on any mesh.
 
-        Called by: every rank. Raises TrainingError on every rank where one could not write, or has what cannot be saved.
+        Called by: every rank.
+        Raises:    TrainingError on every rank if one rank cannot write, or holds state that cannot be saved.
         """
         checkpoint.write(self.mesh, checkpoint.state_of(self.mesh, self.engine), Path(folder), self._lock())
 
@@ -450,10 +466,13 @@ class Trainer:
         return replace(lock_of(self.mesh, self._config, b""), step=self.engine.done)
 
     def load(self, folder: str | Path) -> None:
-        """Make the state that of a folder that `save` or a run's checkpoint made on any mesh; `step` goes on after it.
+        """Load the state from a folder that `save` or a run's checkpoint wrote on any mesh. `step` continues after it.
 
-        Called by: every rank. Raises TrainingError on every rank where one could not read, or something does not fit.
-        What the folder has is not read from elsewhere, nor drawn, before: call this first.
+        Call this before anything else: parameters in the folder are then not read from elsewhere, nor
+            initialized.
+
+        Called by: every rank.
+        Raises:    TrainingError on every rank if one rank cannot read, or if the state does not fit.
         """
         checkpoint.resume(self.mesh, self._make(False), Path(folder))
         self._holds = True
@@ -485,7 +504,7 @@ class Trainer:
 
 
 def run(mesh: Mesh, config: Config, callback: Callback, attempt: Attempt | None = None) -> Summary:
-    """Train what `config` says: `Trainer(mesh, config, callbacks=[callback]).run()`."""
+    """Train by a configuration: `Trainer(mesh, config, callbacks=[callback]).run()`."""
     return Trainer(mesh, config, callbacks=[callback]).run(attempt=attempt)
 
 

@@ -1,7 +1,7 @@
-"""A module that knows nothing of meshes, made tensor-parallel by a plan that names its parts.
+"""Make a plain module tensor-parallel by a plan that names its parts.
 
-Objects stay, so names, hooks, shared modules and attributes stay. Only the class of a part changes, to one made from the
-module's own (as fully_shard does it).
+Module objects are kept, so names, hooks, shared modules and attributes stay. Only the class of a part changes,
+to a subclass of its class, as in fully_shard.
 """
 
 from __future__ import annotations
@@ -45,43 +45,52 @@ def tensor_parallel(
 ) -> TensorSplit:
     """Split parts of `module` along `dim`, in place; names, hooks and objects stay.
 
-    plan: patterns of dotted names ("*" within a component, "**" for any components) to a style:
+    plan: maps patterns of dotted names ("*" within a component, "**" for any components) to a style:
 
-        "column"     nn.Linear (or transformers' Conv1D), outputs split. Columns of one parent that read the same tensor
-                     enter once: one all_reduce in backward for all of them. "column:3", or {"style": "column", "parts": 3} or
-                     "parts": [q, k, v] (sizes): the weight holds several, and each of them is split.
+        "column"     nn.Linear (or transformers' Conv1D) with split outputs. Columns of one parent that read the
+        same
+                     tensor share one all_reduce in backward. "column:3", or {"style": "column", "parts": 3} or
+                     "parts": [q, k, v] (sizes): the weight holds several matrices, each of which is split.
                      "column:whole": the outputs are gathered.
-        "row"        nn.Linear, inputs split: behind columns. Its result is whole. {"style": "row", "input": "whole"}:
-                     behind columns whose outputs were gathered.
-        "vocab"      nn.Embedding, rows split. Of this and the two before, with sequence_parallel: {"sequence": "whole"} for
-                     one that takes and gives whole sequences.
-        "latent"     nn.Linear that stays whole, of which the last {"size": n} outputs go to all heads alike, as the
-                     rotary part of a key does in multi-head latent attention.
-        "enter"      a module around columns: its first argument ("args": [0], or names) enters here and not at each
-                     column. For one that asks its input how long the sequence is, with sequence_parallel;
-                     everything in it must go through columns. {"shared": True}: siblings that are called with the same
-                     tensor enter once.
-        "sequence"   stays whole; works on each token by itself, as norms do.
-        "heads"      stays whole; works behind columns, on this rank's heads one by one, as norms of queries do.
-        "replicate"  stays whole; needs all of the sequence, or does not take activations: {"style": "replicate",
-                     "input": "whole", "axis": 0} for an embedding of positions that gives (sequence, width). Parts of it
-                     with styles of their own are split, on whole sequences.
-        "split"      a parameter, by its name: its axis 0, or {"style": "split", "axis": 1}. For one that works on this
-                     rank's heads or features alone, such as a sink for each head.
-        {"set": {"heads": "split"}}  in addition, or alone: the module's attribute `heads` is divided by the ranks; any
-                     other value is set as it is.
+        "row"        nn.Linear with split inputs, after columns. Its result is complete. {"style": "row",
+                     "input": "whole"}: after columns whose outputs were gathered.
+        "vocab"      nn.Embedding with split rows. For "column", "row" and "vocab", with sequence_parallel:
+                     {"sequence": "whole"} if the module takes and returns full sequences.
+        "latent"     nn.Linear that is not split. Its last {"size": n} outputs go to all heads, like the rotary
+        part
+                     of a key in multi-head latent attention.
+        "enter"      a module around columns. Its first argument ("args": [0], or names) enters here instead of
+        at
+                     each column. With sequence_parallel, use it for a module that reads the length of the
+                     sequence from its input. Everything in the module must go through columns. {"shared":
+                     True}: siblings called with the same tensor enter once.
+        "sequence"   not split; operates on each token separately, like a norm.
+        "heads"      not split; operates after columns, on each of this rank's heads, like a norm of queries.
+        "replicate"  not split; needs the full sequence, or takes no activations. {"style": "replicate",
+                     "input": "whole", "axis": 0} for a position embedding that returns (sequence, width). Parts
+                     of it that have styles are split, on full sequences.
+        "split"      a parameter, by its name, split along axis 0, or {"style": "split", "axis": 1}. For a
+        parameter
+                     that operates only on this rank's heads or features, such as a sink for each head.
+        {"set": {"heads": "split"}}  in addition to a style, or alone: divides the module's attribute `heads` by
+        the
+                     number of ranks. Any other value is assigned as given.
 
-    Called by:  every rank along `dim`, with equal weights (they are compared by digest).
+    Called by:  every rank along `dim`, with equal weights (compared by digest).
     Returns:    the TensorSplit, for `cross_entropy` and `finish_gradients`.
-    Parameters: DTensors on `mesh[dim]` under their old names (those of RNNs, ParameterList and ParameterDict stay
-                plain). A module's own forward reads this rank's part of them. Weights with parts have one axis more;
-                see `unsplit_state`. In the simulator all are plain parts. Make optimisers, and call fully_shard, later.
-    sequence_parallel, axis: as for TensorSplit. Every part with parameters needs a style; call `split.finish_gradients`.
-    example:    arguments of `module`, by place or by name, equal along dim. Outputs and all gradients on them, in eval
-                mode, are compared before and after. So mistakes that names do not show are found: a forgotten part of
-                the plan, heads that were not divided. An error names the part, its sizes before and now, and cures.
-    Raises:     ConfigError with everything that is wrong with the plan, before anything changes; MeshMismatchError
-                where ranks hold other weights; TrainingError where the example fails behind the split, or differs.
+    Parameters: become DTensors on `mesh[dim]` under their old names (those of RNNs, ParameterList and
+                ParameterDict stay plain). `module.forward` reads this rank's part of them. Weights with parts
+                have one more axis; see `unsplit_state`. In the simulator, all are plain parts. Create
+                optimizers and call fully_shard afterwards.
+    sequence_parallel, axis: as for TensorSplit. With sequence_parallel, every part with parameters needs a
+                style, and you must call `split.finish_gradients`.
+    example:    arguments of `module`, positional or by name, equal along dim. The outputs and all gradients for
+                them, in eval mode, are compared before and after the split. This detects mistakes that names do
+                not reveal, such as a part missing in the plan or a number of heads that was not divided. The
+                error names the part, its sizes before and after, and fixes.
+    Raises:     ConfigError with every problem of the plan, before anything changes; MeshMismatchError if ranks
+                hold different weights; TrainingError if the example fails after the split, or gives different
+                results.
     """
     split = TensorSplit(mesh, dim, sequence_parallel=sequence_parallel, axis=axis)
     rules = checked_rules(split, module, plan)

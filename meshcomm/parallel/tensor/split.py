@@ -1,4 +1,4 @@
-"""The dim along which weights are split, and the communication where split layers begin and end."""
+"""The dim along which weights are split, and the communication at the start and end of split layers."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ def as_autocast(x: Tensor) -> Tensor:
 
 @final
 class TensorSplit:
-    """Along which dim of the mesh weights are split; None, or a dim of size 1, splits nothing.
+    """The dim along which weights are split. None, or a dim of size 1, splits nothing.
 
     Args:
-        dim: one dim of it.
-        dtype: of the parameters made here.
-        sequence_parallel: between `leave` and the next `enter` each rank holds a slice of the sequence, so that memory
-            and work there are divided by the ranks too (Korthikanti et al. 2022). The bytes sent are the same:
-            reduce_scatter and all_gather are the two halves of the all_reduce. Parameters that work on slices
-            have partial gradients: see `partial`.
-        axis: of activations (batch, sequence, width) that is the sequence, counted from the front.
+        dim: a dim of the mesh.
+        dtype: of the parameters created here.
+        sequence_parallel: between `leave` and the next `enter`, each rank holds a slice of the sequence. This
+            divides memory and work there by the number of ranks (Korthikanti et al. 2022). The number of bytes
+            sent
+            is the same: reduce_scatter and all_gather are the two halves of the all_reduce. Parameters that
+                         operate
+            on slices have partial gradients: see `partial`.
+        axis: the sequence axis of activations (batch, sequence, width), counted from the front.
 
-    size, coord: of the dim. sequence_parallel: False where nothing is split.
+    size, coord: of the dim. sequence_parallel: False if nothing is split.
     """
 
     def __init__(
@@ -62,11 +64,11 @@ class TensorSplit:
     # -- parameters -----------------------------------------------------------------------------
 
     def parameter(self, *shape: int, axis: int | None) -> nn.Parameter:
-        """A parameter of the whole `shape`, its memory not yet written.
+        """A parameter with the full `shape` and uninitialized memory.
 
-        It is a DTensor on `mesh[dim]`: Shard(axis), or Replicate where axis is None. So optimisers and checkpoints
-        see the whole tensor and layers compute on `local(parameter)`. Where nothing is split, and in the simulator,
-        it is a plain tensor: this rank's part.
+        It is a DTensor on `mesh[dim]`: Shard(axis), or Replicate if axis is None. Optimizers and checkpoints
+        therefore see the full tensor, and layers compute with `local(parameter)`. If nothing is split, and in
+        the simulator, it is a plain tensor with this rank's part.
         """
         part = list(shape)
         if axis is not None:
@@ -74,7 +76,7 @@ class TensorSplit:
         return self._placed(torch.empty(part, dtype=self.dtype, device=self.device), axis)
 
     def parameter_from(self, value: Tensor, axis: int | None) -> nn.Parameter:
-        """`parameter` with this rank's part of `value`, in its dtype and on its device; a copy."""
+        """`parameter` with a copy of this rank's part of `value`, in its dtype and on its device."""
         if axis is not None:
             self.share(value.shape[axis], f"axis {axis} of a weight of shape {tuple(value.shape)}")
             value = value.chunk(self.size, axis)[self.coord]
@@ -86,7 +88,7 @@ class TensorSplit:
         return parameter_of(self.mesh, data, {self.dim: axis} if self.size > 1 else {})
 
     def share(self, whole: int, what: str) -> int:
-        """One rank's share of `whole`. Raises ShapeError where it does not divide."""
+        """One rank's part of `whole`. Raises ShapeError if the size is not divisible."""
         if whole % self.size:
             raise ShapeError(
                 f'{what} cannot be split along "{self.dim}"',
@@ -99,10 +101,10 @@ class TensorSplit:
     # -- activations ----------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
-        """`x`, equal on all ranks, before it meets split outputs; its gradient is summed over the ranks.
+        """`x`, equal on all ranks, before it meets split outputs. Its gradient is summed over the ranks.
 
-        With sequence_parallel `x` is this rank's slice of the sequence; the whole of it is returned, and the gradient is
-        this rank's slice of the sum. Under autocast both travel in the dtype that matrices are multiplied in.
+        With sequence_parallel, `x` is this rank's slice of the sequence. The full sequence is returned, and the
+        gradient is this rank's slice of the sum. Under autocast, both are sent in the dtype of the matmuls.
         """
         if self.size == 1:
             return x
@@ -112,10 +114,11 @@ class TensorSplit:
         return self.mesh.functional.identity(self.dim, x, grad="sum")
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the ranks, after split inputs; the gradient passes unchanged.
+        """The sum of `x` over the ranks, after split inputs. The gradient passes unchanged.
 
-        With sequence_parallel: this rank's slice of the sum, and the gradient is gathered. Raises
-        ShapeError where the sequence does not divide.
+        With sequence_parallel: this rank's slice of the sum, and the gradient is gathered. Raises ShapeError if
+            the
+        sequence is not divisible.
         """
         if self.size == 1:
             return x
@@ -124,7 +127,7 @@ class TensorSplit:
         return self.mesh.functional.all_reduce(self.dim, x, grad="identity")
 
     def gather(self, x: Tensor, axis: int | None = None) -> Tensor:
-        """The whole sequence, for a part of the model that every rank computes in full; else `x`.
+        """The full sequence, for a part of the model that every rank computes in full. Without sequence_parallel, `x`.
 
         The gradient is this rank's slice. Parameters of such a part have complete gradients.
         """
@@ -134,9 +137,10 @@ class TensorSplit:
         return self.mesh.functional.all_gather(self.dim, x, axis, grad="slice")
 
     def scatter(self, x: Tensor, axis: int | None = None) -> Tensor:
-        """This rank's slice of a sequence that is equal on all ranks, the inverse of `gather`; else `x`.
+        """This rank's slice of a sequence that is equal on all ranks. Without sequence_parallel, `x`.
 
-        The gradient is gathered. Raises ShapeError where the sequence does not divide.
+        This is the inverse of `gather`. The gradient is gathered. Raises ShapeError if the sequence is not
+        divisible.
         """
         if not self.sequence_parallel:
             return x
@@ -145,8 +149,9 @@ class TensorSplit:
     def positions(self, sequence_local: int) -> Tensor:
         """The positions of this rank's tokens between split layers: int64 (sequence_local,).
 
-        sequence_local: how many tokens x has there. Under context parallelism they are places in the part of one rank
-        along that dim: `context.positions(...)[split.positions(...)]`.
+        sequence_local: the number of tokens of x there. Under context parallelism, the positions refer to the
+            part of one
+        rank along that dim: `context.positions(...)[split.positions(...)]`.
         """
         first = self.coord * sequence_local if self.sequence_parallel else 0
         return torch.arange(first, first + sequence_local, device=self.device)
@@ -154,12 +159,13 @@ class TensorSplit:
     # -- gradients ------------------------------------------------------------------------------
 
     def partial(self, module: nn.Module, *names: str, always: bool = False) -> None:
-        """Mark parameters of `module` that work on slices of the sequence, such as a norm's weight.
+        """Mark parameters of `module` that operate on slices of the sequence, such as the weight of a norm.
 
-        Each rank's gradient of them is that of its own tokens only; `finish_gradients` sums them. The mark is the
-        module's, by name, so it holds when fully_shard puts other parameters in their places.
+        Each rank's gradient of these parameters covers only its own tokens; `finish_gradients` sums them.
+        Modules are marked by parameter name, so marks stay valid when fully_shard replaces parameters.
 
-        always: on slices of the outputs of columns, such as some of the heads; without sequence_parallel too.
+        always: for parameters that operate on slices of the outputs of columns, such as some of the heads; they
+                are partial without sequence_parallel too.
         """
         if self.sequence_parallel or (always and self.size > 1):
             marked = set(getattr(module, _PARTIAL, ())) | set(names)
@@ -178,8 +184,9 @@ class TensorSplit:
     def finish_gradients(self, module: nn.Module) -> None:
         """Sum the gradients of marked parameters over the ranks, in place, in one message per dtype.
 
-        Called by: every rank along the dim, once a step: after the last backward (and the sums of gradients over other
-        dims), before norms, clipping and the optimiser.
+        Called by: every rank along the dim, once per step: after the last backward and the sums of gradients
+                   over other
+        dims, before norms, clipping and the optimizer.
         """
         grads = [
             local(parameter.grad)
