@@ -42,6 +42,14 @@ def test_a_page_that_is_made_is_what_is_made_now(name: str, command: str, made: 
     assert (DOCS / "reference" / name).read_text(encoding="utf-8") == made(), f"run: {command}"
 
 
+def test_the_pictures_are_what_is_made_now() -> None:
+    page = (DOCS / "concepts.md").read_text(encoding="utf-8")
+    for make in tool("pictures").PICTURES:
+        name = f"images/{make.__name__}.svg"
+        assert (DOCS / name).read_text(encoding="utf-8") == make(), "run: python docs/tools/pictures.py"
+        assert f"]({name})" in page
+
+
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="one" />
 <testcase classname="tests.test_a" name="two"><skipped message="torch 2.13 has no group hooks" /></testcase>
