@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -20,6 +19,8 @@ from meshcomm.parallel.state import Kinds
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.tensor.parameters import Kept, parts_of
 from meshcomm.parallel.torch_private import offsets
+
+_AT_ONCE_BYTES: Final = 32 << 20
 
 
 @final
@@ -162,24 +163,35 @@ def _exchanged(mesh: Mesh, dim: str, own: Held) -> Held:
     at, size = mesh.coord(dim), mesh.size(dim)
     after, before = (at + 1) % size, (at - 1) % size
     head = (own.step, own.parts, own.kinds, {name: tuple(x.shape) for name, x in own.tensors.items()})
-    tell, ask = partial(mesh.objects.send, dim, head, after), partial(mesh.objects.recv, dim, src=before)
-    # Some rank has to ask first.
+    # Both block until the other rank is there, so some rank has to receive first.
+    if at % 2 == 0:
+        mesh.objects.send(dim, head, after)
+    step, parts, kinds, shapes = mesh.objects.recv(dim, src=before)
     if at % 2:
-        step, parts, kinds, shapes = ask()
-        tell()
-    else:
-        tell()
-        step, parts, kinds, shapes = ask()
+        mesh.objects.send(dim, head, after)
     found = {name: torch.empty(shape, dtype=kinds[name][0]) for name, shape in shapes.items()}
-    going = [x for x in own.tensors.values() if x.numel()]
-    coming = [x for x in found.values() if x.numel()]
-    # One after the other: a device has no room for all of them.
-    for out, into in zip_longest(going, coming):
-        sends = [] if out is None else [(out.to(mesh.device).contiguous(), after)]
-        recvs = [] if into is None else [(torch.empty_like(into, device=mesh.device), before)]
-        for came in mesh.exchange(dim, sends, recvs):
-            into.copy_(came)
+    # Both ends divide the tensors in the same way, so the n-th set of one meets the n-th of the other.
+    none: list[Tensor] = []
+    sets = zip_longest(_messages(own.tensors.values()), _messages(found.values()), fillvalue=none)
+    for going, coming in sets:
+        sends = [(x.to(mesh.device).contiguous(), after) for x in going]
+        recvs = [(torch.empty_like(x, device=mesh.device), before) for x in coming]
+        for into, received in zip(coming, mesh.exchange(dim, sends, recvs), strict=True):
+            into.copy_(received)
     return Held(step, parts, kinds, found, own=False)
+
+
+def _messages(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors that are sent at once: a device has no room for all of them."""
+    found: list[list[Tensor]] = []
+    room = 0
+    for x in (x for x in tensors if x.numel()):
+        if room < x.nbytes:
+            found.append([])
+            room = _AT_ONCE_BYTES
+        found[-1].append(x)
+        room -= x.nbytes
+    return found
 
 
 def _held(each: Tensor | Kept) -> Tensor:

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+import meshcomm
 from meshcomm.config import Config, load_config
+from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import WORLD
 from meshcomm.simulator.run import run_ranks
-from meshcomm.train import Callback, Start, Step, Trainer
+from meshcomm.train import Callback, Start, Step, Trainer, copies
 from tests.elastic.deaths import MESHES, config_of, left_over, simulated, training
 from tests.elastic.test_simulated_losses import SMALLER
 
@@ -120,6 +123,28 @@ def test_without_copies_it_goes_back_to_the_beginning(tmp_path: Path) -> None:
     assert [each.losses for each in found] == [whole[0].losses] * 2
     assert [number for number, _ in found[0].steps].count(1) == 2
     assert not found[0].resumed
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_next_rank_gets_a_copy_however_many_tensors_each_has(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "_AT_ONCE_BYTES", 64)
+
+    def tensors(rank: int) -> dict[str, torch.Tensor]:
+        return {f"{number}": torch.full((number, rank + 1), float(number)) for number in range(3 * rank + 2)}
+
+    def body(mesh: Mesh) -> copies.Held:
+        mine = tensors(mesh.rank)
+        kinds = {name: (x.dtype, tuple(x.shape)) for name, x in mine.items()}
+        return copies._exchanged(mesh, "pp", copies.Held(7, f"{mesh.rank}", kinds, mine))
+
+    for rank, held in enumerate(meshcomm.simulate(body, dims={"pp": ranks})):
+        before = (rank - 1) % ranks
+        expected = tensors(before)
+        assert (held.step, held.parts, held.own, held.facts) == (7, f"{before}", False, None)
+        assert held.tensors.keys() == expected.keys()
+        assert all(torch.equal(x, expected[name]) for name, x in held.tensors.items())
 
 
 def test_a_process_with_shards_is_killed(tmp_path: Path) -> None:
