@@ -42,6 +42,16 @@ for step in range(100):
     mesh.all_reduce("dp", torch.ones(2))
 """
 
+TORCH_ALONE = """
+import os, signal, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+for step in range(50):
+    if dist.get_rank() == 1 and step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    net(torch.ones(2, 4)).sum().backward()
+"""
+
 MODULE = """
 import torch, meshcomm
 from torch import nn
@@ -120,6 +130,19 @@ def test_a_program_that_does_not_reopen_ends_by_the_name_of_the_lost_rank(tmp_pa
     assert (
         "meshcomm: rank 0 ended by RankLost: a program goes on by mesh.reopen(error), a Trainer by itself"
         in lines
+    )
+
+
+@pytest.mark.faults
+def test_a_script_of_torch_alone_ends_and_says_why(tmp_path: Path) -> None:
+    script = tmp_path / "ddp.py"
+    script.write_text(TORCH_ALONE)
+    ended = run("--world-size", "2", str(script))
+    assert ended.returncode == 128 + signal.SIGKILL
+    lines = ended.stderr.splitlines()
+    assert "meshcomm: rank 1 was ended by SIGKILL" in lines
+    assert lines[-1] == (
+        "meshcomm: no rank had opened a mesh: only a program that reopens one, or a Trainer, can continue"
     )
 
 
