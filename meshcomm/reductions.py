@@ -68,7 +68,7 @@ _ANY_ALL = "max or bor (any), min or band (all) for bool", 'op="max" for "any", 
 _FRACTION = "a dtype that can hold a fraction", 'op="sum", then divide, or x.float()'
 _ORDER = "a dtype whose values have an order", "torch.view_as_real(x), if that is meant"
 _PAIRS = "sum or avg for complex numbers", "multiply after all_gather"
-_BITWISE = "whole numbers or bool for a bitwise operation", 'op="max", or x.view(torch.int32)'
+_BITWISE = "integers or bool for a bitwise operation", 'op="max", or x.view(torch.int32)'
 _FRACTIONS: Final[Mapping[Kind, tuple[str, str]]] = {
     "bool": _FRACTION,
     "whole": _FRACTION,

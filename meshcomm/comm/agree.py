@@ -50,7 +50,7 @@ def _agree_on_slice(request: Request) -> None:
         raise ShapeError(
             f"{where()}: coord {request.root} has nothing that can be scattered",
             given=f"what coord {request.root}, the source, was called with",
-            expected=f"a tensor there whose axis can be cut into {comm.size}",
+            expected=f"a tensor there whose axis can be split into {comm.size}",
             hint=f"look at the error of coord {request.root}",
         )
     if request.out is None:
@@ -72,9 +72,9 @@ def _agree_on_sizes(request: Request, compared: bool) -> None:
     assert x is not None
     if output_split_sizes is None or (compared and comm.transport.name != "fake"):
         hint = (
-            "output_split_sizes=, the sizes that come"
+            "output_split_sizes=, the sizes to receive"
             if request.row is ALL_TO_ALL
-            else "equal sizes: pad, and cut behind the call"
+            else "equal sizes: pad before the call, and trim after it"
         )
         check_answered(comm.transport.name, "the sizes of their parts", request.where(), hint)
         own = [x.shape[axis]] if input_split_sizes is None else input_split_sizes
@@ -95,7 +95,7 @@ def _misjoined(request: Request, sizes: list[int]) -> MeshcommError | None:
     comm, axis, joined, x = request.comm, request.axis, request.joined, request.source
     if request.output_split_sizes not in (None, sizes):
         return ShapeError(
-            f"{request.where()}: the other ranks send something else than this one expects",
+            f"{request.where()}: the other ranks send other sizes than this rank expects",
             given=f"output_split_sizes={request.output_split_sizes}",
             expected=f"output_split_sizes={sizes}, which is in the input_split_sizes of coords 0 to {comm.size - 1}",
             hint="leave out output_split_sizes, which costs a small exchange before each call",

@@ -133,9 +133,9 @@ def _plain_received(request: Request, output_split_sizes: Sequence[int]) -> list
     sizes = _indices(output_split_sizes)
     if request.input_split_sizes is None or len(sizes) != request.comm.size or min(sizes) < 0:
         raise ShapeError(
-            f"{request.where()}: output_split_sizes does not say what comes from each coord",
+            f"{request.where()}: output_split_sizes does not give a size for each coord",
             given=f"output_split_sizes={output_split_sizes}, input_split_sizes={request.input_split_sizes}",
-            expected=f"{request.comm.size} sizes of 0 or more, beside the input_split_sizes",
+            expected=f"{request.comm.size} sizes of 0 or more, together with input_split_sizes",
             hint="leave out output_split_sizes, or give both",
         )
     return sizes
@@ -148,7 +148,7 @@ def _plain_splits(request: Request, input_split_sizes: Sequence[int]) -> list[in
     if len(sizes) != size or sum(sizes) != length or min(sizes) < 0:
         even = length % size == 0
         raise ShapeError(
-            f"{request.where()}: input_split_sizes do not cut axis {axis}",
+            f"{request.where()}: input_split_sizes do not split axis {axis}",
             given=f"input_split_sizes={input_split_sizes}, x of shape {tuple(x.shape)}",
             expected=f"{size} sizes of 0 or more whose sum is {length}",
             hint=f"input_split_sizes={[length // size] * size}" if even else "one size for each coord",

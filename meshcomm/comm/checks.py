@@ -80,9 +80,9 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], pl
     """
     if plain and transforming() and isinstance(x, Tensor) and is_wrapped(x):
         raise UnsupportedOp(
-            f"{where()} has no rule for vmap, nor for the other transforms of torch.func",
-            given=f"a tensor of shape {tuple(x.shape)} that stands for a batch, or is being differentiated",
-            expected="the call outside of the transform, or one of mesh.functional",
+            f"{where()} does not support vmap or the other transforms of torch.func",
+            given=f"a tensor of shape {tuple(x.shape)} that a transform has batched or differentiates",
+            expected="the call outside the transform, or a call of mesh.functional",
             hint="mesh.functional.all_reduce, all_gather, reduce_scatter, all_to_all or shift",
         )
     if type(x) is Tensor and x.layout is torch.strided and x.device.type in kinds and not _packed(x):
@@ -132,7 +132,7 @@ def _made_dense(x: Tensor) -> str:
     if x.is_nested:
         return "x.unbind() as a list, or x.to_padded_tensor(0)"
     if x.is_quantized:
-        return "x.int_repr() for its whole numbers, x.dequantize() for its values"
+        return "x.int_repr() for its integers, x.dequantize() for its values"
     return "x.to_dense()" if x.layout != torch.strided else "x.to(mesh.device)"
 
 
@@ -173,7 +173,7 @@ def check_apart(
                 raise ShapeError(
                     f"{where()} would receive into memory that another of its messages uses",
                     given=f"tensors of shape {tuple(other.shape)} and {tuple(x.shape)} that overlap",
-                    expected="memory of its own for each message",
+                    expected="separate memory for each message",
                     hint="torch.empty_like(x) for each receive",
                 )
         open_.append(each)
@@ -217,7 +217,7 @@ def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None
             f"{where()} would lose the tangent of a tensor under forward-mode AD",
             given=f"a tensor of shape {tuple(x.shape)} with a tangent",
             expected="a tensor without tangents",
-            hint=f"mesh.functional.{functional}, which returns a new tensor and carries tangents on"
+            hint=f"mesh.functional.{functional}, which returns a new tensor and propagates tangents"
             if functional
             else "torch.autograd.forward_ad.unpack_dual(x).primal",
         )
@@ -241,9 +241,9 @@ def check_written(x: Tensor, where: Callable[[], str]) -> None:
     spans = [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
     if x.numel() > 1 + sum((size - 1) * abs(stride) for size, stride in spans):
         raise ShapeError(
-            f"{where()} cannot write to this tensor: some of its elements are one place in memory",
+            f"{where()} cannot write to this tensor: some of its elements share memory",
             given=f"a tensor of shape {tuple(x.shape)}, strides {x.stride()}",
-            expected="a place in memory for each element",
+            expected="a separate place in memory for each element",
             hint="x.clone(memory_format=torch.contiguous_format), as after expand()",
         )
 
@@ -252,7 +252,7 @@ def axis_or_dim(axis: int | None, dim: int | None, where: Callable[[], str]) -> 
     """The axis of a call that also accepts torch's name `dim`; 0 if neither is given. Raises ShapeError for both."""
     if axis is not None and dim is not None:
         raise ShapeError(
-            f"{where()}: axis and dim are two words for one thing",
+            f"{where()}: axis and dim are the same argument",
             given=f"axis={axis}, dim={dim}",
             expected="one of them",
             hint=f"axis={axis}",
@@ -266,9 +266,9 @@ def normal_axis(x: Tensor, axis: int, where: Callable[[], str]) -> int:
         axis = index(axis)
     except TypeError:
         raise ShapeError(
-            f"{where()}: axis {axis!r} is not a whole number",
+            f"{where()}: axis {axis!r} is not an integer",
             given=f"axis {axis!r}, a {type(axis).__name__}",
-            expected=f"a number of an axis of x, which has {x.ndim}",
+            expected=f"the index of an axis of x, which has {x.ndim} axes",
             hint="axis=0 or axis=-1",
         ) from None
     if not -x.ndim <= axis < x.ndim:
@@ -319,7 +319,7 @@ def check_coord(
             given=f"{what}={coord!r}",
             expected=f"a coord from 0 to {size - 1}; peers and roots are coords along the dim",
             hint=hint
-            or f"mesh.coord(...) gives this rank's own; {what} counts along the dim, not in the world",
+            or f"mesh.coord(...) gives this rank's coord; {what} counts along the dim, not in the world",
         )
 
 
@@ -327,8 +327,8 @@ def check_other(coord: int, own: int, what: str, where: Callable[[], str]) -> No
     """The peer of a message is another rank."""
     if coord == own:
         raise UnsupportedOp(
-            f"{where()}: a rank has no messages to itself",
-            given=f"{what}={coord}, which is the own coord",
+            f"{where()}: a rank cannot send messages to itself",
+            given=f"{what}={coord}, which is this rank's own coord",
             expected="the coord of another rank",
             hint="mesh.exchange with both ends in one call, which copies a tensor; or mesh.shift",
         )
@@ -338,9 +338,9 @@ def check_tag(tag: object, where: Callable[[], str]) -> None:
     """Tags are small integers; higher ones are reserved for the library."""
     if not is_int(tag) or not 0 <= tag < OWN_TAGS:
         raise LayoutError(
-            f"{where()}: tag={tag!r} is not a tag",
+            f"{where()}: tag={tag!r} is not a valid tag",
             given=f"tag={tag!r}",
-            expected=f"a whole number from 0 to {OWN_TAGS - 1}",
+            expected=f"an integer from 0 to {OWN_TAGS - 1}",
             hint="leave tag out",
         )
 
@@ -351,8 +351,8 @@ def check_offset(offset: object, where: Callable[[], str]) -> None:
         raise LayoutError(
             f"{where()}: offset={offset!r} is not a number of coords",
             given=f"offset={offset!r}, a {type(offset).__name__}",
-            expected="a whole number; negative: towards lower coords",
-            hint="offset=1, or int(...) of what counts the coords",
+            expected="an integer; a negative one shifts towards lower coords",
+            hint="offset=1, or int(offset)",
         )
 
 
@@ -423,7 +423,7 @@ def seconds_of(timeout_s: object, where: Callable[[], str]) -> float:
     if seconds > 0:
         return min(max(seconds, 0.001), _LONGEST_S)
     raise UnsupportedOp(
-        f"{where()}: timeout_s={timeout_s!r} is not a time to wait",
+        f"{where()}: timeout_s={timeout_s!r} is not a valid timeout",
         given=f"timeout_s={timeout_s!r}",
         expected="a number of seconds above 0",
         hint="timeout_s=30, or leave it out",

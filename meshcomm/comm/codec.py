@@ -59,18 +59,18 @@ def decode(data: Tensor, device: torch.device, pickle: bool = False) -> Any:
         _broken(f"{data.numel()} bytes, less than a header's {HEADER_BYTES}")
     kind, checksum, length = _HEADER.unpack(_bytes(data[:HEADER_BYTES]))
     if kind not in (_PLAIN, _PICKLED):
-        _broken("it does not begin like one of this meshcomm version")
+        _broken("they do not begin like an object of this meshcomm version")
     reader = _Reader(data[HEADER_BYTES:], device)
     text = reader.take(length)
     if zlib.crc32(text) != checksum:
-        _broken("its checksum differs")
+        _broken("the checksum differs")
     if kind == _PICKLED:
         if not pickle:
             raise ObjectError(
-                "what arrived is a pickle, and nothing of it was run",
+                "the received object is a pickle, and none of it was executed",
                 given="an object sent with pickle=True",
                 expected=f"{EXPECTED}; a pickle can run any code on this rank",
-                hint="pickle=True on this rank too, where every sender is trusted",
+                hint="pickle=True on this rank too, if every sender is trusted",
             )
         return _unpickled(text, device)
     try:
@@ -80,15 +80,15 @@ def decode(data: Tensor, device: torch.device, pickle: bool = False) -> Any:
     except Exception as error:  # whatever Python, NumPy or torch raise for bytes that no writer wrote
         _broken(f"{type(error).__name__}: {str(error)[:80]}")
     if reader.left.numel():
-        _broken(f"{reader.left.numel()} bytes are left over behind it")
+        _broken(f"{reader.left.numel()} bytes are left over at the end")
     return found
 
 
 def _broken(why: str) -> NoReturn:
     raise ObjectError(
-        f"what arrived is not a whole object: {why}",
-        expected="bytes as another rank of the same meshcomm version wrote them",
-        hint="look whether all ranks run the same meshcomm, and make the same calls in the same order",
+        f"the received bytes are not a complete object: {why}",
+        expected="bytes written by another rank with the same meshcomm version",
+        hint="check that all ranks run the same meshcomm version, and make the same calls in the same order",
     )
 
 
@@ -185,7 +185,7 @@ class _Writer:
         if form != "strided":
             raise _refused(x, path, f", and {form}", "a dense tensor with values, as from x.to_dense()")
         if x.requires_grad and torch.is_grad_enabled():
-            why = " that needs gradients, and no gradient crosses with an object"
+            why = " that requires gradients, and objects carry no gradients"
             raise _refused(x, path, why, "x.detach(), or the call under torch.no_grad()")
         values = x.detach().resolve_neg()
         # As integers, which can be copied for every dtype.
@@ -228,7 +228,7 @@ def _refused(x: object, path: _Path, more: str = "", hint: str = "") -> ObjectEr
     return ObjectError(
         f"{_text(path)} is {'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}{more}",
         expected=EXPECTED,
-        hint=hint or "plain data that holds the same, or pickle=True on every rank of the call",
+        hint=hint or "plain data with the same content, or pickle=True on every rank of the call",
     )
 
 
@@ -321,7 +321,7 @@ class _Reader:
 
     def _next(self, nbytes: int) -> Tensor:
         if not 0 <= nbytes <= self.left.numel():
-            _broken(f"{nbytes} bytes are to come where {self.left.numel()} are left")
+            _broken(f"{nbytes} bytes are needed and {self.left.numel()} are left")
         found, self.left = self.left[:nbytes], self.left[nbytes:]
         return found
 
@@ -369,7 +369,7 @@ def _pickled(x: object) -> bytes:
     except Exception as error:  # the object's own code ran, and may raise anything
         raise ObjectError(
             f"obj cannot be pickled: {type(error).__name__}: {error}",
-            expected="an object that torch.save takes",
+            expected="an object that torch.save accepts",
             hint="look for a lambda, an open file or a process group inside it",
         ) from error
     return file.getvalue()
@@ -391,7 +391,7 @@ def _unpickled(data: bytes, device: torch.device) -> Any:
         return torch.load(io.BytesIO(data), map_location=place, weights_only=False)
     except Exception as error:
         raise ObjectError(
-            f"what arrived cannot be unpickled: {type(error).__name__}: {error}",
+            f"the received object cannot be unpickled: {type(error).__name__}: {error}",
             expected="a pickle whose modules this rank can import",
-            hint="look whether all ranks run the same code",
+            hint="check that all ranks run the same code",
         ) from error

@@ -45,7 +45,7 @@ class Reason(Enum):
     UNREACHABLE = "could not connect"
     TIMEOUT = "did not end in time"
     CLOSED = "lost a peer"
-    DATA = "failed: what came does not fit"
+    DATA = "failed: the received data does not fit"
     OTHER = "failed"
 
 
@@ -124,7 +124,7 @@ def diagnose(
     ]
     if not found and blocked.messages is None:
         lines = [
-            f"{name_of_rank(rank, status)} has gone on: it {doing_of(status)}"
+            f"{name_of_rank(rank, status)} has continued: it {doing_of(status)}"
             for rank, status in ((rank, statuses[rank]) for rank in blocked.ranks if rank in statuses)
             if (group := _group(status, blocked.label)) is not None and group["started"] > blocked.number
         ]
@@ -171,7 +171,7 @@ def absent(blocked: BlockedCall, statuses: Statuses) -> list[tuple[int, str | No
             found.append((rank, None))
         elif group is None or group["started"] < blocked.number:
             doing = doing_of(status, blocked.label) + _waits_for(status, statuses)
-            found.append((rank, f"has not come: it {doing}"))
+            found.append((rank, f"has not arrived: it {doing}"))
     return found
 
 
@@ -187,7 +187,7 @@ def _waits_for(status: Status, statuses: Statuses) -> str:
         behind = [rank for rank, each in others.items() if each and each["started"] < call["number"]]
         if behind:
             has = "have" if len(behind) > 1 else "has"
-            return f", which {ranks_text(behind)} {has} not come to"
+            return f", which {ranks_text(behind)} {has} not reached"
     return ""
 
 
@@ -443,7 +443,7 @@ class FailedCall:
         """The error for the rank of the call. reports: the reports' folder, "" if none was written."""
         hint = "look at the ranks named above"
         if reports:
-            hint = f"meshcomm report {reports} puts the ranks' reports together"
+            hint = f"meshcomm report {reports} combines the ranks' reports"
         if found.mismatched:
             return CallMismatchError(
                 f"{self.at} {self.reason.value}: the ranks of the group make different calls, rank "
@@ -455,7 +455,7 @@ class FailedCall:
                 mismatched_ranks=tuple(found.mismatched),
             )
         if self.blocked.messages is None:
-            complete = "every rank of the group has come to the call"
+            complete = "every rank of the group has arrived at the call"
             expected = "every rank of the group to make the same call and stay alive until it ends"
         else:
             complete = "both ends have begun every message of the call"

@@ -121,7 +121,7 @@ class FlightRecorder:
     @property
     def past_the_mesh(self) -> str:
         """For errors about a call that others made on a group of the mesh; "" for a group outside the mesh."""
-        return "made past the mesh " if self.plan else ""
+        return "made outside the mesh " if self.plan else ""
 
     @property
     def pending(self) -> bool:

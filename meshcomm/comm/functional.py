@@ -131,7 +131,7 @@ def _check_rule(call: str, rule: object, rules: tuple[str, ...]) -> None:
             f"functional.{call} has no gradient rule {rule!r}",
             given=f"grad={rule!r}",
             expected="grad=" + " or grad=".join(f'"{known}"' for known in rules),
-            hint="help(mesh.functional." + call + ") says which is right when",
+            hint="help(mesh.functional." + call + ") explains which one to use",
         )
 
 

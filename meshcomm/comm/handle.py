@@ -189,7 +189,7 @@ class Handle(Generic[T]):
         """For a receive that has been waited for: the sender's coord."""
         if self._source is None or self._works is not None:
             raise CommunicationError(
-                f"{self._by.where(self._call)}: there is no source to tell",
+                f"{self._by.where(self._call)}: the call has no source",
                 given="a call that receives nothing" if self._source is None else "a receive before wait()",
                 expected="a receive that has been waited for",
                 hint="handle.wait(), then handle.source",
@@ -214,5 +214,5 @@ def failure(where: str, error: BaseException) -> CommunicationError:
         f"{where} failed",
         given=first_line(error),
         expected="every rank of the group to make the same call and stay alive until it ends",
-        hint="look for the first error of the other ranks; this one may only follow from it",
+        hint="look for the first error of the other ranks; this one may be its consequence",
     )

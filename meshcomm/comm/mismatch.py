@@ -130,7 +130,7 @@ def mismatch(
         f"{'is' if len(mismatched) == 1 else 'are'} mismatched; nothing was sent",
         given="\n".join(lines),
         expected=f"as {ranks_text(usual)}: {_call_text(by_rank[usual[0]])}",
-        hint="make the ranks of a group call the same in the same order; "
+        hint="make the same calls in the same order on every rank of the group; "
         "look for a branch that depends on the rank",
         mismatched_ranks=tuple(mismatched),
     )
@@ -286,12 +286,12 @@ def _difference(
     model, first = steps[usual[0]], steps[mismatched[0]]
     apart = not forgotten and model.number != first.number
     number = model.number if apart else max(step.number for step in steps.values())
-    which = f"step {number}{' or one before' if forgotten else ''}"
+    which = f"step {number}{' or an earlier one' if forgotten else ''}"
     who = ", ".join(rank_text(rank, coords[rank]) for rank in mismatched[:4])
     who += f" and {len(mismatched) - 4} more" if len(mismatched) > 4 else ""
     if forgotten:
         made = "other calls"
-        given = "the calls of that step are no longer remembered"
+        given = "the calls of that step are no longer recorded"
         expected = f"the same calls in every step, as {ranks_text(usual)} made them"
     elif apart:
         made = f"step {first.number} instead"

@@ -257,7 +257,7 @@ class _Call:
             raise LayoutError(
                 f"{self.where}: max_bytes={offer.cap!r}",
                 given=f"max_bytes={offer.cap!r}",
-                expected=f"a whole number from {HEADER_BYTES} to {1 << 62}",
+                expected=f"an integer from {HEADER_BYTES} to {1 << 62}",
                 hint="leave max_bytes out",
             )
         name = f"{call}, {_ROOTS[call]}={root}" if call in ("broadcast", "gather", "scatter") else call
@@ -321,10 +321,10 @@ class _Call:
         except (ValueError, TypeError, RecursionError):
             pass
         raise ObjectError(
-            f"{self.where}: what came from coord {coord} is no object",
+            f"{self.where}: the data from coord {coord} is not an object",
             given="bytes of another call, or of another version of meshcomm",
             expected="the same call on every rank",
-            hint="look at the order of calls on these ranks",
+            hint="check the order of calls on these ranks",
         )
 
     def swapped(self, comm: Communicator, peer: int, tag: int) -> tuple[int, _Offer]:
@@ -365,26 +365,26 @@ class _Call:
                 "the ranks made different calls",
                 "; ".join(f"{coords}: {call}" for call, coords in calls.items()),
                 "a recv for each send" if pair else "the same call with the same root on every rank",
-                "look at the order of calls on these ranks",
+                "check the order of calls on these ranks",
             )
         if len(pickles) > 1:
             self._refuse(
                 "the ranks disagree on pickle",
                 "; ".join(f"{pickles[asked]}: {asked}" for asked in sorted(pickles, reverse=True)),
                 "the same on every rank; a pickle can run any code on its receivers",
-                "pickle=True on every rank where every sender is trusted, or on none",
+                "pickle=True on every rank if every sender is trusted, or on none",
             )
         if failed:
             _, expected, hint = next(iter(failed.values()))
             told = "\n".join(f"coord {coord}: {each[0]}" for coord, each in failed.items())
-            self._refuse(f"what {_have(failed)} cannot be sent", told, expected, hint)
+            self._refuse(f"the object of {_coords(failed)} cannot be sent", told, expected, hint)
         if over:
             places = {
                 coord: f"coord {coord}{'' if offer.target is None else f', for coord {offer.target}'}"
                 for coord, offer in over.items()
             }
             self._refuse(
-                f"what {_have(over)} is over the size cap",
+                f"the object of {_coords(over)} is over the size cap",
                 "\n".join(f"{places[coord]}: {offer.size:,} bytes" for coord, offer in over.items()),
                 f"at most {cap:,} bytes each, the max_bytes of "
                 + _coords([coord for coord, offer in offers if offer.cap == cap]),
@@ -436,7 +436,3 @@ def _by_coord(pairs: Iterable[tuple[str, int]]) -> dict[str, str]:
 
 def _coords(coords: Collection[int]) -> str:
     return f"coord {min(coords)}" if len(coords) == 1 else f"coords {fold(sorted(coords))}"
-
-
-def _have(coords: Collection[int]) -> str:
-    return f"{_coords(coords)} {'has' if len(coords) == 1 else 'have'}"

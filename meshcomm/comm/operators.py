@@ -72,10 +72,10 @@ def groups_of(key: str, what: str) -> Groups:
     groups = _LIVE.get(key)
     if groups is None:
         raise MeshClosed(
-            f"{what} belongs to a mesh that is gone",
+            f"{what} belongs to a mesh that no longer exists",
             given=f"{key} of this process, in a compiled function or in a backward pass",
             expected="the mesh that the function was compiled with, still open",
-            hint="keep the mesh as long as what was computed with it, or compile again with the new one",
+            hint="keep the mesh as long as its results are in use, or compile again with the new one",
         )
     return groups
 
@@ -138,7 +138,7 @@ def _all_gather_adjoint(dy: Tensor, place: Place, axis: int, grad: str) -> Tenso
             f"the gradient through the all_gather along {place[0].partition('/')[2]} is not determined",
             given="rearrange without grad=, then a gradient by torch.func",
             expected='grad="slice" or grad="reduce_scatter"',
-            hint="docs/guide/gradients.md says which is right when",
+            hint="docs/guide/gradients.md explains which one to use",
         )
     if grad == "slice":
         return call("slice", dy, place, axis)
@@ -256,7 +256,7 @@ def _autograd(row: _Row, keyset: Any, x: Tensor, group: str, size: int, traced: 
         raise AutogradError(
             f"forward-mode AD around a compiled function, with {_call_text(row, group)} in it",
             given="a graph that was made without tangents, which would be lost",
-            expected="the derivative inside of what is compiled, or no torch.compile",
+            expected="the derivative inside the compiled function, or no torch.compile",
             hint="torch.compile(lambda x, t: torch.func.jvp(f, (x,), (t,)))",
         )
     if row.op is not None and not _linear(op := args[row.op]) and (needs_grad or tangent):

@@ -220,7 +220,7 @@ class Messages(Caller):
             self._check_any(call)
         else:
             any_source = peer is None and call == "recv"
-            hint = "x, src = mesh.recv_any(dims, x), for whoever sends first" if any_source else None
+            hint = "x, src = mesh.recv_any(dims, x), for the rank that sends first" if any_source else None
             end = "dst" if direction == "send" else "src"
             check_coord(peer, self.size, end, where, hint)
             if call != "exchange":
@@ -247,13 +247,13 @@ class Messages(Caller):
     def _check_any(self, call: str) -> None:
         if self.size == 1:
             raise UnsupportedOp(
-                f"{self.where(call)}: there is nobody to receive from",
+                f"{self.where(call)}: there is no rank to receive from",
                 given="a dim of size 1",
                 expected="a dim with another rank",
                 hint="guard the call by mesh.size(dims) > 1",
             )
         if not self.transport.any_source:
-            check_answered(self.transport.name, "who sends first", self.where(call), "src=, a coord")
+            check_answered(self.transport.name, "which rank sends first", self.where(call), "src=, a coord")
             raise UnsupportedOp(
                 f"{self.where(call)}: {self.transport.name} cannot receive from any source",
                 given=f"backend {self.transport.name}",
@@ -338,8 +338,8 @@ class Messages(Caller):
         if other is None:
             return
         raise UnsupportedOp(
-            f"{self.where(batch.told)}: {self.transport.name} would start it when an earlier "
-            f"{'receive' if direction == 'send' else 'send'} is over, and ranks that do the same wait for ever",
+            f"{self.where(batch.told)}: {self.transport.name} would start it only after an earlier "
+            f"{'receive' if direction == 'send' else 'send'} ends, and ranks that all do this wait forever",
             given=f"{other.call} at {line_of(*other.place)} was not waited for",
             expected="messages in both directions as one call, or a wait in between",
             hint="mesh.exchange(dims, sends=[...], recvs=[...]), or mesh.shift",

@@ -406,7 +406,7 @@ class MessageCheck:
         src, dst = map(int, pair.split(">"))
         return CallMismatchError(
             f"message {number} with tag {tag} from rank {src} to rank {dst} on {self._label} "
-            "means two things; nothing was sent",
+            "differs between its ends; nothing was sent",
             given=told,
             expected="the same dtype and number of elements at both ends",
             hint="handshake=True on the send and no out on the receive, where the receiver cannot know the shape",

@@ -179,7 +179,7 @@ def header_of(x: Tensor, where: str) -> Tensor:
     """dtype, number of axes, sizes: the facts that a receiver needs to allocate. Raises ShapeError for too many axes."""
     if x.ndim > _MOST_AXES:
         raise ShapeError(
-            f"{where}: a handshake cannot tell {x.ndim} axes",
+            f"{where}: a handshake cannot describe {x.ndim} axes",
             given=f"x of shape {tuple(x.shape)}, {x.dtype}",
             expected=f"at most {_MOST_AXES} axes",
             hint="x.flatten()",

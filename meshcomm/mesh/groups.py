@@ -85,7 +85,7 @@ def open_group(
         if awaited is not None and int(awaited[1]) < len(group.ranks):
             missing = group.ranks[int(awaited[1])]
             raise PeerLost(
-                f"rank {rank} could not create the group {group.label}: rank {missing} has not come to it",
+                f"rank {rank} could not create the group {group.label}: rank {missing} has not joined it",
                 given=f"{options.backend} on ranks {list(group.ranks)}: {first_line(error)}",
                 expected=f"every rank of the group to create it within {options.timeout_s:g} s",
                 hint=f"look at the first error of rank {missing}",

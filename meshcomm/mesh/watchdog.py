@@ -114,7 +114,7 @@ class Watchdog(Watching):
         self._exchange = RecordExchange(store, rank, self._interval_s)
         self._desync = DesyncMonitor(dist.PrefixStore("desync", store), self.own, world_size)
         self._timer = CallTimer()
-        # The Work past the mesh that was last reported: as held, or as failed.
+        # The Work outside the mesh that was last reported: as held, or as failed.
         self._reported: object = None
         # The recorder and the call that was last told of while it blocked.
         self._told: object = None
@@ -176,7 +176,7 @@ class Watchdog(Watching):
         return None if found is None else self._explained(found, cause)
 
     def _report_failed(self) -> None:
-        """Print in one line why the latest call past the mesh failed, if the program has not seen an explanation."""
+        """Print in one line why the latest call outside the mesh failed, if the program has not seen an explanation."""
         past = [] if capturing() else self._calls_past()
         found = next((call for call in reversed(past) if call.error is not None), None)
         if found is not None and found.error is not None and self._reported is not found.call:
@@ -300,7 +300,7 @@ class Watchdog(Watching):
         return {}
 
     def _held_call(self, now: float) -> MeshcommError | None:
-        """The error of a call that a thread is blocked in past its timeout; elsewhere, a Work past the mesh is only reported."""
+        """The error of a call that a thread is blocked in past its timeout; elsewhere, a Work outside the mesh is only reported."""
         for recorder, call in self._timer.overdue(self._recorders, now):
             past = call is recorder.work
             inside = C10D if past else _COMM
@@ -358,10 +358,10 @@ class Watchdog(Watching):
             missing=tuple(rank for rank in others if rank in silent or statuses[rank].get("closed")),
         )
 
-    # -- calls past the mesh ----------------------------------------------------------------------------
+    # -- calls outside the mesh ----------------------------------------------------------------------------
 
     def _calls_past(self) -> list[_Past]:
-        """The calls past the mesh that are not over, or that their backend gave up, the earliest first."""
+        """The calls outside the mesh that are not over, or that their backend gave up, the earliest first."""
         found: list[_Past] = []
         for recorder in self._recorders:
             if recorder.ordered:
@@ -381,7 +381,7 @@ class Watchdog(Watching):
             return self._diagnosed(self._failed_past(past.recorder, error))
 
     def _failed_past(self, recorder: FlightRecorder, error: BaseException) -> FailedCall:
-        """A message on a group, or its last collective, that was made past the mesh."""
+        """A message on a group, or its last collective, that was made outside the mesh."""
         status = recorder.status()
         call = status["messages"]["waiting"] or status["last"] or {"call": "a call", "dim": "?"}
         where = f'{call["call"]} {recorder.past_the_mesh}along "{call["dim"]}" on {self.own.label}'
@@ -449,7 +449,7 @@ def look_interval_s(world_size: int) -> float:
 
 
 class _Past(NamedTuple):
-    """A collective past the mesh, or a message. error: the backend's, where it gave the call up."""
+    """A collective outside the mesh, or a message. error: the backend's, where it gave the call up."""
 
     began: float
     recorder: FlightRecorder
@@ -582,7 +582,7 @@ def _has_recorded(recorder: FlightRecorder, number: int, name: str) -> bool:
 
 
 def _under_way(recorder: FlightRecorder) -> Any:
-    """What blocks the rank now: a sequence number, a message, a wait, or the last Work past the mesh; None: nothing."""
+    """What blocks the rank now: a sequence number, a message, a wait, or the last Work outside the mesh; None: nothing."""
     if recorder.under_way is not None:
         return recorder.started
     if recorder.messages.waiting is not None:
@@ -595,7 +595,7 @@ def _under_way(recorder: FlightRecorder) -> Any:
 
 
 def _is_held(recorder: FlightRecorder, call: Any) -> bool:
-    """Whether this call is still under way; a Work of a call past the mesh is asked."""
+    """Whether this call is still under way; a Work of a call outside the mesh is asked."""
     return bool(_under_way(recorder) == call and (call is not recorder.work or recorder.inside))
 
 

@@ -146,7 +146,7 @@ def broken(label: str) -> RuntimeError:
 
 
 class Contribution(NamedTuple):
-    """What one rank brings to a collective. told: None for a call past the mesh."""
+    """What one rank brings to a collective. told: None for a call outside the mesh."""
 
     call: Call
     told: Told | None

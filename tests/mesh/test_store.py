@@ -143,7 +143,7 @@ def test_a_key_that_never_comes_is_named_with_the_rank_and_the_seconds(store: Me
             "  expected: another rank to set what is waited for\n"
             "  try:      look at the rank that sets it; or timeout_s=..."
         )
-    with pytest.raises(UnsupportedOp, match="is not a time to wait"):
+    with pytest.raises(UnsupportedOp, match="is not a valid timeout"):
         store.get("gone", 0)
     assert store.get("here") == b"1"
 
