@@ -86,7 +86,7 @@ class Communicator(Caller):
         if not options:
             try:
                 ready = self._ready.get((row, op, root, async_op, x.dtype))  # type: ignore[union-attr]
-            except (AttributeError, TypeError):  # not a tensor, or an op that is not a string: the check reports it
+            except (AttributeError, TypeError):  # not a tensor, or op is not a string: reported later
                 ready = None
             if (
                 ready is not None

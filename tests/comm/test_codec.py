@@ -321,7 +321,7 @@ def test_every_truncation_and_every_flipped_bit_of_the_structure_is_an_error() -
         for bit in range(8):
             flipped = bytearray(data)
             flipped[place] ^= 1 << bit
-            with pytest.raises(ObjectError, match="the received (bytes are not|object is)"):
+            with pytest.raises(ObjectError, match=r"the received (bytes are not|object is)"):
                 from_bytes(bytes(flipped))
 
 

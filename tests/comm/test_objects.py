@@ -269,7 +269,9 @@ def test_a_pickle_is_never_read_by_a_rank_that_did_not_ask_for_it(mesh: Mesh, tm
         if attacker:
             # What an attacker would change in its own copy: a pickle, announced as plain data.
             patch.setattr(objects, "encode", lambda obj, pickle: encode(obj, True))
-        with pytest.raises(ObjectError, match=r"^the received object is a pickle, and none of it was executed"):
+        with pytest.raises(
+            ObjectError, match=r"^the received object is a pickle, and none of it was executed"
+        ):
             mesh.objects.broadcast("tp", Attack(str(mark)), src=0)
     mesh.barrier(timeout_s=20)
     assert not list(tmp_path.iterdir())

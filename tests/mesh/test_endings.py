@@ -179,7 +179,9 @@ def test_other_launchers_show_it_on_the_ranks_stderr_once(pool: Pool, tmp_path: 
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     code, err = ended(pool, tmp_path, f"trains(ddp, {SLEEPS})", torchrun)
     assert code == 1 and err.count("made outside the mesh along") == 1
-    assert 'CollectiveTimeout: all_reduce made outside the mesh along "dp" on rank 0 (dp=0) did not end' in err
+    assert (
+        'CollectiveTimeout: all_reduce made outside the mesh along "dp" on rank 0 (dp=0) did not end' in err
+    )
 
 
 @pytest.mark.faults

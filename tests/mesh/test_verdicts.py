@@ -187,7 +187,9 @@ BY_HAND = (
 
 def made_past(rank: int, call: str, does: str) -> tuple[str, tuple[int, ...], list[str]]:
     pp, tp = rank // 4, rank % 2
-    first = f'{call} made outside the mesh along "dp" on rank {rank} (pp={pp} dp=0 tp={tp}) did not end in time'
+    first = (
+        f'{call} made outside the mesh along "dp" on rank {rank} (pp={pp} dp=0 tp={tp}) did not end in time'
+    )
     return LATE, (rank + 2,), [first, f"rank {rank + 2} (pp={pp} dp=1 tp={tp}) {does}"]
 
 

@@ -323,7 +323,9 @@ def test_a_call_that_blocks_is_told_of_once_and_may_still_end(pool: Pool, tmp_pa
     code, out, err = Job(pool, tmp_path, *command).finish()
     said = [line for line in err.splitlines() if line.startswith("meshcomm: ")]
     assert code == 0 and out.split() == ["trained"] * 4 and len(said) == 1, err
-    assert " has waited 1 s in all_reduce along " in said[0] and "rank 1 has not arrived: it is at " in said[0]
+    assert (
+        " has waited 1 s in all_reduce along " in said[0] and "rank 1 has not arrived: it is at " in said[0]
+    )
 
 
 @pytest.mark.faults
