@@ -23,9 +23,9 @@ def monitored_barrier(
 ) -> None:
     """Return when every rank of `ranks` has arrived; after `timeout_s` raise with the missing ranks.
 
-    Costs five store operations per rank, if all come at once. The last rank to leave deletes the keys.
-    store: under a prefix that this call alone uses. coord: this rank's place in `ranks`. calls: gives the calls of ranks
-    that did not come, in lines. Raises BarrierTimeout on every rank that arrives, also after the others gave up; without
+    Costs five store operations per rank, if all arrive at once. The last rank to leave deletes the keys.
+    store: under a prefix that only this call uses. coord: this rank's position in `ranks`. calls: returns lines with the
+    calls of missing ranks. Raises BarrierTimeout on every rank that arrives, also after the others gave up; without
     missing ranks if a TCPStore's server does not answer.
     """
     meet = partial(_meet, store, coord, len(ranks), timeout_s)
@@ -60,7 +60,7 @@ def _meet(store: Any, coord: int, size: int, timeout_s: float) -> list[int] | No
     """The coords of the missing ranks; None if all ranks met."""
     store.set(f"here/{coord}", "1")
     if store.add("come", 1) == size:
-        # A rank that gave up has written "gave up" before: then no rank may continue.
+        # A rank that gives up writes "gave up" first: no rank may continue after that.
         store.compare_set("outcome", "", "all here")
     came_in_time = wait_for(store, ["outcome"], timeout_s)
     outcome = store.get("outcome") if came_in_time else store.compare_set("outcome", "", "gave up")

@@ -1,4 +1,4 @@
-"""A mesh over process groups that the program has made: DeviceMeshes, or this rank's groups by name."""
+"""A mesh over process groups that the program has created: DeviceMeshes, or this rank's groups by name."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _DECIDED: Final = ("dims", "rank_order", "ranks")
 
 
 class Existing(NamedTuple):
-    """The `[mesh]` that existing groups amount to, and this rank's groups by name; names without a usable one get new groups."""
+    """The `[mesh]` that existing groups form, and this rank's groups by name. Names without a usable group get new ones."""
 
     mesh: MeshConfig
     groups: Mapping[str, dist.ProcessGroup]
 
 
 def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> Existing:
-    """The first gives the dims, each further one a view; dims that were flattened are merged dims.
+    """The first DeviceMesh gives the dims, each further one a view; flattened dims become merged dims.
 
-    given: further keys of `[mesh]`. Raises LayoutError where they are slices, or do not fit each other.
+    given: further keys of `[mesh]`. Raises LayoutError if they are slices, or do not fit each other.
     """
     _refuse(given, (*_DECIDED, "device"), "a DeviceMesh")
     if not meshes or not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
@@ -74,10 +74,10 @@ def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> 
 
 
 def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any]) -> Existing:
-    """Dims, merged dims and views from the ranks that this rank shares each group with.
+    """Dims, merged dims and views, derived from the ranks of each of this rank's groups.
 
-    Every rank finds the same, or the ranks' comparison before the mesh is opened names those that differ.
-    Raises LayoutError where the groups are not those of a grid of all ranks.
+    Every rank derives the same; otherwise the comparison before the mesh opens names the ranks that differ.
+    Raises LayoutError if the groups do not form a grid of all ranks.
     """
     _refuse(given, _DECIDED, "groups")
     if not dist.is_initialized():
@@ -124,7 +124,7 @@ def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any])
 
 
 def _existing(keys: dict[str, Any], groups: Mapping[str, dist.ProcessGroup]) -> Existing:
-    """With those groups that carry their calls: torch sorts the ranks of a group, and a backend may be "fake" by request."""
+    """Adds the groups if they can carry the calls: torch sorts a group's ranks, and a backend may be "fake" by request."""
     mesh = mesh_of({name: value for name, value in keys.items() if value is not None})
     layout = mesh.layout(dist.get_world_size())
     fake = dist.get_backend() == "fake"
@@ -147,7 +147,7 @@ def _refuse(given: Mapping[str, Any], decided: Iterable[str], source: str) -> No
 
 
 def _groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
-    # A rank outside of a DeviceMesh has no groups of it.
+    # A rank outside a DeviceMesh has no groups of it.
     names = mesh.mesh_dim_names or ()
     return {} if mesh.get_coordinate() is None else {name: mesh.get_group(name) for name in names}
 
@@ -188,7 +188,7 @@ def _ranks(name: str, group: Any) -> list[int]:
 
 
 def _digits(ranks: Iterable[int]) -> Digits | None:
-    """The (size, stride) pairs that lead through `ranks`, canonical; None where there are none such."""
+    """The canonical (size, stride) pairs that generate `ranks`; None if there are none."""
     places = np.array(sorted(ranks))
     digits: list[tuple[int, int]] = []
     while len(places) > 1:
@@ -206,7 +206,7 @@ def _digits(ranks: Iterable[int]) -> Digits | None:
 
 
 def _parts(layout: Layout, digits: Digits | None) -> tuple[str, ...] | None:
-    """The dims of the base that together lead through the same ranks, in the base's order."""
+    """The dims of the base that together generate the same ranks, in the base's order."""
     names = [name for name, size in layout.dims.items() if size > 1]
     for count in range(len(names) + 1):
         for parts in combinations(names, count):
@@ -216,7 +216,7 @@ def _parts(layout: Layout, digits: Digits | None) -> tuple[str, ...] | None:
 
 
 def _chains(single: Mapping[str, tuple[int, int]], world: int, stride: int = 1) -> Iterator[tuple[str, ...]]:
-    """Names whose strides follow from each other's sizes, outermost first, from `stride` to all ranks."""
+    """Names whose strides follow from each other's sizes, outermost first, from `stride` up to all ranks."""
     if stride == world:
         yield ()
     for name, (size, own) in single.items():

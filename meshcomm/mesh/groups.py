@@ -36,9 +36,9 @@ def create_transports(
 ) -> dict[str, Transport]:
     """One transport for every name of the plan, in plan order.
 
-    Called by: every rank of the plan's layout. create: makes one group; its second argument says whether NCCL may split
-    the world for it. existing: groups that are used instead of new ones, by name; the same names on all ranks.
-    Raises CommunicationError naming the group.
+    Called by: every rank of the plan's layout. create: creates one group; its second argument says whether NCCL may split
+    it from the world. existing: groups to use instead of new ones, by name; the same names on all ranks.
+    Raises CommunicationError with the group's name.
     """
     mine = {group.name: group for group in plan.for_rank(rank).groups}
     transports: dict[str, Transport] = {}
@@ -56,7 +56,7 @@ def create_transports(
     return transports
 
 
-# Gloo's word for an address that a coord of the group has not put into the store.
+# Gloo's text if a coord of the group has not stored its address.
 _AWAITED: Final = re.compile(r"wait timeout after .*, keys: \S*/(\d+)\s*$", re.MULTILINE)
 
 
@@ -73,7 +73,7 @@ def open_group(
             ranks=group.ranks,
             coord=group.ranks.index(rank),
             backend=options.backend,
-            # A backend that ends the process where a call does not end comes after our own diagnosis.
+            # The backend's own timeout, which ends the process, must expire after our own diagnosis.
             timeout=timedelta(seconds=options.timeout_s + (MARGIN_S if ordered else 0.0)),
             store=store,
             options=_backend_options(options, split),

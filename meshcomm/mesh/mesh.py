@@ -66,10 +66,10 @@ if TYPE_CHECKING:
     from meshcomm.pattern.apply import GatherRules, Rearranger
     from meshcomm.show.grid import RankGrid
 
-# How long the groups of NCCL may take to abort their calls, where a program leaves a mesh by an error.
+# How long NCCL groups may take to abort their calls, if a program leaves a mesh by an error.
 _ABORTS_S: Final = 10.0
 
-# How long they may take to close, where CUDA graphs have captured their calls.
+# How long they may take to close, if CUDA graphs have captured their calls.
 _GRAPHS_S: Final = 10.0
 
 
@@ -93,7 +93,7 @@ class Mesh(AlongDims):
         self._launch = runtime.launch
         self._topology = runtime.topology
         self._data_dims = runtime.data_dims
-        # On torch's fake backend: there are no other ranks, and results have a shape and no values.
+        # Whether this is torch's fake backend: no other ranks exist, and results have a shape but no values.
         self.is_fake = runtime.is_fake
         self._store = prefixed("mesh", runtime.store)
         user = prefixed("user", self._store)
@@ -102,7 +102,7 @@ class Mesh(AlongDims):
         # The last result of `warm_up`; empty before the first call.
         self.warm_up_s: Mapping[str, float] = {}
         self.closed = False
-        # The process that opened the mesh, in a process that was forked from it since.
+        # The process that opened the mesh; differs from this process after a fork.
         self._parent: int | None = None
         self._process = os.getpid()
         _OPENED.add(self)
@@ -115,7 +115,7 @@ class Mesh(AlongDims):
         self.objects = Objects(self._at, self.device, self.is_fake)
         self.metrics = Metrics()
         self._torch = TorchMesh(self.layout, self.rank, self.device, self._transports, runtime.prefix)
-        # Barriers at the store by group, and calls of `breakpoint` by line.
+        # Store barriers by group, and `breakpoint` calls by line.
         self._barriers: dict[str, int] = {}
         self._breakpoints: dict[tuple[str, int], int] = {}
         self._rearranger: Rearranger | None = None
@@ -591,7 +591,7 @@ class Mesh(AlongDims):
     def _merged_plan(
         self, name: str, dims: tuple[str, ...], backend: str | None, timeout_s: float | None, comm_id: str
     ) -> Plan:
-        """The plan with one merged dim more; see `create_group` for the arguments and errors."""
+        """The plan with one additional merged dim; see `create_group` for the arguments and errors."""
         self.layout.digits(dims)
         dims = self.layout.expand(dims)
         if name in self.layout.merge:
@@ -633,7 +633,7 @@ class Mesh(AlongDims):
         if self.closed:
             return
         if compare and self._watch is not None:
-            # Closing a group waits for its queued calls, and a hang there would not be explained.
+            # Closing a group waits for its queued calls, and nothing would explain a hang there.
             self._watch.drain()
         self.closed = True
         differs = self._watch.before_leaving() if compare and self._watch is not None else None
@@ -642,7 +642,7 @@ class Mesh(AlongDims):
         self.metrics.recorders.clear()
         if self._watch is not None:
             self._watch.close()
-        # After the watch, which may still report a call on a group beside the mesh.
+        # After the watch, which may still report a call on a group outside the mesh.
         if self._outside is not None:
             self._outside.close()
         if not compare:
@@ -652,7 +652,7 @@ class Mesh(AlongDims):
         self.store.close()
         held = _closed_with_graphs(self._runtime.resources, self.label) if captured else None
         self._runtime.resources.close()
-        # What is kept alive by a closed mesh, in a cycle say, keeps no connection to the store.
+        # A closed mesh that is kept alive, for example by a reference cycle, must not keep its store connection.
         del self._store, self._runtime
         error = differs or (held if compare else None)
         if error is not None:
@@ -744,7 +744,7 @@ class Mesh(AlongDims):
                 raise error
 
     def _abandon(self) -> None:
-        """Give everything back, of which nothing can be waited for."""
+        """Release everything without waiting for anything."""
         self.closed = True
         self._at.clear()
         self.metrics.recorders.clear()
@@ -753,7 +753,7 @@ class Mesh(AlongDims):
         if self._outside is not None:
             self._outside.close()
         for each in self._transports.values():
-            # That calls which were given up are never waited for is no mistake of the program.
+            # Calls that were given up need no wait: issue no UnwaitedHandle warning.
             each.tells_unwaited = True
         self._abort()
         self._torch.close()
@@ -766,7 +766,7 @@ class Mesh(AlongDims):
         self._runtime.resources.close()
 
     def _abort(self) -> None:
-        """Let go of what is queued. In a thread, as the abort of a backend may block."""
+        """Drop queued calls. In a thread, as the abort of a backend may block."""
         if aborts := [*self._runtime.aborts]:
             with suppress(TimeoutError):
                 within(_ABORTS_S, partial(abort_all, aborts))
@@ -783,12 +783,12 @@ class Mesh(AlongDims):
             raise explained
 
     def _explained(self, error: BaseException) -> MeshcommError | None:
-        """What to raise in place of `error`, by which the program leaves the mesh; None: see Watching.explain."""
+        """The error to raise in place of `error`, by which the program leaves the mesh; None if there is none, see Watching.explain."""
         found = None if self.closed or self._watch is None else self._watch.explain(error)
         return None if found is None else caused_by(found, error)
 
     def __copy__(self) -> Mesh:
-        return self  # as a copied module still communicates with the same ranks
+        return self  # a copied module still communicates with the same ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self
@@ -802,7 +802,7 @@ class Mesh(AlongDims):
         )
 
     def _leave_to_parent(self) -> None:
-        """Called in a forked process: the connections are the parent's, and no thread of the mesh runs here."""
+        """Called in a forked process: the connections belong to the parent, and no thread of the mesh runs here."""
         if not self.closed:
             self._parent, self.closed = self._process, True
             self.store.close(f"belongs to process {self._parent}, from which this one was forked")
@@ -902,7 +902,7 @@ class Mesh(AlongDims):
         return self._communicator(name, self._transports[name])
 
     def _family_of(self, dims: Dims) -> str:
-        """The name that has the groups of `dims`. Raises UnknownDim where no group was declared."""
+        """The name that has the groups of `dims`. Raises UnknownDim if no group was declared."""
         family = self.plan.covering(dims)
         if family is not None:
             return family.name
@@ -918,15 +918,15 @@ class Mesh(AlongDims):
 
 
 def _lost(mesh: ref[Mesh], error: BaseException) -> RankLost | None:
-    """As `Mesh.lost`, for what the mesh holds itself."""
+    """As `Mesh.lost`, for objects that the mesh itself holds."""
     alive = mesh()
     return None if alive is None else alive.lost(error)
 
 
 def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError | None:
-    """Close what a mesh has whose calls were captured; the error where a graph of these is alive.
+    """Close a mesh whose calls were captured; returns the error if a graph with these calls is alive.
 
-    NCCL destroys no communicator, and aborts none, before the last graph that has captured its calls is gone
+    NCCL neither destroys nor aborts a communicator before the last graph that has captured its calls is gone
     (seen with NCCL 2.28 and torch 2.11, whose `destroy_process_group` never returns then).
     """
     collect()
@@ -942,7 +942,7 @@ def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError 
     return None
 
 
-# Those that were opened and are still there.
+# The open meshes that still exist.
 _OPENED: WeakSet[Mesh] = WeakSet()
 
 

@@ -1,4 +1,4 @@
-"""The first step of a job: each process finds the job's store, and is the only one of its rank there."""
+"""The first step of a job: each process finds the job's store, and claims its rank there."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from meshcomm.mesh.job_store import (
 class Meeting:
     """This process among the others, before any group exists.
 
-    is_fake: the other ranks do not exist; torch's fake backend plays them.
-    kept: the store may hold what processes of an earlier attempt wrote.
+    is_fake: the other ranks do not exist; torch's fake backend simulates them.
+    kept: the store may hold keys of an earlier attempt's processes.
     """
 
     store: dist.Store
@@ -57,7 +57,7 @@ def meet(
 ) -> Meeting:
     """Find the other processes: by an explicit store, by `[process]`, or by the launcher.
 
-    Raises LaunchError if this process has no rank, or nobody is met within the timeout. Rank 0 warns with
+    Raises LaunchError if this process has no rank, or if no store answers within the timeout. Rank 0 warns with
     ExposedRendezvous if all ranks are on this host and others can reach the address.
     """
     if launch.kind == "single" and (world_size, process.world_size) != (None, None):
@@ -93,7 +93,7 @@ def meet(
         )
     if launch.kind == "given":
         launch = replace(launch, rank=rank, world_size=world_size)
-    # One who brings a store may use it again; of several agents, nobody counts the attempts of all.
+    # A program may reuse the store that it passes; with several agents, attempts have no common count.
     kept = store is not None or os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
     if store is None:
         store, launch = _find_store(process, launch, rank, world_size, timedelta(seconds=timeout_s))
@@ -101,7 +101,7 @@ def meet(
 
 
 def of_this_attempt(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist.Store:
-    """`store` under a prefix that other runs of torchrun at this endpoint, and earlier attempts, do not have.
+    """`store` under a prefix that is unique to this run of torchrun at this endpoint, and to this attempt.
 
     env: of the ranks.
     """
@@ -115,7 +115,7 @@ def of_this_attempt(store: dist.Store, env: Mapping[str, str] = os.environ) -> d
 def _find_store(
     process: ProcessConfig, launch: Launch, rank: int, world_size: int, timeout: timedelta
 ) -> tuple[dist.Store, Launch]:
-    """The job's store, and `launch` with the address at which it is."""
+    """The job's store, and `launch` with the store's address."""
     if process.init == "file":
         return _file_store(str(process.path), rank, world_size), launch
     job = launch.job or started_by(launch)
@@ -137,7 +137,7 @@ def _find_store(
             hint='[process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun',
         )
     host = host.strip("[]")
-    # Under torchrun its agent hosts the store at MASTER_ADDR, and no rank does; elsewhere rank 0 does.
+    # Under torchrun, its agent hosts the store at MASTER_ADDR; otherwise rank 0 does.
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (host, ports) == (
         (launch.address or "").strip("[]"),
         [launch.port],
@@ -147,7 +147,7 @@ def _find_store(
     else:
         store = find_job(host, ports, job, rank, world_size, timeout)
     launch = replace(launch, address=host, port=store.port)
-    # Once for the job, not for each attempt.
+    # Once per job, not per attempt.
     first = rank == 0 and not attempt_of(os.environ)
     if first and launch.local_size == world_size and not is_loopback(host):
         address = f"127.0.0.1:{store.port}"
@@ -164,11 +164,11 @@ def _find_store(
 def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
     if rank == 0 and (problem := exposed_file(path)) is not None:
         warnings.warn(str(problem), ExposedRendezvous, stacklevel=2)
-    # torch's file store adds to the file, so a restarted job needs another one.
+    # torch's file store appends to the file, so a restarted job needs another one.
     if prefix := attempt_prefix(os.environ):
         path = f"{path}.{prefix}"
     store = dist.FileStore(path, world_size)
-    # Who writes here: one process, and no process of an earlier job.
+    # Record the writing process, to detect a file of an earlier job.
     key, mine = f"meshcomm/process/{rank}", process_name()
     before = store.compare_set(key, "", mine).decode()
     if before != mine:
@@ -187,7 +187,7 @@ def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
 
 
 def state_of_rank(store: Any, rank: int) -> str:
-    """What this host knows of the process that has claimed `rank`: "ended", "stopped" or "runs"; "" for nothing."""
+    """This host's knowledge of the process that has claimed `rank`: "ended", "stopped" or "runs"; "" if none."""
     key = f"meshcomm/owner/{rank}"
     name = store.get(key).decode() if store.check([key]) else ""
     runs = is_running(name)
@@ -197,11 +197,11 @@ def state_of_rank(store: Any, rank: int) -> str:
 
 
 def claim(store: Any, rank: int, *, kept: bool) -> None:
-    """Say that this process is `rank`, by one store operation; harmless when repeated, and after a process that has ended.
+    """Claim `rank` for this process, with one store operation. Allowed again, and after a process that has ended.
 
     Called by: every process of the job, before anything else that counts its rank in the store. kept: whether the store
-    may hold keys of earlier attempts of the job: then a process of another host is taken for one of those.
-    Raises LaunchError naming both processes if another one is this rank; `blame` then tells the others.
+    may hold keys of earlier attempts of the job: then a process of another host is assumed to be of an earlier attempt.
+    Raises LaunchError naming both processes if another process has this rank; `blame` then informs the others.
     """
     key, mine = f"meshcomm/owner/{rank}", process_name()
     first = store.compare_set(key, "", mine).decode()
@@ -214,7 +214,7 @@ def claim(store: Any, rank: int, *, kept: bool) -> None:
 
 
 def came_twice(store: Any, rank: int, first: str) -> LaunchError:
-    """The error of this process where the one called `first` is `rank` as well; left for the others too."""
+    """The error of this process if the process `first` has the same rank; also reported to the other ranks."""
     mine = process_name()
     note_twice(store, rank, first)
     return LaunchError(
@@ -226,7 +226,7 @@ def came_twice(store: Any, rank: int, first: str) -> LaunchError:
 
 
 def blame(error: MeshMismatchError, store: Any) -> None:
-    """If ranks never came, say in `error` which other ranks came twice: they are the mismatched ones."""
+    """If ranks are missing, add to `error` the ranks that two processes have: they are the mismatched ones."""
     if not error.missing:
         return
     try:
@@ -241,8 +241,8 @@ def blame(error: MeshMismatchError, store: Any) -> None:
 
 
 def another_job(store: Any) -> LaunchError | None:
-    """The error if processes of another job came to this store, and this rank may be one of theirs: not if one process
-    started this rank and rank 0, and none of those that were refused."""
+    """The error if processes of another job used this store, and this rank may belong to that job. It cannot if one process
+    started both this rank and rank 0, and none of the refused ones."""
     found = _twice(store)
     if not found:
         return None
@@ -270,7 +270,7 @@ class _Twice(NamedTuple):
 
 
 def _twice(store: Any) -> list[_Twice]:
-    """The processes that were refused, as another one is their rank; not what an earlier attempt of the job left."""
+    """The processes that were refused because another one has their rank, except those of earlier attempts."""
     lines = store.get(TWICE).decode().splitlines() if store.check([TWICE]) else []
     found = [_Twice(int(rank), *names) for rank, *names in (line.split("\t") for line in lines)]
     owners = {each: f"meshcomm/owner/{each.rank}" for each in found}
