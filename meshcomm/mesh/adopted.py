@@ -55,7 +55,7 @@ class Adopted:
 
     def __repr__(self) -> str:
         return (
-            f"{self.asked} groups asked for: {self.made} made, {self.shared} shared, {self.solo} of one rank"
+            f"{self.asked} groups requested: {self.made} made, {self.shared} shared, {self.solo} of one rank"
         )
 
     def close(self) -> None:
@@ -100,10 +100,10 @@ class Adopted:
                 return dist.GroupMember.NON_GROUP_MEMBER
             if name not in groups_by_name():
                 raise CommunicationError(
-                    f"rank {dist.get_rank()} asked again for a group that it had destroyed",
+                    f"rank {dist.get_rank()} requested a group again that it had destroyed",
                     given=f"ranks {fold(order)}, {group_desc or 'no description'}",
                     expected="groups that live as long as the default group, after meshcomm.adopt()",
-                    hint="leave out its destroy_process_group, or adopt",
+                    hint="remove its destroy_process_group, or meshcomm.adopt()",
                 )
             self.shared += 1
             return group_named(name)

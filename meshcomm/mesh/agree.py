@@ -242,7 +242,7 @@ def _mismatch(store: Any, timeout_s: float, what: str) -> MeshMismatchError:
     return MeshMismatchError(
         f"{what} differs between ranks: {ranks_text(odd)} of {len(present)} {'is' if len(odd) == 1 else 'are'} mismatched",
         given="\n".join(lines),
-        expected=f"what {ranks_text(usual_ranks)} {'has' if len(usual_ranks) == 1 else 'have'}",
+        expected=f"the values of {ranks_text(usual_ranks)}",
         hint=f"start {ranks_text(odd)} with the same config, code and package versions",
         mismatched_ranks=odd,
     )
@@ -254,20 +254,20 @@ def _absent(store: Any, ranks: Sequence[int], timeout_s: float, what: str) -> Me
     for rank in sorted(arrivals):
         hosts.setdefault(arrivals[rank].host, []).append(rank)
     missing = tuple(rank for rank in ranks if rank not in arrivals)
-    came = "there came, by host: " + "; ".join(f"{host}: {ranks_text(own)}" for host, own in hosts.items())
+    came = "arrived, by host: " + "; ".join(f"{host}: {ranks_text(own)}" for host, own in hosts.items())
     expected = f"all of {ranks_text(sorted(ranks))}"
     if not missing:
         return MeshMismatchError(
-            f"all {len(ranks)} ranks have come by now to agree on {what}, but some gave up before",
+            f"all {len(ranks)} ranks have arrived by now to agree on {what}, but some gave up earlier",
             given=f"a timeout of {timeout_s:g} s; {came}",
             expected=expected,
-            hint="start the ranks closer together, or a longer timeout_s",
+            hint="start the ranks closer together, or set a longer timeout_s",
         )
     return MeshMismatchError(
-        f"{ranks_text(missing)} of {len(ranks)} never came to agree on {what}",
+        f"{ranks_text(missing)} of {len(ranks)} never arrived to agree on {what}",
         given=f"after {timeout_s:g} s {came}",
         expected=expected,
-        hint="look at how the missing ranks were started and at their first error",
+        hint="check how the missing ranks were started, and their first error",
         missing=missing,
     )
 

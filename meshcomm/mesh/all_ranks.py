@@ -187,7 +187,7 @@ class Stragglers:
 
     def __rich__(self) -> RenderableType:
         """A table with a line for each coord of each dim."""
-        names = ("dim", "coord", "rank", "mean ms", "worst ms", "last to come")
+        names = ("dim", "coord", "rank", "mean ms", "worst ms", "last to arrive")
         rows = [
             (
                 f"{dim}, {group.calls} calls",
@@ -203,7 +203,7 @@ class Stragglers:
         latest = "; ".join(
             f"{dim}: rank {at.rank}, {at.mean_s * 1e3:.3f} ms" for dim, at in self.latest.items()
         )
-        below = f"latest of the whole mesh along {latest}" if latest else "no dim of two ranks or more"
+        below = f"latest of the mesh along {latest}" if latest else "no dim of two ranks or more"
         head = Line("arrival after the first rank of the group")
         return page_view([head, Cells(names, tuple(rows), frozenset(names[1:]), once=1), Line(below)])
 

@@ -36,7 +36,7 @@ def monitored_barrier(
             f"{where}: the job's store has not answered for {timeout_s:g} s",
             given="a TCPStore whose server was cut off, is stopped or is overloaded",
             expected=f"a store that answers; nothing is known of ranks {fold(ranks)}",
-            hint="look at rank 0 or the launcher, which holds the store, and at the network between",
+            hint="check rank 0 or the launcher, which holds the store, and the network in between",
         ) from None
     if absent is None:
         return
@@ -44,12 +44,12 @@ def monitored_barrier(
     came = [rank for rank in ranks if rank not in missing]
     made = calls(missing) if calls is not None and missing else ""
     raise BarrierTimeout(
-        f"{where}: {len(missing)} of {len(ranks)} ranks did not come within {timeout_s:g} s",
-        given=f"missing: rank {fold(missing)}; came: rank {fold(came)}" + (f"\n{made}" if made else "")
+        f"{where}: {len(missing)} of {len(ranks)} ranks did not arrive within {timeout_s:g} s",
+        given=f"missing: rank {fold(missing)}; arrived: rank {fold(came)}" + (f"\n{made}" if made else "")
         if missing
-        else f"came: {fold(came)}; all have come by now, but some gave up before",
+        else f"arrived: {fold(came)}; all have arrived by now, but some gave up earlier",
         expected=f"ranks {fold(ranks)}",
-        hint="ranks that differ in their number of calls: mesh.step() after each step names the call that one left out"
+        hint="if ranks differ in their number of calls, mesh.step() after each step names the call that one left out"
         if made
         else "look at what the missing ranks are doing; a longer timeout_s helps only if they are slow",
         missing=tuple(missing),

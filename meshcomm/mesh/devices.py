@@ -69,7 +69,7 @@ def refuse_shared(store: dist.Store, rank: int, plan: Plan, device: torch.device
             f"ranks {first} and {rank} share one {device.type} device",
             given=f"{identity}, which rank {rank} calls {device}",
             expected="one device for each rank: NCCL refuses two ranks on one device",
-            hint='a launcher that sets LOCAL_RANK, CUDA_VISIBLE_DEVICES by rank, or mesh.device = "cpu"',
+            hint='a launcher that sets LOCAL_RANK, CUDA_VISIBLE_DEVICES per rank, or mesh.device = "cpu"',
         )
 
 
@@ -131,13 +131,13 @@ def check_devices(settings: Settings, device: torch.device, backend: str, launch
                     f"{setting} has no effect: this host has no accelerator",
                     given=f"{setting}, device auto = cpu, backend {backend}",
                     expected="a cuda device, or the setting left out",
-                    hint=f"take {setting} out",
+                    hint=f"remove {setting}",
                 )
     if "nccl" not in backend or device.type != "cuda":
         return
     if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
         raise LaunchError(
-            "TORCH_NCCL_BLOCKING_WAIT makes a wait abort its communicator at the timeout, before anybody is asked",
+            "TORCH_NCCL_BLOCKING_WAIT makes a wait abort its communicator at the timeout, before any rank is asked",
             given=f"TORCH_NCCL_BLOCKING_WAIT={os.environ['TORCH_NCCL_BLOCKING_WAIT']}",
             expected="the variable unset: meshcomm names who is missing at the timeout",
             hint="unset TORCH_NCCL_BLOCKING_WAIT",

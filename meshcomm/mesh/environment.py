@@ -114,7 +114,7 @@ def find_launch(env: Mapping[str, str]) -> Launch:
         return Launch("mpi", rank, world, local_rank, local_size, address, _port(env), job=_job(env, mpi))
     if "SLURM_PROCID" in env and (tasks := _number(env, "SLURM_NTASKS", 1)) > 1:
         raise LaunchError(
-            f"this is the batch script of Slurm job {env.get('SLURM_JOB_ID', '?')}, and none of its {tasks} tasks",
+            f"this is the batch script of Slurm job {env.get('SLURM_JOB_ID', '?')}, not one of its {tasks} tasks",
             given=f"SLURM_NTASKS={tasks} and no SLURM_STEP_ID: sbatch starts a script once, without srun",
             expected=f"{tasks} tasks, each a process that srun starts",
             hint="put srun in front: srun python script.py; for one process, #SBATCH --ntasks=1",
@@ -202,7 +202,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
     for name in ("RANK", "WORLD_SIZE"):
         if name not in env:
             raise LaunchError(
-                f"the environment has half of a launcher's variables: {name} is missing",
+                f"the environment has only some of a launcher's variables: {name} is missing",
                 given=", ".join(f"{n}={env[n]}" for n in ("RANK", "WORLD_SIZE") if n in env),
                 expected="both RANK and WORLD_SIZE, or neither",
                 hint="torchrun --nproc-per-node N script.py, or meshcomm run CONFIG script.py",
@@ -210,10 +210,10 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
     rank, world = _world(env, "RANK", "WORLD_SIZE")
     if not 0 <= rank < world:
         raise LaunchError(
-            f"RANK={rank} is not a rank of a world of {world}",
+            f"RANK={rank} is not a rank in a world of {world}",
             given=f"RANK={rank}, WORLD_SIZE={world}",
             expected=f"RANK from 0 to {world - 1}",
-            hint="look at what sets these variables",
+            hint="check what sets these variables",
         )
     # Launchers other than torchrun may not set the number of processes on a host; then it stays unknown.
     local_size = _number(env, "LOCAL_WORLD_SIZE", 1)
@@ -296,7 +296,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
         raise LaunchError(
             f"{name} is not a number" if text is not None else f"{name} is not set",
             given=f"{name}={text!r}",
-            expected="a whole number, set by the launcher",
+            expected="an integer, set by the launcher",
             hint="start with torchrun, srun, mpirun, or meshcomm run",
         ) from None
 
@@ -306,7 +306,7 @@ def how_many_ranks(command: str) -> LaunchError:
     return LaunchError(
         "how many ranks?",
         given="a script without CONFIG, and no --world-size",
-        expected="--world-size, or a CONFIG whose dims say it",
+        expected="--world-size, or a CONFIG whose dims give it",
         hint=f"meshcomm {command} --world-size 8 SCRIPT",
     )
 
@@ -337,10 +337,10 @@ def refuse_conflict(variables: Mapping[str, str]) -> None:
         given = os.environ.get(name)
         if given not in (None, value):
             raise LaunchError(
-                f"{name} is set twice, differently",
+                f"{name} is set twice, to different values",
                 given=f"{name}={given} in the environment, {value} by the config",
                 expected="one value",
-                hint=f"unset {name}, or take it out of [network]",
+                hint=f"unset {name}, or remove it from [network]",
             )
 
 
@@ -365,7 +365,7 @@ def no_interface(name: str, source: str, present: Sequence[str]) -> LaunchError:
         f"this host has no interface {name}",
         given=f"{name} in {source}",
         expected="one of " + ", ".join(present),
-        hint=f'did you mean "{near}"?' if near else f"take it out of {source}",
+        hint=f'did you mean "{near}"?' if near else f"remove it from {source}",
     )
 
 

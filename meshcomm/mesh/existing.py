@@ -37,10 +37,10 @@ def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> 
     _refuse(given, (*_DECIDED, "device"), "a DeviceMesh")
     if not meshes or not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
         raise LayoutError(
-            "init was given a list that is not one of DeviceMeshes",
+            "init was given a list of other objects than DeviceMeshes",
             given=f"{list(meshes)!r}",
             expected="one or more torch DeviceMeshes",
-            hint='meshcomm.init(dims={"dp": 2, "tp": 4}) for a mesh with groups of its own',
+            hint='meshcomm.init(dims={"dp": 2, "tp": 4}) for a mesh with its own groups',
         )
     with without_modes():
         grids = [mesh.mesh.flatten().tolist() for mesh in meshes]
@@ -52,7 +52,7 @@ def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> 
     for mesh, grid in zip(meshes[1:], grids[1:], strict=True):
         if tuple(grid) != order or mesh.device_type != first.device_type:
             raise LayoutError(
-                "the DeviceMeshes are not factorisations of the same ranks",
+                "the DeviceMeshes are not factorizations of the same ranks",
                 given=f"{first} of ranks {fold(order)}, and {mesh} of ranks {fold(grid)}",
                 expected="the same ranks in the same order, and one device type",
                 hint="a mesh each: meshcomm.init(first), meshcomm.init(second)",
@@ -82,10 +82,10 @@ def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any])
     _refuse(given, _DECIDED, "groups")
     if not dist.is_initialized():
         raise LaunchError(
-            "from_groups came before torch's default group, or after its end",
-            given="torch.distributed is not initialised",
+            "from_groups was called before torch's default group existed, or after its end",
+            given="torch.distributed is not initialized",
             expected="groups of dist.new_group, of a DeviceMesh or of a framework",
-            hint="dist.init_process_group first; meshcomm.init(dims=...) makes groups of its own",
+            hint="dist.init_process_group first; meshcomm.init(dims=...) creates its own groups",
         )
     world = dist.get_world_size()
     lists = {name: _ranks(name, group) for name, group in groups.items()}
@@ -95,7 +95,7 @@ def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any])
             raise LayoutError(
                 f'the ranks along "{name}" are not evenly spaced',
                 given=f"ranks {fold(lists[name])}",
-                expected="ranks that one or more dims of a row-major grid of all ranks lead through",
+                expected="ranks along one or more dims of a row-major grid of all ranks",
                 hint="meshcomm.init(DeviceMesh(...)) takes ranks in any order",
             )
     single = {name: found[0] for name, found in digits.items() if found is not None and len(found) == 1}
@@ -139,7 +139,7 @@ def _existing(keys: dict[str, Any], groups: Mapping[str, dist.ProcessGroup]) -> 
 def _refuse(given: Mapping[str, Any], decided: Iterable[str], source: str) -> None:
     if both := [name for name in decided if name in given]:
         raise LaunchError(
-            f"init got {source}, and arguments that say the same things",
+            f"init got {source}, and arguments that set the same values",
             given=f"{source} and {', '.join(both)}",
             expected="merge, views, options, timeout_s, validate_calls or warm_up in addition",
             hint=f"leave out {', '.join(both)}",
@@ -167,10 +167,10 @@ def _check(device_mesh: DeviceMesh) -> None:
             f"{name}={size}" for name, size in zip(root.mesh_dim_names or (), root.shape, strict=False)
         )
         raise LayoutError(
-            "the DeviceMesh is a slice: each rank's holds other ranks, and a mesh is the same on all of them",
+            "the DeviceMesh is a slice, which has other ranks on each rank; a mesh is the same on all ranks",
             given=f"a slice along {', '.join(names)} of the DeviceMesh {sizes}; here it has the ranks "
             f"{fold(device_mesh.mesh.flatten().tolist())}",
-            expected="the DeviceMesh that it was cut from",
+            expected="the DeviceMesh that it was sliced from",
             hint="mesh = meshcomm.init(device_mesh), without [...]; "
             f'its calls take the dims by name: mesh.all_reduce("{names[0]}", x)',
         )
@@ -182,7 +182,7 @@ def _ranks(name: str, group: Any) -> list[int]:
             f'this rank has no process group along "{name}"',
             given=f"{group!r}, a {type(group).__name__}, on rank {dist.get_rank()}",
             expected="a torch ProcessGroup that this rank is in",
-            hint="name only groups that every rank has one of; dist.group.WORLD is the default group",
+            hint="name only groups that exist on every rank; dist.group.WORLD is the default group",
         )
     return ranks_of(group)
 
@@ -241,10 +241,10 @@ def _incomplete(
     along = f'along "{name}" and its neighbours' if name is not None else "named"
     missing = world // stride
     return LayoutError(
-        f"the groups {along} do not lead through all {world} ranks",
+        f"the groups {along} do not reach all {world} ranks",
         given="; ".join(f"{each}: ranks {fold(ranks)}" for each, ranks in lists.items()),
         expected=f"groups along dims whose sizes multiply to {world}",
-        hint=f"name the groups of the other dims, too; {missing} ranks that are {stride} apart, say"
+        hint=f"name the groups of the other dims, too; for example {missing} ranks that are {stride} apart"
         if missing > 1
         else "name the groups of the other dims of its view, too",
     )

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from meshcomm.errors import LaunchError
 
 _OPEN: Final = (
-    "an address that only this host reaches, 127.0.0.1: torch's TCPStore has no authentication,\n"
-    "who reaches it can read and change all that the ranks tell each other"
+    "an address that only this host can reach, 127.0.0.1: torch's TCPStore has no authentication,\n"
+    "anyone who reaches it can read and change everything that the ranks exchange"
 )
 
 
@@ -112,8 +112,8 @@ def exposed_file(path: str) -> LaunchError | None:
     if not mode & stat.S_IWOTH or mode & stat.S_ISVTX:
         return None
     return LaunchError(
-        f"everybody can replace the rendezvous file {path}",
+        f"any user can replace the rendezvous file {path}",
         given=f"the folder {folder} with mode {stat.S_IMODE(mode):04o}",
-        expected="a folder that others cannot write, or a sticky one as /tmp is",
+        expected="a folder that others cannot write to, or one with the sticky bit, like /tmp",
         hint=f"chmod o-w {folder}, or another process.path",
     )

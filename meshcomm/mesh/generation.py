@@ -181,19 +181,19 @@ class Generations:
         sizes = ", ".join(f"{name}={size}" for name, size in (latest.dims or joined.dims).items())
         lost = f"{ranks_text(sorted(ranks))} {'was' if len(ranks) == 1 else 'were'} lost"
         if not ranks:
-            text = "new processes have come, and the mesh grows"
+            text = "new processes have joined, and the mesh grows"
         elif latest.dims == joined.dims:
             text = f"{lost} and replaced"
         else:
-            text = f"{lost}, and the others go on {f'with {sizes}' if latest.dims else 'with new ones'}"
+            text = f"{lost}, and the others continue {f'with {sizes}' if latest.dims else 'with new ones'}"
         return RankLost(
             f"{what}: {text}",
             given="\n".join(f"rank {rank} {why}" for rank, why in sorted(ranks.items()))
             or f"{len(latest.new)} new processes",
-            expected="every rank to meet the new processes, and to make the unfinished step again"
+            expected="every rank to meet the new processes, and to repeat the unfinished step"
             if latest.new
-            else "every other rank to meet again, and to make the unfinished step again",
-            hint="except RankLost as error: mesh.reopen(error); a Trainer does so by itself",
+            else "every other rank to meet again, and to repeat the unfinished step",
+            hint="except RankLost as error: mesh.reopen(error); a Trainer does this itself",
             missing=tuple(sorted(ranks)),
         )
 

@@ -124,14 +124,14 @@ def _backend_options(options: GroupOptions, split: bool) -> Any:
             f"{' and '.join(extra)} has no effect on {options.backend}",
             given=f"{', '.join(f'{name} = {toml(value)}' for name, value in extra.items())}, backend {options.backend}",
             expected="an NCCL group, and a torch that has NCCL",
-            hint=f'take {", ".join(extra)} out, or backend = "nccl"',
+            hint=f'remove {", ".join(extra)}, or set backend = "nccl"',
         )
     if extra.get("split_share") and not split:
         raise UnsupportedOp(
-            "split_share has no effect: the group has a communicator of its own",
+            "split_share has no effect: the group has its own communicator",
             given="split_share = true, and a default group that NCCL does not split for this group",
             expected="a default group of NCCL with a bound device",
-            hint="process.device_id = true, or take split_share out",
+            hint="process.device_id = true, or remove split_share",
         )
     made: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(extra.pop("high_priority", False)))
     for name, value in extra.items():
@@ -140,7 +140,7 @@ def _backend_options(options: GroupOptions, split: bool) -> Any:
                 f"torch {torch.__version__} was built with an NCCL that has no {name}",
                 given=f"{name} = {toml(value)}",
                 expected="NCCL 2.17 or newer",
-                hint=f"take {name} out",
+                hint=f"remove {name}",
             )
         setattr(made.config, name, int(value))
     return made

@@ -139,13 +139,13 @@ def _look(host: str, port: int, within_s: float, patient: bool) -> _Found:
             with socket.create_connection((host, port), timeout=min(within_s, _LOOK_S)):
                 pass
     except OSError as error:
-        return _Found(f"nobody to be reached: {error.strerror or error}", free=True, error=error)
+        return _Found(f"not reachable: {error.strerror or error}", free=True, error=error)
     try:
         client = find_tcp_store(host, port, None, hosts=False, timeout=timedelta(seconds=within_s))
         # Rank 0 writes its name as soon as it serves.
         while (owner := owner_of(client)) is None:
             if time.monotonic() >= deadline:
-                return _Found("a store of torch that is of no job of meshcomm")
+                return _Found("a store of torch that belongs to no meshcomm job")
             time.sleep(_PAUSE_S)
     except (OSError, RuntimeError, ValueError) as error:
         return _Found(first_line(error), error=error)
@@ -174,16 +174,16 @@ def _not_found(
     given = "\n".join(f"{host}:{port}: {here.what}" for port, here in found.items())
     if len(owners) == len(found):
         return LaunchError(
-            f"rank {rank} of {world_size} cannot meet the others at {where}: another job meets there",
+            f"rank {rank} of {world_size} cannot meet the others at {where}: another job uses this address",
             given=f"{given}\nthis is {Owner(job, process_name()) if rank == 0 else job or f'rank {rank}, {process_name()}'}",
-            expected="another address for each job, or a launcher that gives each job a name",
+            expected="a different address for each job, or a launcher that gives each job a name",
             hint="another MASTER_PORT, or none under mpirun and srun; TORCHELASTIC_RUN_ID, equal on all ranks, names a job",
         )
     return LaunchError(
         f"rank {rank} of {world_size} could not meet the others at {where}",
         given=given,
         expected=f"the store of rank 0 to answer within {timeout.total_seconds():g} s",
-        hint="look whether rank 0 is running, and who has the port on its host: "
+        hint="check whether rank 0 is running, and which program has the port on its host: "
         f"ss -ltnp 'sport = :{next(iter(found))}'",
     )
 
@@ -202,7 +202,7 @@ def find_tcp_store(
         return within(timeout.total_seconds() + _GRACE_S, make)
     except TimeoutError as late:
         raise TimeoutError(
-            "no store of torch answers: another program has the port, or the store is stopped"
+            "no torch store answers: another program has the port, or the store is stopped"
         ) from late
 
 

@@ -191,10 +191,10 @@ class Mesh(AlongDims):
             dims = tuple(self.layout.dims)
             some = f'"{dims[0]}"' if len(dims) == 1 else f'("{dims[0]}", "{dims[1]}")'
             raise LayoutError(
-                "the mesh was not told along which dims samples differ",
-                given=f"dims {', '.join(dims)}, and no [parallel] that says the part of each",
-                expected="a mesh that was opened with a configuration that has [parallel]",
-                hint=f"mesh.coord({some}) and mesh.size({some}), with the dims along which yours do",
+                "the mesh does not know along which dims samples differ",
+                given=f"dims {', '.join(dims)}, and no [parallel] that gives their roles",
+                expected="a mesh opened with a configuration that has [parallel]",
+                hint=f"mesh.coord({some}) and mesh.size({some}), with the dims along which your samples differ",
             )
         return self._data_dims
 
@@ -249,10 +249,10 @@ class Mesh(AlongDims):
         """
         if not key:
             raise ConfigError(
-                "a seed must follow from something",
+                "a seed needs a key",
                 given=f"mesh.seed(along={along!r})",
-                expected="a number or more, equal on the ranks that are to draw the same",
-                hint="mesh.seed(0, along=...), and the step behind it for other numbers in each step",
+                expected="one or more numbers, equal on the ranks that must draw the same values",
+                hint="mesh.seed(0, along=...), followed by the step for different numbers in each step",
             )
         names = (along,) if isinstance(along, str) else along
         coords = {name: self.coord(name) for name in sorted(set(names))}
@@ -336,7 +336,7 @@ class Mesh(AlongDims):
             raise UnsupportedOp(
                 f"barrier on {self.label}: async_op {'without dims' if dims is None else 'and timeout_s together'}",
                 given=f"dims={dims!r}, timeout_s={timeout_s}, async_op=True",
-                expected="async_op with dims and without timeout_s: the ranks meet at the backend, in one step",
+                expected="async_op with dims and without timeout_s: the backend synchronizes the ranks, in one call",
                 hint=f'mesh.barrier("{next(iter(self.layout.dims))}", async_op=True)',
             )
         if timeout_s is not None:
@@ -511,10 +511,10 @@ class Mesh(AlongDims):
         self._usable()
         if self._watch is not None and not self._watch.timed:
             raise UnsupportedOp(
-                f"no trace of simulated ranks, asked for on {self.label}",
+                f"no trace of simulated ranks, requested on {self.label}",
                 given="mesh.trace in the simulator, whose ranks run one at a time",
-                expected="processes, whose times mean something",
-                hint="meshcomm run CONFIG script.py; mesh.stats() counts in the simulator too",
+                expected="processes, whose times are meaningful",
+                hint="meshcomm run CONFIG script.py; mesh.stats() works in the simulator too",
             )
         from meshcomm.mesh.tracing import Trace
 
@@ -596,10 +596,10 @@ class Mesh(AlongDims):
         dims = self.layout.expand(dims)
         if name in self.layout.merge:
             raise LayoutError(
-                f'the mesh has a merged dim "{name}" already, on {self.label}',
+                f'the mesh already has a merged dim "{name}", on {self.label}',
                 given=f'create_group("{name}", {dims!r})',
                 expected=f'another name; "{name}" is over {self.layout.merge[name]!r}',
-                hint=f'mesh.size("{name}") and all calls take it as it is; a name keeps its meaning',
+                hint=f'mesh.size("{name}") and all calls accept it; a name keeps its meaning',
             )
         if timeout_s is not None:
             timeout_s = seconds_of(timeout_s, lambda: f'create_group("{name}") on {self.label}')
@@ -702,7 +702,7 @@ class Mesh(AlongDims):
         generations = None if self.closed else self._runtime.generations
         if generations is None:
             raise error or LaunchError(
-                f"no rank is replaced in this job, so that there is nothing to reopen, on {self.label}",
+                f"this job does not replace lost ranks, so there is nothing to reopen, on {self.label}",
                 given="mesh.reopen()",
                 expected="a launcher that replaces lost ranks",
                 hint="meshcomm run --replace 3 CONFIG script.py",
@@ -714,9 +714,9 @@ class Mesh(AlongDims):
         reopen = self._runtime.reopen
         if reopen is None:
             raise UnsupportedOp(
-                f"this mesh is on a default group that it has not made, and cannot be reopened, on {self.label}",
-                given="a torch.distributed that was initialised before meshcomm.init",
-                expected="a program whose first mesh makes the default group, and that has one mesh",
+                f"this mesh uses a default group that it did not create, and cannot be reopened, on {self.label}",
+                given="torch.distributed was initialized before meshcomm.init",
+                expected="a program with one mesh, which creates the default group",
                 hint="meshcomm.init in place of torch.distributed.init_process_group; mesh.group(dim) where torch needs a group",
             ) from error
         self._abandon()
@@ -796,7 +796,7 @@ class Mesh(AlongDims):
     def __reduce__(self) -> NoReturn:
         raise UnsupportedOp(
             f"a mesh cannot be pickled, on {self.label}",
-            given="pickle.dumps, or sending to another process, of the mesh or of what holds it",
+            given="pickle.dumps, or sending to another process, of the mesh or of an object that holds it",
             expected="a mesh that each process opens itself",
             hint="pickle mesh.layout or mesh.plan, and meshcomm.init there",
         )
@@ -881,9 +881,9 @@ class Mesh(AlongDims):
             raise MeshClosed(
                 f"the mesh {dict(self.layout.dims)} belongs to process {self._parent}; this is process "
                 f"{os.getpid()}, which was forked from it",
-                given=f"a call on {self.label} in a forked process, as a DataLoader's workers are",
+                given=f"a call on {self.label} in a forked process, such as a DataLoader's worker",
                 expected="calls in the process that opened the mesh: a fork has none of its threads",
-                hint="communicate outside of the workers",
+                hint="communicate outside the workers",
             )
         if self.closed:
             raise MeshClosed(
@@ -935,8 +935,8 @@ def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError 
     except TimeoutError:
         return CommunicationError(
             f"the mesh closes before a CUDA graph that has captured its calls, on {label}",
-            given=f"NCCL has not let the groups go within {_GRAPHS_S:g} s",
-            expected="no graph with calls of the mesh when it closes: NCCL waits for the last one without a limit",
+            given=f"NCCL has not released the groups within {_GRAPHS_S:g} s",
+            expected="no graph with calls of the mesh when it closes: NCCL waits for the last one without a timeout",
             hint="graph.reset(), or del graph, before the mesh closes",
         )
     return None

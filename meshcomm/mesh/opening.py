@@ -310,10 +310,10 @@ class Opening:
             meets = {"store": self._given_store, "rank": self._rank, "world_size": self._world_size}
             if named := ", ".join(name for name, value in meets.items() if value is not None):
                 raise LaunchError(
-                    f"init was told how to meet the other ranks, which have met: {named} has no effect here",
+                    f"the ranks have met already: {named} has no effect here",
                     given=named,
                     expected="no store, rank or world_size in the simulator",
-                    hint="leave them out; outside the simulator a launcher may say them",
+                    hint="leave them out; outside the simulator a launcher may set them",
                 )
             return Meeting(self._world.store, launch.rank, launch.world_size, launch)
         if dist.is_initialized():

@@ -72,17 +72,17 @@ def meet(
     for name, value in (("rank", rank), ("world_size", world_size)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise LaunchError(
-                f"{name} is no number of ranks: {value!r}",
+                f"{name} is not an integer: {value!r}",
                 given=f"{name}={value!r}, a {type(value).__name__}",
-                expected="a whole number",
-                hint="leave it out where a launcher says it",
+                expected="an integer",
+                hint="leave it out if a launcher sets it",
             )
     if store is not None and not isinstance(store, dist.Store):
         raise LaunchError(
-            f"no store to meet at: {store!r}",
+            f"not a torch store: {store!r}",
             given=f"store={store!r}, a {type(store).__name__}",
             expected="a torch.distributed.Store",
-            hint="torch.distributed.TCPStore(...), or no store, and the launcher's is used",
+            hint="torch.distributed.TCPStore(...), or leave store out to use the launcher's",
         )
     if not 0 <= rank < world_size:
         raise LaunchError(
@@ -131,7 +131,7 @@ def _find_store(
             ports = ports_of(job if launch.one_host or known_everywhere(job) else "")
     else:
         raise LaunchError(
-            f"rank {rank} of {world_size} has no address at which to meet the others",
+            f"rank {rank} of {world_size} has no address to meet the others at",
             given=f"MASTER_ADDR {launch.address or 'not set'}, MASTER_PORT {launch.port or 'not set'}, launcher {launch.kind}",
             expected="MASTER_ADDR and MASTER_PORT in the environment, or [process] init and address",
             hint='[process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun',
@@ -177,7 +177,7 @@ def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
         raise LaunchError(
             f"the rendezvous file {path} was left by an earlier job",
             given=f"rank {rank} is in it as {before}; this is {mine}",
-            expected="a new file for each job: what the earlier one wrote would be taken for this one's",
+            expected="a new file for each job: this job would read the earlier one's data as its own",
             hint=f"rm {path}, or another process.path",
         )
     return store
@@ -218,10 +218,10 @@ def came_twice(store: Any, rank: int, first: str) -> LaunchError:
     mine = process_name()
     note_twice(store, rank, first)
     return LaunchError(
-        f"rank {rank} came twice: another process has said before that it is rank {rank}",
+        f"rank {rank} exists twice: another process has already claimed rank {rank}",
         given=f"{first}\n{mine} (this one)",
-        expected="another rank for each process of a job, and another address or file for each job",
-        hint="look at what says the rank of both: RANK in the environment, process.rank, or init(rank=...)",
+        expected="a different rank for each process of a job, and a different address or file for each job",
+        hint="check what sets the rank of both: RANK in the environment, process.rank, or init(rank=...)",
     )
 
 
@@ -237,7 +237,7 @@ def blame(error: MeshMismatchError, store: Any) -> None:
         return
     error.mismatched_ranks = tuple(sorted({each.rank for each in found}))
     error.given = "\n".join([str(error.given), *map(str, found)])
-    error.hint = f"look at what says the rank of the processes that are {ranks_text(error.mismatched_ranks)}"
+    error.hint = f"check what sets the rank of the processes that are {ranks_text(error.mismatched_ranks)}"
 
 
 def another_job(store: Any) -> LaunchError | None:
@@ -250,9 +250,9 @@ def another_job(store: Any) -> LaunchError | None:
     if owner is not None and owner.parent == parent and parent not in {each.parent for each in found}:
         return None
     return LaunchError(
-        "another job came to the store of this one: their ranks may be mixed",
+        "another job used the store of this one: their ranks may be mixed",
         given="\n".join([*map(str, found), f"this is {process_name()}"]),
-        expected="another address for each job: of jobs without a name nobody can say whose these ranks are",
+        expected="a different address for each job: ranks of jobs without a name cannot be told apart",
         hint="another MASTER_PORT for each job; TORCHELASTIC_RUN_ID, equal on all ranks, names a job",
     )
 
@@ -266,7 +266,7 @@ class _Twice(NamedTuple):
     parent: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank} came twice: {self.first}; and {self.second}"
+        return f"rank {self.rank} exists twice: {self.first}; and {self.second}"
 
 
 def _twice(store: Any) -> list[_Twice]:

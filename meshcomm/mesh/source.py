@@ -110,16 +110,16 @@ def refuse_alone(settings: Settings) -> None:
         if started and -1 in mesh.dims.values():
             # Several such processes would each open a world of one.
             raise LaunchError(
-                f"how many processes? dims = {toml_dims(mesh.dims)} takes all there are",
-                given="a process that multiprocessing or Ray has started, without RANK and WORLD_SIZE",
-                expected="its rank, and how many there are",
+                f"how many processes? dims = {toml_dims(mesh.dims)} uses all there are",
+                given="a process started by multiprocessing or Ray, without RANK and WORLD_SIZE",
+                expected="its rank, and the number of processes",
                 hint="set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process before init;\n"
-                "for a mesh of this process alone, a size of 1 in place of -1",
+                "for a mesh of this process alone, use a size of 1 instead of -1",
             )
         return
     if not _fits(settings, needed):
         return  # the number of processes is not the problem
-    hint = f"torchrun --nproc-per-node {needed} script.py; srun and mpirun do as well"
+    hint = f"torchrun --nproc-per-node {needed} script.py; srun and mpirun work too"
     if "ipykernel" in sys.modules:
         hint = f"meshcomm.simulate(function, dims={dict(mesh.dims)}): every rank a thread of this notebook"
     elif started or "ray" in sys.modules:
@@ -161,7 +161,7 @@ def _of_the_job(overrides: Sequence[str]) -> Config:
     path = os.environ.get(CONFIG_VARIABLE)
     if path is None:
         raise LaunchError(
-            "init was not told which mesh to make",
+            "init was not told which mesh to create",
             given="no config, no dims, and no config from meshcomm run",
             expected="a config file, or dims",
             hint='meshcomm.init("configs/mesh.toml"), meshcomm.init(dims={"dp": -1}), '
@@ -181,7 +181,7 @@ def _overrides() -> list[str]:
 def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Settings:
     if config is not None and given:
         raise LaunchError(
-            "init got a config and keyword arguments that say the same things",
+            "init got a config and keyword arguments that set the same values",
             given=f"a config, and {', '.join(given)}",
             expected="one of the two",
             hint='overrides=["mesh.dims.tp=4"] changes a config',
@@ -193,7 +193,7 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
     if overrides:
         what = f"a {type(config).__name__}" if config is not None else ", ".join(given)
         raise LaunchError(
-            "overrides have no effect on what init was given",
+            "overrides have no effect on these arguments of init",
             given=f"{what} and overrides {list(overrides)}",
             expected="overrides with a config file or a Config",
             hint="change the object itself" if config is not None else "change the arguments themselves",
@@ -218,9 +218,9 @@ def _refuse_unused(path: str, own: Settings) -> None:
         return
     sets = "".join(f" --set {override}" for override in _overrides())
     raise LaunchError(
-        f"the script says its own mesh, and settings of {path} would have no effect",
-        given=f"{path}{sets}: {', '.join(lost)}; the script's meshcomm.init(...) says otherwise, or nothing",
-        expected="one of the two; or first the config's mesh, then beside it the script's own",
+        f"the script opens its own mesh, and settings of {path} would have no effect",
+        given=f"{path}{sets}: {', '.join(lost)}; the script's meshcomm.init(...) sets other values, or none",
+        expected="one of the two; or first the config's mesh, then the script's own mesh in addition",
         hint="meshcomm.init() without arguments, or no config: meshcomm run (or simulate) --world-size N script.py",
     )
 

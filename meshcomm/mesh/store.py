@@ -116,8 +116,8 @@ class MeshStore:
             raise UnsupportedOp(
                 f"store.append on {self._label}: not possible on a {self._kind}",
                 given=f"the job's {self._kind}",
-                expected="a store that appends in one step; torch's FileStore loses an append that equals what is there",
-                hint='give each rank a key of its own: store.set(f"log/{rank}", ...)',
+                expected="a store that appends in one step; torch's FileStore loses an append equal to the current value",
+                hint='give each rank its own key: store.set(f"log/{rank}", ...)',
             )
         self._ask("append", [key], key, self._bytes("append", key, value))
 
@@ -171,7 +171,7 @@ class MeshStore:
         missing = [key for key in keys if self._alone and not self.check([key])]
         if missing:
             raise UnsupportedOp(
-                f"store.{call} on {self._label}: only another rank could set {_listed(missing)}, and in a dry run there is none",
+                f"store.{call} on {self._label}: only another rank could set {_listed(missing)}, and a dry run has no other ranks",
                 given=f"{len(missing)} of {len(keys)} keys missing",
                 expected="keys that this rank has set",
                 hint="mesh.is_fake is True in a dry run",
@@ -184,8 +184,8 @@ class MeshStore:
             raise StoreTimeout(
                 f"store.{call} on {self._label}: {_listed(missing)} not set within {seconds:g} s",
                 given=f"{len(missing)} of {len(keys)} keys missing, {self._kind}",
-                expected="another rank to set what is waited for",
-                hint="look at the rank that sets it; or timeout_s=...",
+                expected="another rank to set the key",
+                hint="check the rank that sets it; or set timeout_s=...",
             )
 
     def _ask(self, method: str, keys: Sequence[str], *given: object) -> Any:
@@ -205,8 +205,8 @@ class MeshStore:
             raise StoreTimeout(
                 f"store.{call} on {self._label}: the job's {self._kind} has not answered for {limit_s:g} s",
                 given=_named(keys),
-                expected="a store that answers; it lives in rank 0 or the launcher",
-                hint="look at the process that holds the store, and at the network between",
+                expected="a store that answers; it is in rank 0 or the launcher",
+                hint="check the process that holds the store, and the network in between",
             ) from None
         except (RuntimeError, ValueError) as error:
             if (lost := self._lost(error)) is not None:

@@ -51,10 +51,10 @@ class TorchMesh:
             return transport.group
         if transport.size > 1 or not dist.is_initialized():
             raise UnsupportedOp(
-                f'no torch process group along "{name}": torch.distributed has no part in this mesh',
+                f'no torch process group along "{name}": this mesh does not use torch.distributed',
                 given=f"a group that {type(transport).__name__} carries",
                 expected="the mesh's own collectives and messages in the simulator",
-                hint=f'mesh.all_reduce("{name}", x); what needs torch\'s groups: meshcomm run',
+                hint=f'mesh.all_reduce("{name}", x); code that needs torch\'s groups: meshcomm run',
             )
         if name not in self._solo:
             self._solo[name] = SoloGroup(f"{self._prefix}/{name}/solo{self._rank}", self._rank)

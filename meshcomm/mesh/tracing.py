@@ -46,9 +46,9 @@ class Trace:
     def __enter__(self) -> Trace:
         if self._mesh.metrics.spans is not None:
             raise UnsupportedOp(
-                f"a trace inside a trace on {self._mesh.label}",
-                given=f"mesh.trace({str(self.path)!r}) while another is taken",
-                expected="one trace at a time of each mesh",
+                f"another trace is active on {self._mesh.label}",
+                given=f"mesh.trace({str(self.path)!r}) inside its with block",
+                expected="one trace of a mesh at a time",
                 hint="end the outer block first",
             )
         self._opened = self._spans.step_began = clock()
@@ -89,7 +89,7 @@ class Trace:
             raise StoreError(
                 f"the trace {self.path} could not be written",
                 given=problem,
-                expected="a path on the first rank's host that can be written",
+                expected="a writable path on the first rank's host",
                 hint='mesh.trace("trace.json")',
             )
 

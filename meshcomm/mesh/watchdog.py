@@ -306,7 +306,7 @@ class Watchdog(Watching):
             inside = C10D if past else _COMM
             if is_inside(inside, __file__):
                 where = f"a call inside the backend at {self.own.main_line}"
-                held = TimeoutError("the backend is past its timeout and does not return: the process ends")
+                held = TimeoutError("the backend is past its timeout and does not return; this process ends")
                 error = self._diagnosed(FailedCall.last_of(self.own.rank, recorder, where, held))
                 error.given = f"{error.given}\n{held}"
                 # Asking took a while, in which the backend may have given up or completed the call.
@@ -314,14 +314,14 @@ class Watchdog(Watching):
                     return error
             elif past and call is not self._reported:
                 self._reported = call
-                held = TimeoutError("its backend has not given it up")
+                held = TimeoutError("its backend has not ended it")
                 _report(self._diagnosed(self._failed_past(recorder, held)))
         return None
 
     def _held_queue(self, now: float) -> MeshcommError | None:
         """The error of a queued call that does not end: the program waits for a value, or for the device."""
         for recorder, queued in self._timer.stuck(self._recorders, now):
-            held = TimeoutError("it was queued, and is not over; the process ends")
+            held = TimeoutError("it was queued and has not completed; this process ends")
             if (message := queued.message) is not None:
                 where = f'{message.call} along "{message.name}" on {self.own.label}'
                 with _waiting_for(recorder, message):
@@ -349,7 +349,7 @@ class Watchdog(Watching):
         silent = {rank: self._options.process_of(rank) for rank in others if rank not in statuses}
         lines = [activity(rank, statuses.get(rank), silent.get(rank, "")) for rank in others]
         lost = any(process != "runs" for process in silent.values())
-        held = f"timed out after the {recorder.timeout_s():g} s of the group, as it got no timeout; the process ends"
+        held = f"timed out after the {recorder.timeout_s():g} s of the group, as it got no timeout; this process ends"
         return (PeerLost if lost else CollectiveTimeout)(
             f"{call} on {own.label} {(Reason.CLOSED if lost else Reason.TIMEOUT).value}",
             given="\n".join([f"{call}, ranks {fold(recorder.ranks)}, at {own.main_line}", held, *lines]),

@@ -71,7 +71,7 @@ def watch(
     if not CAN_WATCH:
         raise UnsupportedOp(
             f"torch {torch.__version__} cannot be watched",
-            given="process groups without hooks",
+            given="process groups have no hooks",
             expected="torch 2.14 or newer",
             hint="meshcomm.init(device_mesh), whose own calls are watched on any torch",
         )

@@ -166,7 +166,7 @@ def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
         )
     return DeadlockError(
         f"{_wait(roots)} for a key that no rank sets",
-        expected="another rank to set what is waited for",
+        expected="another rank to set the key",
         hint="look at the key's name on the rank that sets it",
         **facts,
     )

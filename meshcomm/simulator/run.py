@@ -71,7 +71,7 @@ def simulate(
     given = given_keys(**keys)
     if (config is None) == (not given):
         raise LaunchError(
-            "simulate was not told which mesh to make" if config is None else "simulate was told two meshes",
+            "simulate was not told which mesh to create" if config is None else "simulate was told two meshes",
             given="neither config nor dims" if config is None else f"a config, and {', '.join(given)}",
             expected="a config, or dims",
             hint='simulate(fn, dims={"dp": 4, "tp": 2})',

@@ -105,7 +105,7 @@ def test_the_default_group_of_a_mesh_is_the_meshs() -> None:
 def test_ranks_that_do_not_watch_are_named() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=2))
     if dist.get_rank() == 0:
-        with pytest.raises(MeshMismatchError, match="rank 1 of 2 never came to agree on the watch"):
+        with pytest.raises(MeshMismatchError, match="rank 1 of 2 never arrived to agree on the watch"):
             meshcomm.watch()
     else:
         time.sleep(2.5)
