@@ -1,4 +1,4 @@
-"""What went wrong when no rank can run any more, or when all have ended: who waits for whom, and why."""
+"""Explains why no rank can run, or why a run has ended wrongly: which ranks wait for which, and why."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from meshcomm.simulator.scheduler import Actor
 from meshcomm.simulator.transport import PendingMessage, SimulatedWork, callsite_of, raised_at
 from meshcomm.simulator.world import SharedState, StoreWait
 
-# Lines of one kind that an error shows; the rest is counted.
+# An error shows this many lines of one kind, and counts the rest.
 _SHOWN: Final = 16
 _PAIRS: Final = "a receive for every send, and a send for every receive"
 
-# Where the mesh itself waits in the store. The prefix names the mesh by its number of opening.
+# The keys at which the mesh itself waits in the store. The prefix numbers the meshes in the order of opening.
 _OF_THE_MESH: Final = re.compile(
     r"(?P<mesh>meshcomm\d+)/(?:(?P<agree>agree)/.*|create/(?P<name>.*)/[^/]+"
     r"|mesh/barrier/(?P<along>[^/]*)/(?P<first>\d+)/\d+/outcome)"
@@ -27,10 +27,10 @@ _USER: Final = re.compile(r"meshcomm\d+/mesh/user/")
 
 
 def diagnose(shared: SharedState) -> MeshcommError | None:
-    """When no rank can run: the error that ends the simulation; None where a rank can run again.
+    """When no rank can run: the error that ends the simulation; None if a rank can run again.
 
-    A store wait with less than half of the mesh's timeout as its own expires when nothing else can
-    happen; every other wait would last for ever.
+    A store wait with its own timeout of less than half of the mesh's expires when nothing else can happen. Every other
+    wait would last forever.
     """
     losses = shared.losses
     if losses is not None and losses.expects():
@@ -55,7 +55,7 @@ def diagnose(shared: SharedState) -> MeshcommError | None:
 
 
 def unyielding(shared: SharedState, actor: Actor) -> MeshcommError | None:
-    """The error where `actor` has run for the mesh's timeout, in which other ranks would have waited for it."""
+    """The error if `actor` has run for the mesh's timeout, during which other ranks would have waited for it."""
     others = [each.rank for each in shared.scheduler.actors if not each.ended and each is not actor]
     if not others:
         return None
@@ -68,11 +68,11 @@ def unyielding(shared: SharedState, actor: Actor) -> MeshcommError | None:
 
 
 def at_the_end(shared: SharedState) -> MeshcommError | None:
-    """The error for what ranks that have all ended did wrong, or None."""
+    """The error for incorrect behavior of ranks that have all ended, or None."""
     return _failed(shared, {}) or _left_over(shared) or _not_waited(shared)
 
 
-# -- one error each; None where it does not apply -------------------------------------------
+# -- one error each; None if it does not apply ----------------------------------------------
 
 
 def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | None:
@@ -81,7 +81,7 @@ def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | N
     failed = {actor.rank: actor.error for actor in actors if actor.error is not None}
     if not failed:
         return None
-    # Errors that differ in nothing but the rank that they name are told once.
+    # Errors that differ only in the rank's name are shown once.
     alike: dict[tuple[str, str], list[int]] = {}
     for rank, error in failed.items():
         alike.setdefault((_text(error).replace(names[rank], ""), raised_at(error)), []).append(rank)
@@ -104,7 +104,7 @@ def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | N
 
 
 def _tags_differ(shared: SharedState) -> UnmatchedMessage | None:
-    """A send and a receive between the same two ranks, whose tags differ, each waited for."""
+    """A send and a receive between the same two ranks, with different tags, both waited for."""
     messages = [each for each in _unmatched(shared) if each.work.actor.wait is each.work]
     sends = [each for each in messages if each.work.kind == "send"]
     for recv in messages:
@@ -134,7 +134,7 @@ def _circular(waiting: Mapping[int, Actor], circle: Sequence[int]) -> DeadlockEr
 
 
 def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
-    """For ranks that wait in a circle or, if only through others, for ranks that have returned or for a key."""
+    """For ranks that wait in a cycle or, if only indirectly, for ranks that have returned or for a key."""
     needs = {rank: _needs(shared, actor) for rank, actor in waiting.items()}
     if circle := find_circle(needs):
         return _circular(waiting, circle)
@@ -207,7 +207,7 @@ def _unmatched(shared: SharedState) -> list[PendingMessage]:
 
 
 def _needs(shared: SharedState, actor: Actor) -> list[int]:
-    """The ranks that must act before `actor` can go on; [] where nobody can say."""
+    """The ranks that must act before `actor` can continue; [] if unknown."""
     on = actor.wait
     if isinstance(on, SimulatedWork):
         return on.absent()
@@ -229,7 +229,7 @@ def _needs(shared: SharedState, actor: Actor) -> list[int]:
 
 
 def _doing(actor: Actor) -> str:
-    """What it waits in: a verb and what belongs to it."""
+    """The wait of an actor: a verb and its object."""
     on, site = actor.wait, callsite_of(actor)
     if isinstance(on, SimulatedWork):
         begun = on.site
@@ -276,7 +276,7 @@ def _count(things: Sequence[object], name: str) -> str:
 
 
 def _shortened(lines: Sequence[str]) -> list[str]:
-    """The first lines, and how many more there are."""
+    """The first lines, and the number of the others."""
     more = len(lines) - _SHOWN
     return [*lines] if more <= 1 else [*lines[:_SHOWN], f"and {more} more"]
 
@@ -286,6 +286,6 @@ def _with_rest(lines: Sequence[str], rest: set[int]) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """`ValueError: what it says`."""
+    """`ValueError: its text`."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -106,7 +106,7 @@ def simulate_script(
     """
     if config is None and world is None:
         raise how_many_ranks("simulate")
-    # The script says its own mesh; what matters of this one is the number of ranks.
+    # The script opens its own mesh; only the number of ranks of this one matters.
     settings = load_config({"mesh": {"dims": {"rank": -1}}} if config is None else config, overrides)
     size = world_of_mesh(settings.mesh) if world is None else world
     settings.resolved(size)
@@ -131,7 +131,7 @@ def simulate_script(
     if config is not None:
         variables = {CONFIG_VARIABLE: str(config), OVERRIDES_VARIABLE: "\n".join(overrides)}
     argv = [str(script), *arguments]
-    # As `python SCRIPT` does: imports are looked for beside the script first.
+    # As `python SCRIPT` does: imports are looked up in the script's folder first.
     paths = [str(script.resolve().parent), *sys.path]
     with with_variables(variables), patch.object(sys, "path", paths):
         run_ranks(body, size, seed, settings.mesh.timeout_s, argv)
@@ -148,9 +148,9 @@ def run_ranks(
     elastic: ElasticConfig | None = None,
     sizes: Sizes | None = None,
 ) -> list[Any]:
-    """Call `body` as each of `size` ranks; what they returned, None of one that is lost or waits at the end.
+    """Call `body` as each of `size` ranks; returns the results, None for a rank that is lost or waits at the end.
 
-    timeout_s: of the mesh; see `diagnose`. argv: as for `RankLocals`. lose: as for `simulate`. elastic, sizes: as of `Losses`.
+    timeout_s: of the mesh; see `diagnose`. argv: as for `RankLocals`. lose: as for `simulate`. elastic, sizes: as for `Losses`.
     """
 
     def replacement(process: int) -> Actor:
@@ -173,10 +173,10 @@ def run_ranks(
         really_sleep(seconds)
 
     threads, really_sleep = torch.get_num_threads(), time.sleep
-    # One rank runs at a time, and each new thread would start a pool of torch's own.
+    # One rank runs at a time, and each new thread would start its own torch thread pool.
     torch.set_num_threads(1)
     try:
-        # RANK and LOCAL_RANK are each rank's own.
+        # Each rank has its own RANK and LOCAL_RANK.
         with (
             with_variables({"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}),
             patch.object(time, "sleep", sleep),

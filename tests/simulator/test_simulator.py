@@ -189,7 +189,7 @@ def test_meshes_inside_merged_created_partial_and_closed() -> None:
             mesh.all_reduce("dp", torch.ones(1))
         with pytest.raises(MeshcommError, match="have met already: world_size has no effect here"):
             meshcomm.init(dims={"all": -1}, world_size=8)
-        with pytest.raises(UnsupportedOp, match="does not use torch.distributed"):
+        with pytest.raises(UnsupportedOp, match=r"does not use torch\.distributed"):
             world.group("world")
         return str(world).splitlines()[0]
 
