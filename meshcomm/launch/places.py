@@ -42,7 +42,7 @@ def sizes_of(settings: Config, world_size: int) -> Sizes | None:
             fewer.append(size)
     if not fewer:
         raise ConfigError(
-            f"the mesh cannot go on with fewer along {dim}: no size from {least} to {dims[dim] - 1} fits",
+            f"the mesh cannot continue with fewer ranks along {dim}: no size from {least} to {dims[dim] - 1} fits",
             given=f"elastic.min = {toml_dims(wanted)}, mesh.dims = {toml_dims(dims)}; with {dims[dim] - 1}: {refused}",
             expected=f"a smaller {dim} that the rest of the configuration fits",
             hint="a train.global_batch_size that smaller sizes divide; -1 in a view; or remove elastic.min",

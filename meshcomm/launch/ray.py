@@ -157,7 +157,7 @@ def _read(words: Sequence[str], replace: int | None) -> tuple[list[str], Config 
     command, *rest = words or [""]
     if command not in ("train", "run"):
         raise LaunchError(
-            f"meshcomm.launch.ray starts no {command or 'ranks without a command'}",
+            f"meshcomm.launch.ray cannot start {command or 'ranks without a command'}",
             given=" ".join(words) or "no words",
             expected="train CONFIG, or run [CONFIG] SCRIPT",
             hint="python -m meshcomm.launch.ray --world-size 8 train CONFIG",
@@ -202,7 +202,7 @@ def _serve(address: str) -> dist.TCPStore:
         )
     except (OSError, RuntimeError) as error:
         raise LaunchError(
-            f"the driver can serve no store at {address}",
+            f"the driver cannot serve a store at {address}",
             given=str(error).splitlines()[0],
             expected="a free port of this node, chosen by the system",
             hint="meshcomm doctor shows the limits of this host",
@@ -376,7 +376,7 @@ class _Ranks:
             except ray.exceptions.RayError as error:
                 reason = str(error).strip().splitlines()[0]
                 gone = without_error(process, 1, time.time(), self._name)
-                what = f"found no place: {reason}"
+                what = f"could not be placed: {reason}"
                 if place := self._places.get(process):
                     what = f"lost its actor on {place.address}: {reason}"
                 failure = dataclasses.replace(gone, what=what)
@@ -414,7 +414,7 @@ class _Ranks:
         replacing, until = self._replacing, time.monotonic() - self._patience_s
         if replacing.places.sizes is not None:
             return {}
-        what = f"{{}}; for {self._patience_s:g} s the cluster has had no room for a new process"
+        what = f"{{}}; for {self._patience_s:g} s the cluster had no room for a new process"
         return {
             process: dataclasses.replace(
                 replacing.last[process], what=what.format(replacing.last[process].what)
@@ -459,7 +459,7 @@ def _main() -> NoReturn:
         "--replace",
         type=int,
         metavar="N",
-        help="give so many ranks that are lost a new process; the others run on. In place of elastic.replace, see "
+        help="replace this many lost ranks by new processes, while the others continue; overrides elastic.replace, see "
         "docs/guide/elastic.md",
     )
     parser.add_argument(

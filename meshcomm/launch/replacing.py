@@ -96,9 +96,9 @@ class Replacing:
         self.due |= dict.fromkeys(returning, self._now() + elastic.delay_s)
         if waits:
             self._awaited |= dict.fromkeys(members, (self._now() + elastic.patience_s, self.number))
-        what = f"replaced, {self._left} more can be" if waits else f"goes on with {self._size()}"
+        what = f"replaced, replacements left: {self._left}" if waits else f"continues with {self._size()}"
         if not members:
-            what = "it took no part"
+            what = "it was not in the mesh"
         for failure in failures.values():
             lines = [failure.text] if failure.text else []
             self._say(*lines, f"meshcomm: {failure.summary}; {what}")
@@ -127,7 +127,7 @@ class Replacing:
         if late and (places := self.places.filled(self._ready() - {*late})) is not None:
             self._announce(places, {each: self._how[each] for each in late}, ())
             self._say(
-                f"meshcomm: no new process for {ranks_text(sorted(late))} in time; goes on with {self._size()}"
+                f"meshcomm: no new process for {ranks_text(sorted(late))} in time; continues with {self._size()}"
             )
 
     def unmet(self, ended: Collection[int]) -> Mapping[int, Failure]:
@@ -147,7 +147,7 @@ class Replacing:
         if places is not None and places.size > self.places.size and may_grow(self.store, self.number + 1):
             self._announce(places, {}, ())
             new = sorted(places.processes.index(each) for each in self._last_new)
-            self._say(f"meshcomm: new processes for {ranks_text(new)}; goes on with {self._size()}")
+            self._say(f"meshcomm: new processes for {ranks_text(new)}; continues with {self._size()}")
 
     def numbered(self, failures: Mapping[int, Failure]) -> list[Failure]:
         """The failures in the present mesh, numbered by its ranks."""
@@ -161,10 +161,10 @@ class Replacing:
         lines = []
         if self.is_elastic and ended and root not in ended:
             lines.append(
-                f"{ranks_text(sorted(ended))} had ended well: no new process can meet all ranks any more"
+                f"{ranks_text(sorted(ended))} had already completed: new processes can no longer meet all ranks"
             )
         if left := sorted(failure.rank for failure in failed if failure.what.startswith("RankLost")):
-            way = "a program goes on by mesh.reopen(error), a Trainer by itself"
+            way = "a program continues with mesh.reopen(error), a Trainer by itself"
             lines.append(f"{ranks_text(left)} ended by RankLost: {way}")
         return lines
 

@@ -120,7 +120,7 @@ def _calls_beside(failures: Sequence[Failure]) -> list[str]:
     lines = [f"{_ranks(ranks)}: in {text}" for text, ranks in made.items()]
     if lines:
         lines.append(
-            "Gloo ends a process by SIGABRT that is sent more than its own call takes: compare the sizes"
+            "Gloo ends a process with SIGABRT if it receives more data than its own call expects: compare the sizes"
         )
     return lines
 

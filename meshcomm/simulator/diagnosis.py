@@ -61,9 +61,9 @@ def unyielding(shared: SharedState, actor: Actor) -> MeshcommError | None:
         return None
     return DeadlockError(
         f"{actor.name} has run for {shared.timeout_s:g} s without letting other ranks run",
-        given=f"{actor.name} is at {callsite_of(actor).line}; {ranks_text(others)} cannot go on meanwhile",
+        given=f"{actor.name} is at {callsite_of(actor).line}; {ranks_text(others)} cannot continue meanwhile",
         expected="a call on the mesh, or time.sleep, within the mesh's timeout: a simulated rank runs until it waits",
-        hint="mesh.store.wait or mesh.barrier in place of a loop that looks for a file; or mesh.timeout_s",
+        hint="mesh.store.wait or mesh.barrier instead of a loop that looks for a file; or a longer mesh.timeout_s",
     )
 
 
@@ -89,14 +89,14 @@ def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | N
     for (_, line), ranks in alike.items():
         lines += [f"{ranks_text(ranks)} at {line}:", *_text(failed[ranks[0]]).splitlines()]
     if waiting:
-        lines.append(f"{ranks_text(sorted(waiting))} waited for others when nothing more could happen")
+        lines.append(f"{ranks_text(sorted(waiting))} waited for others when no rank could continue")
     first = min(failed)
     who = names[first] if len(failed) == 1 else f"{ranks_text(sorted(failed))} of {len(actors)}"
     found = RankFailed(
         f"{who} failed: {_text(failed[first]).splitlines()[0]}",
         given="\n".join(lines),
         expected="a program that returns on every rank",
-        hint="look at the line named above",
+        hint="check the line named above",
         by_rank=failed,
     )
     found.__cause__ = failed[first]
@@ -126,7 +126,7 @@ def _circular(waiting: Mapping[int, Actor], circle: Sequence[int]) -> DeadlockEr
     return DeadlockError(
         f"circular wait: {' -> '.join(map(str, path))}",
         given=_with_rest(lines, set(waiting) - set(circle)),
-        expected="calls in one order on all ranks, so that somebody can always go on",
+        expected="calls in one order on all ranks, so that a rank can always continue",
         hint="messages both ways: mesh.exchange or mesh.shift; collectives: the same order of dims",
         circle=tuple(circle),
         waiting=tuple(sorted(waiting)),
@@ -154,7 +154,7 @@ def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
         return UnmatchedMessage(
             f"{ranks_text(gone)} returned while {_wait(roots)} for a message",
             expected=_PAIRS,
-            hint="look at the peers and at the number of messages on both sides",
+            hint="check the peers and the number of messages on both sides",
             **facts,
         )
     if gone:
@@ -167,7 +167,7 @@ def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
     return DeadlockError(
         f"{_wait(roots)} for a key that no rank sets",
         expected="another rank to set the key",
-        hint="look at the key's name on the rank that sets it",
+        hint="check the key's name on the rank that sets it",
         **facts,
     )
 
@@ -177,7 +177,7 @@ def _left_over(shared: SharedState) -> UnmatchedMessage | None:
     if not messages:
         return None
     ranks = ranks_text(sorted({each.work.actor.rank for each in messages}))
-    what = f"{ranks} ended with {_count(messages, 'message')} that never met the other end"
+    what = f"{ranks} ended with {_count(messages, 'message')} without a matching end"
     return _unmatched_error(what, messages, _PAIRS)
 
 
@@ -185,7 +185,7 @@ def _not_waited(shared: SharedState) -> HandleNotWaited | None:
     lines, ranks = [], set()
     for actor in shared.scheduler.actors:
         for work in actor.unwaited:
-            state = "" if work.done else f"; never complete: {ranks_text(work.absent())} did not come"
+            state = "" if work.done else f"; never complete: {ranks_text(work.absent())} did not arrive"
             lines.append(f"{_started(work)}{state}")
             ranks.add(actor.rank)
     if not lines:
@@ -257,7 +257,7 @@ def _unmatched_error(what: str, messages: Sequence[PendingMessage], expected: st
         what,
         given="\n".join(_shortened([_started(each.work) for each in messages])),
         expected=expected,
-        hint="look at the peers, the tags and the number of messages on both sides",
+        hint="check the peers, the tags and the number of messages on both sides",
         waiting=tuple(sorted({each.work.actor.rank for each in messages})),
     )
 

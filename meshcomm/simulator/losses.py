@@ -144,10 +144,10 @@ class Losses:
         return RankFailed(
             f"{who} {were} lost and cannot be replaced: {why}",
             given="\n".join(f"rank {each} was lost {self.lost_at[each]}" for each in lost),
-            expected="all other ranks still in their programs: a new process has to meet every one of them"
+            expected="all other ranks still in their programs, because a new process must meet all of them"
             if ended
-            else "a new process for each, as elastic.replace says, or enough others for elastic.min",
-            hint="meshcomm run --replace ends such a job by the name of the lost rank, too; --max-restarts starts it again",
+            else "a new process for each, by elastic.replace, or enough others for elastic.min",
+            hint="meshcomm run --replace ends such a job too, and names the lost rank; --max-restarts starts it again",
             by_rank={**failed, **by_rank},
         )
 

@@ -71,7 +71,9 @@ def simulate(
     given = given_keys(**keys)
     if (config is None) == (not given):
         raise LaunchError(
-            "simulate was not told which mesh to create" if config is None else "simulate was told two meshes",
+            "simulate was not told which mesh to create"
+            if config is None
+            else "simulate was given two meshes",
             given="neither config nor dims" if config is None else f"a config, and {', '.join(given)}",
             expected="a config, or dims",
             hint='simulate(fn, dims={"dp": 4, "tp": 2})',
@@ -114,7 +116,7 @@ def simulate_script(
         code = compile(script.read_bytes(), str(script), "exec")
     except SyntaxError as error:
         raise LaunchError(
-            f"{script} is no Python program",
+            f"{script} is not a Python program",
             given=f"line {error.lineno}: {error.msg}",
             expected="a Python file",
             hint=f"python -m py_compile {script}",

@@ -421,6 +421,6 @@ def _refuse_imports(actor: Actor) -> None:
         raise UnsupportedOp(
             f"rank {actor.rank} waits for other ranks while it imports {module}, which all ranks share",
             given=f"meshcomm.init, or communication, in the body of {module}",
-            expected="what waits for other ranks in the script itself, or in a function",
-            hint=f"put it into a function of {module}, and call that after the import",
+            expected="calls that wait for other ranks in the script itself, or in a function",
+            hint=f"move it into a function of {module}, and call that after the import",
         )

@@ -14,15 +14,15 @@ Call: TypeAlias = tuple[int, ...]
 
 _GROUPS: Final = (
     "collectives of NCCL groups",
-    "one order on all ranks, asynchronous calls too: a collective may hold the device until its peers come, "
-    "which they do not while another holds theirs",
+    "one order on all ranks, asynchronous calls too: a collective may block the device until its peers arrive, "
+    "and these may be blocked by another collective",
     "start them in the same order on every rank",
 )
 _MESSAGES: Final = (
     "calls of one NCCL group",
     "one order on all ranks, asynchronous messages too: NCCL runs the calls of a group one after the other, and a "
-    "message is over when its other end has come",
-    "messages that belong together as one: mesh.exchange, or mesh.shift",
+    "message completes when its other end has arrived",
+    "messages that belong together as one call: mesh.exchange, or mesh.shift",
 )
 
 

@@ -203,7 +203,7 @@ class PendingCollective:
         name = next((each.told[0] for _, each in came if each.told is not None), self.group.label)
         error = mismatch(name, self.number, [self.group.ranks[coord] for coord, _ in came], calls)
         if absent := self.absent():
-            error.given = f"{error.given}\nrank {fold(absent)}: did not come"
+            error.given = f"{error.given}\nrank {fold(absent)}: did not arrive"
         return error
 
 
@@ -350,10 +350,10 @@ class SimulatedGroup:
         if send.x.shape != recv.x.shape or send.x.dtype != recv.x.dtype:
             receiver = recv.work.actor.rank
             error = CallMismatchError(
-                f"rank {send.work.actor.rank} sends another tensor along {self.label} than rank {receiver} receives",
+                f"rank {send.work.actor.rank} sends a different tensor along {self.label} than rank {receiver} receives",
                 given=f"{send.line()}\n{recv.line()}",
                 expected="a buffer of the sender's shape and dtype",
-                hint="send with handshake=True and receive without out, where only the sender knows them",
+                hint="send with handshake=True and receive without out, if only the sender knows them",
                 mismatched_ranks=(receiver,),
             )
             self.scheduler.fail(error)

@@ -249,8 +249,8 @@ def test_other_seeds_are_other_schedules() -> None:
 def test_what_simulate_is_told_is_checked() -> None:
     for keywords, match in (
         ({}, "was not told which mesh to create"),
-        ({"config": ROOT / "configs/mesh.toml", "dims": DIMS}, "told two meshes"),
-        ({"config": ROOT / "configs/mesh.toml", "options": {"dp": {"backend": "nccl"}}}, "told two meshes"),
+        ({"config": ROOT / "configs/mesh.toml", "dims": DIMS}, "given two meshes"),
+        ({"config": ROOT / "configs/mesh.toml", "options": {"dp": {"backend": "nccl"}}}, "given two meshes"),
         ({"dims": {"dp": 2}, "options": {"dp": {"backnd": "nccl"}}}, "options.dp.backnd: unknown key"),
         ({"dims": {"dp": -1}}, "-1"),
         ({"dims": {"dp": 3}, "world_size": 8}, "8"),
@@ -329,7 +329,7 @@ sys.exit(0)
     assert sys.argv is argv and sys.modules["__main__"] is main
     with pytest.raises(RankFailed, match="ranks 0 1 2 3 4 5 6 7 of 8 failed: SystemExit: 3"):
         script(tmp_path, "import sys; sys.exit(3)")
-    with pytest.raises(MeshcommError, match="is no Python program"):
+    with pytest.raises(MeshcommError, match="is not a Python program"):
         script(tmp_path, "def")
     with pytest.raises(RankFailed, match=r"script.py:1:\n +ZeroDivisionError"):
         script(tmp_path, "1 / 0")
