@@ -1,4 +1,4 @@
-"""What each collective is: one row, read by all that checks, sends, records, simulates, prices or documents it."""
+"""The properties of each collective: one row, read by all code that checks, sends, records, simulates, prices or documents it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-# The table is read without torch too.
+# The table can be read without torch.
 Tensor: TypeAlias = Any
 # Combines one flat tensor of each rank, in coord order, by the name of an operation.
 Reduce: TypeAlias = Callable[[Sequence[Tensor], str], Tensor]
@@ -16,12 +16,12 @@ Reduce: TypeAlias = Callable[[Sequence[Tensor], str], Tensor]
 class Call(NamedTuple):
     """One collective as a transport gets it.
 
-    x:        what this rank brings, contiguous and of a dtype that every backend carries; None where it
-              brings nothing. A collective in place writes its result there.
-    out:      where the result goes; None in place, and on ranks that get none.
-    op, root: the reduction; the coord that has or gets the whole, -1 where there is none.
-    lengths:  elements that come from and go to each coord, where they differ; () where they do not.
-    blocking: the caller waits at once, which lets NCCL stay on the current stream.
+    x:        this rank's input, contiguous and of a dtype that every backend supports; None if it has no input.
+              A collective in place writes its result there.
+    out:      the buffer of the result; None if in place, and on ranks without a result.
+    op, root: the reduction; the coord with the full input or result, -1 if there is none.
+    lengths:  elements from and to each coord, if they differ; otherwise ().
+    blocking: the caller waits immediately, which lets NCCL stay on the current stream.
     """
 
     row: Collective
@@ -42,12 +42,12 @@ class Collective:
     """One collective.
 
     methods:   of torch's ProcessGroup, the newest name first; options: their type; hooks: its names in group hooks.
-    arguments: what the method takes before the options, from x, out, size and lengths.
-    root:      what the coord is called that has ("src") or gets ("dst") the whole.
+    arguments: the method's arguments before the options, from x, out, size and lengths.
+    root:      the keyword for the coord with the full input ("src") or the full result ("dst").
     in_place:  x becomes the result.
-    splits, joins: whether an axis of x is cut into a part for each coord, and whether the parts of all are joined.
+    splits, joins: whether an axis of x is split into a part per coord, and whether the parts of all are joined.
     whole:     nccl-tests count the data of all ranks; bus: their factor for n ranks, bytes over the busiest link.
-    functional: of `mesh.functional`, what has a gradient instead, where that has another name; "" for nothing.
+    functional: the call of `mesh.functional` with a gradient, if its name differs; "" if there is none.
     """
 
     name: str
@@ -66,15 +66,15 @@ class Collective:
 
     @property
     def with_gradient(self) -> str:
-        """What of `mesh.functional` has a gradient instead; "" where nothing has."""
+        """The call of `mesh.functional` that has a gradient; "" if there is none."""
         return self.name if self.functional is None else self.functional
 
     def moved(self, nbytes: int, size: int) -> int:
-        """Bytes of a call as nccl-tests count them, from those of the tensor that a rank brings."""
+        """Bytes of a call as nccl-tests count them, from the bytes of one rank's tensor."""
         return nbytes * size if self.whole else nbytes
 
     def shape(self, shape: Sequence[int], axis: int, size: int, concat: int = 0) -> tuple[int, ...]:
-        """The shape of the result along `axis`, from that of x. concat: the axis that an all_to_all joins.
+        """The shape of the result along `axis`, from the shape of x. concat: the axis that an all_to_all joins.
 
         >>> ROWS["all_gather"].shape((2, 3), 1, 4), ROWS["reduce_scatter"].shape((8, 3), 0, 4)
         ((2, 12), (2, 3))
@@ -183,12 +183,12 @@ ROWS: Final = {
     )
 }  # fmt: skip
 
-# The row of each name that torch's group hooks give.
+# The row of each name that torch's group hooks report.
 HOOKED: Final = {hook: row for row in ROWS.values() for hook in row.hooks}
 
 
 def write_results(calls: Sequence[Call], reduce: Reduce) -> None:
-    """Write what every rank gets of a collective. calls: of all ranks in coord order, their tensors contiguous."""
+    """Write every rank's result of a collective. calls: of all ranks in coord order, with contiguous tensors."""
     row, root, size = calls[0].row, calls[0].root, len(calls)
     if row is BARRIER:
         return
@@ -203,7 +203,7 @@ def write_results(calls: Sequence[Call], reduce: Reduce) -> None:
         if row.reduces:
             whole = reduce(brought, calls[0].op or "sum")
         else:
-            # Only its source brings something to a scatter.
+            # Only the source of a scatter has an input.
             whole = _joined(brought) if row.joins else brought[root if row.in_place else 0]
         results = list(whole.view(size, -1)) if row.splits else [whole] * size
     for coord, (call, result) in enumerate(zip(calls, results, strict=True)):

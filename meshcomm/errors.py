@@ -9,8 +9,7 @@ from typing import Any
 class MeshcommError(Exception):
     """Base class of all errors of meshcomm.
 
-    The first line of the text states the error. Up to three indented lines follow: the given value, the
-    expected
+    The first line of the text states the error. Up to three indented lines follow: the given value, the expected
     value, and a fix. facts: attributes that the class of the error documents.
     """
 
@@ -121,8 +120,7 @@ class StoreTimeout(StoreError):
 class CallMismatchError(MeshcommError):
     """Ranks of a group were about to make different calls, so nothing was sent; or `mesh.step` found a difference.
 
-    `mismatched_ranks` are the global ranks that differ from the majority. `step` is set if `mesh.step` found
-    the
+    `mismatched_ranks` are the global ranks that differ from the majority. `step` is set if `mesh.step` found the
     difference: the first step whose results are not reliable, in the program's numbering. Otherwise it is None.
     """
 

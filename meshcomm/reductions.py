@@ -1,4 +1,4 @@
-"""What each operation of a reduction is: one row, read by all that checks, sends, schedules, simulates or documents it."""
+"""The properties of each reduction: one row, read by all code that checks, sends, schedules, simulates or documents it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-# The table is read without torch too.
+# The table can be read without torch.
 Tensor: TypeAlias = Any
-# Kinds of dtypes that operations take or refuse. float8: floats of one byte, which have no arithmetic.
+# Kinds of dtypes that operations accept or refuse. float8: one-byte floats, which have no arithmetic.
 Kind: TypeAlias = Literal["bool", "whole", "float", "float8", "complex"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WireOp:
-    """What a backend does to values that ranks have prepared; it can be repeated at the next level of a hierarchy.
+    """A backend's operation on values that ranks have prepared; it can be repeated at the next level of a hierarchy.
 
     combine:   torch's function of two operands, as schedules over messages and the simulator apply it.
     reduce_op: the attribute of torch's ReduceOp.
-    divided:   by the number of ranks at the end, where `combine` was applied instead of the backend.
-    rounds:    the order of the operands shows in the last bits of floats.
-    nan:       the place of NaN in the order of values; None: values are not ordered.
+    divided:   divide by the number of ranks at the end, if `combine` was applied instead of the backend.
+    rounds:    the order of the operands affects the last bits of floats.
+    nan:       the position of NaN in the order of values; None if values are not ordered.
     lacking:   backends without it.
     """
 
@@ -35,12 +35,12 @@ class WireOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """One operation as a user names it. No field has a default: a row says all of it, or the import fails.
+    """One operation as a user names it. No field has a default: every row must set all of them.
 
-    wire:    what backends, and further levels of a hierarchy, do to what `prepare` has made.
-    prepare: changes this rank's values in place before they travel, given the call's factor; None: they travel as they are.
+    wire:    the operation of backends, and of further levels of a hierarchy, on the values that `prepare` has made.
+    prepare: changes this rank's values in place before they are sent, given the call's factor; None to send them unchanged.
     factor:  whether the call takes a factor.
-    refuses: kinds of dtypes without this operation: what is expected, and a hint.
+    refuses: kinds of dtypes without this operation, each with what is expected and a hint.
     linear:  whether it has a gradient.
     partial: whether a pattern may name it.
     """
@@ -68,7 +68,7 @@ _ANY_ALL = "max or bor (any), min or band (all) for bool", 'op="max" for "any", 
 _FRACTION = "a dtype that can hold a fraction", 'op="sum", then divide, or x.float()'
 _ORDER = "a dtype whose values have an order", "torch.view_as_real(x), if that is meant"
 _PAIRS = "sum or avg for complex numbers", "multiply after all_gather"
-_BITWISE = "whole numbers or bool for a bitwise operation", 'op="max", or x.view(torch.int32)'
+_BITWISE = "integers or bool for a bitwise operation", 'op="max", or x.view(torch.int32)'
 _FRACTIONS: Final[Mapping[Kind, tuple[str, str]]] = {
     "bool": _FRACTION,
     "whole": _FRACTION,
@@ -76,7 +76,7 @@ _FRACTIONS: Final[Mapping[Kind, tuple[str, str]]] = {
 }
 _BITS: Final[Mapping[Kind, tuple[str, str]]] = {"float": _BITWISE, "float8": _BITWISE, "complex": _BITWISE}
 
-# In the order of the documentation. name, wire, prepare, factor, refuses, linear, partial
+# In the order of the documentation: name, wire, prepare, factor, refuses, linear, partial.
 REDUCTIONS: Final[dict[str, Reduction]] = {
     row.name: row
     for row in (

@@ -1,4 +1,4 @@
-"""Tests of calls past the mesh need torch's hooks of process groups."""
+"""Tests of calls outside the mesh need torch's hooks of process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The second stage of a collective: compare it with the other ranks' calls, and ask them for what only they know."""
+"""The second stage of a collective: compare the call with the other ranks' calls, and fetch the facts that only they know."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshcomm.transport.support import name_of
 
 
 def agree(request: Request) -> None:
-    """Return when all ranks are about to make this call and this rank can make room for what comes.
+    """Return when all ranks are about to make this call and this rank can allocate its result.
 
     Raises CallMismatchError on every rank.
     """
@@ -37,7 +37,7 @@ def agree(request: Request) -> None:
 
 
 def _agree_on_slice(request: Request) -> None:
-    """Tell the others the shape of their slices, and make room; raise on all where the source has nothing to send."""
+    """Send the shape of a slice to the others, which then allocate it; raise on all ranks if the source cannot scatter."""
     comm, where = request.comm, request.where
     header = blank_header(comm.transport.device) if request.header is None else request.header
     if request.out is None:
@@ -50,7 +50,7 @@ def _agree_on_slice(request: Request) -> None:
         raise ShapeError(
             f"{where()}: coord {request.root} has nothing that can be scattered",
             given=f"what coord {request.root}, the source, was called with",
-            expected=f"a tensor there whose axis can be cut into {comm.size}",
+            expected=f"a tensor there whose axis can be split into {comm.size}",
             hint=f"look at the error of coord {request.root}",
         )
     if request.out is None:
@@ -58,7 +58,7 @@ def _agree_on_slice(request: Request) -> None:
             check_answered(comm.transport.name, "the slice's shape", where(), "out=torch.empty(...)")
             request.out = described_by(header)
         else:
-            # The header of a dry run is blank behind a call, its own source's too.
+            # In a dry run the header arrives blank, on the source itself too.
             sizes = list(request.source.shape)
             sizes[request.axis] //= comm.size
             request.out = request.source.new_empty(sizes)
@@ -66,15 +66,15 @@ def _agree_on_slice(request: Request) -> None:
 
 
 def _agree_on_sizes(request: Request, compared: bool) -> None:
-    """Exchange the sizes of the parts, where they are not given or still compared."""
+    """Exchange the sizes of the parts, unless they are given and no longer compared."""
     comm, x, axis = request.comm, request.source, request.axis
     input_split_sizes, output_split_sizes = request.input_split_sizes, request.output_split_sizes
     assert x is not None
     if output_split_sizes is None or (compared and comm.transport.name != "fake"):
         hint = (
-            "output_split_sizes=, the sizes that come"
+            "output_split_sizes=, the sizes to receive"
             if request.row is ALL_TO_ALL
-            else "equal sizes: pad, and cut behind the call"
+            else "equal sizes: pad before the call, and trim after it"
         )
         check_answered(comm.transport.name, "the sizes of their parts", request.where(), hint)
         own = [x.shape[axis]] if input_split_sizes is None else input_split_sizes
@@ -95,7 +95,7 @@ def _misjoined(request: Request, sizes: list[int]) -> MeshcommError | None:
     comm, axis, joined, x = request.comm, request.axis, request.joined, request.source
     if request.output_split_sizes not in (None, sizes):
         return ShapeError(
-            f"{request.where()}: the other ranks send something else than this one expects",
+            f"{request.where()}: the other ranks send other sizes than this rank expects",
             given=f"output_split_sizes={request.output_split_sizes}",
             expected=f"output_split_sizes={sizes}, which is in the input_split_sizes of coords 0 to {comm.size - 1}",
             hint="leave out output_split_sizes, which costs a small exchange before each call",

@@ -31,15 +31,15 @@ from meshcomm.transport.torch_private import outside_graphs
 Algorithm: TypeAlias = Literal["flat", "hierarchical"] | scheduled.Scheduled
 
 Envelopes: TypeAlias = Sequence[Envelope]
-# `async_op`: whether the result comes at once, or a Handle of it.
+# `async_op`: whether the call returns its result, or a Handle for it.
 Sync: TypeAlias = Literal[False]
 Async: TypeAlias = Literal[True]
 
-# What is given comes back: a tensor, or a list of them. A tuple comes back as a list.
+# The result has the type of the argument: a tensor, or a list of tensors. A tuple is returned as a list.
 X = TypeVar("X", Tensor, list[Tensor], Sequence[Tensor])
 
 
-# What a call may be given by name besides `async_op`: for the overloads.
+# The keywords that a call takes in addition to `async_op`, for the overloads.
 class Factor(TypedDict, total=False):
     factor: float | None
 

@@ -1,4 +1,4 @@
-"""Which line of the user's program made a call?"""
+"""Finds the line of the user's program that made a call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 
 from meshcomm.transport.torch_private import compiled_files
 
-# Frames that are not the user's: this package, and between it and the user torch (autograd, what it compiled) and contextlib.
+# Frames that are not the user's: this package, and torch and contextlib frames between it and the user's code.
 _OURS: Final = (
     f"{Path(__file__).parents[1]}{os.sep}",
     f"{Path(torch.__file__).parent}{os.sep}",
@@ -27,15 +27,15 @@ _OURS: Final = (
 )
 _LIBRARY: Final = f"{Path(threading.__file__).parent}{os.sep}"
 _DISTRIBUTED: Final = f"{Path(torch.__file__).parent / 'distributed'}{os.sep}"
-# Where torch's own calls wait.
+# The files of torch in which its own calls wait.
 C10D: Final = (f"{_DISTRIBUTED}distributed_c10d.py", f"{_DISTRIBUTED}_functional_collectives.py")
-# A user of the package inside of the package.
+# A user of the package, inside the package.
 _BENCH: Final = f"{Path(__file__).parents[1] / 'bench'}{os.sep}"
 
 
 @final
 class _Ours(dict[str, bool]):
-    """Whether a frame of a file is between the user and the call, not the user's own: by the file's name."""
+    """Whether a file's frames are between the user's code and the call, judged by the file's name."""
 
     def __missing__(self, file: str) -> bool:
         found = self[file] = file.startswith(_OURS) and not file.startswith(_BENCH)
@@ -47,7 +47,7 @@ is_ours = _ours.__getitem__
 
 
 def users_frame(depth: int = 1) -> FrameType:
-    """The innermost frame that is the user's, from `depth` frames up on; the outermost where none is."""
+    """The innermost frame of the user's code, starting `depth` frames up; the outermost frame if there is none."""
     frame = sys._getframe(depth)
     while _ours[frame.f_code.co_filename]:
         outer = frame.f_back
@@ -58,40 +58,40 @@ def users_frame(depth: int = 1) -> FrameType:
 
 
 def stack_of(thread: int) -> list[tuple[str, int, str]]:
-    """File, line and function of each frame of a thread, the innermost first; empty where there is no such thread.
+    """File, line and function of each frame of a thread, innermost first; empty if there is no such thread.
 
-    In one call into C, so that the thread cannot run in between: Python 3.11.7 has died by SIGSEGV where the frames of a
-    running thread were walked. No frame is kept: one that holds itself keeps its callers' locals until Python looks
-    for cycles.
+    One call into C collects them, so that the thread cannot run in between: Python 3.11.7 has crashed with SIGSEGV
+    while the frames of a running thread were walked. No frame is kept: a frame that references itself keeps its
+    callers' locals alive until the garbage collector runs.
     """
     frames: list[FrameType] = []
     now = map(methodcaller("get", thread), iter(sys._current_frames, None))
     collects = gc.isenabled()
     gc.disable()
     try:
-        # Ends where the outermost frame has none behind it.
+        # The outermost frame has no f_back.
         with contextlib.suppress(AttributeError):
             frames.extend(accumulate(chain(islice(now, 1), repeat("f_back")), getattr))
     finally:
         if collects:
             gc.enable()
-    # Where the caller is, not where this is.
+    # The line where the caller is now, not the first line of its code.
     own = thread == threading.get_ident()
     lines = [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames[own:] if f is not None]
-    # This function's own frame may be among them.
+    # This function's own frame may be in the list.
     frames.clear()
     return lines
 
 
 def is_library(file: str) -> bool:
-    """Whether a file is of this package, of torch, or of Python's own library, where a wait for the store is."""
+    """Whether a file belongs to this package, to torch, or to the standard library, where waits for the store happen."""
     return is_ours(file) or (file.startswith(_LIBRARY) and "-packages" not in file)
 
 
 def is_inside(files: str | tuple[str, ...], but: str = "") -> bool:
-    """Whether another thread is in a call of these files, and has not returned to the program, as by a signal's handler.
+    """Whether another thread is inside a call of these files and not back in user code, such as a signal handler.
 
-    but: a file in whose calls a thread does not count: its call has failed, and it is asking why.
+    but: a file whose callers do not count: their call has failed, and they are asking why.
     """
     for thread in thread_frames().keys() - {threading.get_ident()}:
         for file, _, _ in stack_of(thread):
@@ -103,10 +103,10 @@ def is_inside(files: str | tuple[str, ...], but: str = "") -> bool:
 
 
 def thread_frames() -> dict[int, FrameType]:
-    """Where every thread is, by its number; for their stacks see `stack_of`.
+    """The innermost frame of every thread, by thread id; `stack_of` gives the stacks.
 
-    Without a garbage collection inside of it: Python (3.11.7 tried) holds a lock meanwhile that the end of a
-    `threading.local` waits for, and the process would hang for ever.
+    Prevents garbage collection meanwhile: Python (seen with 3.11.7) holds a lock here that the destructor of a
+    `threading.local` also takes, and the process would hang forever.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -115,26 +115,26 @@ def thread_frames() -> dict[int, FrameType]:
     finally:
         if collects:
             gc.enable()
-    # Where the caller is, not where this is.
+    # The line where the caller is now, not the first line of its code.
     found[threading.get_ident()] = sys._getframe(1)
     return found
 
 
 def caller() -> str:
-    """file:line of the innermost frame that is the user's."""
+    """file:line of the innermost frame of the user's code."""
     frame = users_frame(2)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def callsite(depth: int) -> tuple[CodeType, int]:
-    """Code and instruction of the innermost frame that is the user's, from `depth` frames up on."""
+    """Code and instruction of the innermost frame of the user's code, starting `depth` frames up."""
     frame = users_frame(depth + 1)
     return frame.f_code, frame.f_lasti
 
 
 @lru_cache(maxsize=4096)
 def line_of(code: CodeType, instruction: int) -> str:
-    """file:line of an instruction, which is kept instead, as the line takes longer to find."""
+    """file:line of an instruction. Callers store the instruction, because finding its line takes longer."""
     found = code.co_firstlineno
     for start, end, line in code.co_lines():
         if line is not None and start <= instruction < end:

@@ -1,4 +1,4 @@
-"""The first stage of a collective: refuse what is wrong with it before any rank is asked."""
+"""The first stage of a collective: refuse a wrong call before any rank is asked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshcomm.transport.support import check_reduce
 
 
 def check(request: Request) -> None:
-    """Raise what every rank sees, or keep as `problem` what only this one does: the others must have their part first."""
+    """Raise errors that every rank sees. Keep an error of this rank alone as `problem`: the other ranks must finish first."""
     row, comm = request.row, request.comm
     if row.root is not None:
         check_coord(request.root, comm.size, row.root, request.where)
@@ -42,7 +42,7 @@ def check(request: Request) -> None:
 
 
 def _check_x(request: Request) -> None:
-    """What this rank brings: whether it can travel, be reduced, be cut, and whether its result fits `out`."""
+    """This rank's input: whether it can be sent, reduced and split, and whether its result fits `out`."""
     row, comm, where, x = request.row, request.comm, request.where, request.x
     if x is None and row is SCATTER:
         raise ShapeError(
@@ -72,7 +72,7 @@ def _check_x(request: Request) -> None:
     if request.out is not None and request.gets and not request.differs:
         shape = row.shape(source.shape, axis, comm.size, request.concat)
         request.problem = misfit(request, request.out, shape)
-        # The others know nothing of the out of one root.
+        # The other ranks do not know the `out` of a single root.
         if request.problem is not None and row.root != "dst":
             raise request.problem
     if row is SCATTER and request.out is None:
@@ -95,13 +95,13 @@ def _facts(request: Request) -> dict[str, object]:
         facts |= {"output_split_sizes": True} if request.output_split_sizes is not None else {}
     elif row.joins:
         facts["uneven"] = bool(request.uneven)
-    # Each rank has a factor of its own, so it is not compared.
+    # Each rank has its own factor, so factors are not compared.
     facts |= {"op": request.op} if row.reduces else {}
     return facts | ({row.root: request.root} if row.root is not None else {})
 
 
 def check_out(request: Request, out: Tensor) -> None:
-    """Refuse an `out` that nothing can be received into, of whatever shape."""
+    """Refuse an `out` that cannot receive any result, whatever its shape."""
 
     def where() -> str:
         return f"{request.where()}: out"
@@ -112,7 +112,7 @@ def check_out(request: Request, out: Tensor) -> None:
 
 
 def misfit(request: Request, out: Tensor, shape: Sequence[int]) -> MeshcommError | None:
-    """Why a result of this shape cannot be put into `out`; None where it can."""
+    """The error if a result of this shape cannot be put into `out`; None if it can."""
     try:
         check_out(request, out)
     except MeshcommError as error:
@@ -129,26 +129,26 @@ def misfit(request: Request, out: Tensor, shape: Sequence[int]) -> MeshcommError
 
 
 def _plain_received(request: Request, output_split_sizes: Sequence[int]) -> list[int]:
-    """`output_split_sizes` as plain ints, one for each coord."""
+    """`output_split_sizes` as plain ints, one per coord."""
     sizes = _indices(output_split_sizes)
     if request.input_split_sizes is None or len(sizes) != request.comm.size or min(sizes) < 0:
         raise ShapeError(
-            f"{request.where()}: output_split_sizes does not say what comes from each coord",
+            f"{request.where()}: output_split_sizes does not give a size for each coord",
             given=f"output_split_sizes={output_split_sizes}, input_split_sizes={request.input_split_sizes}",
-            expected=f"{request.comm.size} sizes of 0 or more, beside the input_split_sizes",
+            expected=f"{request.comm.size} sizes of 0 or more, together with input_split_sizes",
             hint="leave out output_split_sizes, or give both",
         )
     return sizes
 
 
 def _plain_splits(request: Request, input_split_sizes: Sequence[int]) -> list[int]:
-    """`input_split_sizes` as plain ints, which must cut the axis into one part for each coord."""
+    """`input_split_sizes` as plain ints, which must split the axis into one part per coord."""
     x, axis, size, sizes = request.x, request.axis, request.comm.size, _indices(input_split_sizes)
     length = x.shape[axis]
     if len(sizes) != size or sum(sizes) != length or min(sizes) < 0:
         even = length % size == 0
         raise ShapeError(
-            f"{request.where()}: input_split_sizes do not cut axis {axis}",
+            f"{request.where()}: input_split_sizes do not split axis {axis}",
             given=f"input_split_sizes={input_split_sizes}, x of shape {tuple(x.shape)}",
             expected=f"{size} sizes of 0 or more whose sum is {length}",
             hint=f"input_split_sizes={[length // size] * size}" if even else "one size for each coord",
@@ -157,7 +157,7 @@ def _plain_splits(request: Request, input_split_sizes: Sequence[int]) -> list[in
 
 
 def _indices(sizes: Sequence[int]) -> list[int]:
-    """Whole numbers as plain ones; [] for anything else."""
+    """Integers as plain ints; [] for anything else."""
     try:
         return [index(size) for size in sizes]
     except TypeError:

@@ -1,4 +1,4 @@
-"""What is wrong with a call before it moves a byte? Each door uses the same functions."""
+"""Checks of a call's arguments, before any byte moves. All entry points share these functions."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from meshcomm.reductions import REDUCTIONS
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Tags from here on are the library's own: objects, and algorithms written out over messages.
+# Tags from here on are reserved for the library: objects, and algorithms that run over messages.
 OWN_TAGS: Final = 1 << 30
 _LONGEST_S: Final = 1e8
-# Looked up for every call.
+# Bound here because every call looks it up.
 _STRIDED: Final = torch.strided
 _DEVICE, _LAYOUT = attrgetter("device"), attrgetter("layout")
 _FLAGS: Final = tuple(map(attrgetter, ("is_nested", "is_quantized", "requires_grad")))
 
 
 def usable(x: Any, device: torch.device) -> bool:
-    """Whether a backend can be given `x` as it is: its memory holds its values, and nobody else watches it.
+    """Whether a backend can take `x` unchanged: its memory holds its values, and no autograd or transform tracks it.
 
-    Every fast path asks this, and only this, of each of its tensors: those of a call that was checked before may
-    differ in nothing else.
+    Every fast path tests this, and nothing else, for each of its tensors. A tensor that passes may differ from one
+    that was checked before in nothing else that matters.
     """
     return unobserved() and is_plain(x, device)
 
 
 def is_plain(x: Any, device: torch.device) -> bool:
-    """What `usable` asks of each tensor of a call; `unobserved` is asked once."""
+    """The part of `usable` that is tested for each tensor of a call; `unobserved` is tested once."""
     return (
         type(x) is Tensor
         and x.device == device
@@ -60,7 +60,7 @@ def is_plain(x: Any, device: torch.device) -> bool:
 
 
 def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether each of a list is `usable`, and none is quantized. Question by question, which is faster on long lists."""
+    """Whether each tensor of a list is `usable` and not quantized. One property at a time, which is faster for long lists."""
     return (
         unobserved()
         and set(map(type, tensors)) <= {Tensor}
@@ -75,14 +75,14 @@ def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
 def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:
     """A dense, local tensor on a device that the group serves.
 
-    Calls of torch would take others and fail late, or give the parts of a DTensor a meaning of
-    their own. plain: the call has no rule for torch.func, whose tensors stand for others.
+    torch would accept other tensors and fail late, or treat the parts of a DTensor as ordinary tensors.
+    plain: the call has no rule for torch.func, whose wrapped tensors are refused.
     """
     if plain and transforming() and isinstance(x, Tensor) and is_wrapped(x):
         raise UnsupportedOp(
-            f"{where()} has no rule for vmap, nor for the other transforms of torch.func",
-            given=f"a tensor of shape {tuple(x.shape)} that stands for a batch, or is being differentiated",
-            expected="the call outside of the transform, or one of mesh.functional",
+            f"{where()} does not support vmap or the other transforms of torch.func",
+            given=f"a tensor of shape {tuple(x.shape)} that a transform has batched or differentiates",
+            expected="the call outside the transform, or a call of mesh.functional",
             hint="mesh.functional.all_reduce, all_gather, reduce_scatter, all_to_all or shift",
         )
     if type(x) is Tensor and x.layout is torch.strided and x.device.type in kinds and not _packed(x):
@@ -111,18 +111,18 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], pl
 
 
 def _is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Whether `x` is one; a program that has none is not made to load them, which takes over half a second."""
+    """Whether `x` is a DTensor. A program without DTensors does not import them, which takes over half a second."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return isinstance(x, getattr(loaded, "DTensor", ()))
 
 
 def _packed(x: Tensor) -> bool:
-    """Whether the memory of `x` is to be read in a way that its dtype and strides do not tell."""
+    """Whether dtype and strides do not describe how to read the memory of `x`."""
     return x.is_quantized or x.is_nested
 
 
 def _described(x: Tensor) -> str:
-    if x.is_nested:  # it has no shape to tell
+    if x.is_nested:  # it has no shape
         return f"a nested tensor of {x.size(0)} tensors"
     kind = "quantized tensor" if x.is_quantized else "tensor"
     return f"a {kind} of shape {tuple(x.shape)}, {x.layout}"
@@ -132,14 +132,14 @@ def _made_dense(x: Tensor) -> str:
     if x.is_nested:
         return "x.unbind() as a list, or x.to_padded_tensor(0)"
     if x.is_quantized:
-        return "x.int_repr() for its whole numbers, x.dequantize() for its values"
+        return "x.int_repr() for its integers, x.dequantize() for its values"
     return "x.to_dense()" if x.layout != torch.strided else "x.to(mesh.device)"
 
 
 def apart(out: Tensor, sent: Tensor, coord: int) -> bool:
-    """Whether `out` can be written while `sent` leaves: they share no memory, or one is its own part of the other.
+    """Whether `out` can be written while `sent` is read: they share no memory, or one is exactly this rank's part of the other.
 
-    coord: which part is this rank's own, as in the in-place calls of NCCL. Of a contiguous `sent`.
+    coord: selects this rank's part, as in the in-place calls of NCCL. `sent` is contiguous.
     """
     if not share_memory(out, sent):
         return True
@@ -155,9 +155,9 @@ def check_apart(
     where: Callable[[], str],
     together: Callable[[Tensor, Tensor], bool] = lambda one, other: False,
 ) -> None:
-    """Messages that arrive at once have memory of their own: else it is chance which value stays, or is sent.
+    """Concurrent messages must not share memory: otherwise it is undefined which value stays, or is sent.
 
-    together: whether two tensors are of one message, which writes the same to what they share.
+    together: whether two tensors belong to one message, which writes the same values to the memory they share.
     """
     tensors = [(x, True) for x in received] + [(x, False) for x in sent]
     spans = sorted(
@@ -173,14 +173,14 @@ def check_apart(
                 raise ShapeError(
                     f"{where()} would receive into memory that another of its messages uses",
                     given=f"tensors of shape {tuple(other.shape)} and {tuple(x.shape)} that overlap",
-                    expected="memory of its own for each message",
+                    expected="separate memory for each message",
                     hint="torch.empty_like(x) for each receive",
                 )
         open_.append(each)
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share a byte: two columns of one matrix lie between each other and share none."""
+    """Whether two tensors share a byte. Two columns of one matrix interleave and share none."""
     if one.is_contiguous() and other.is_contiguous():
         begin, start = one.data_ptr(), other.data_ptr()
         return begin < start + other.nbytes and start < begin + one.nbytes
@@ -188,7 +188,7 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(x: Tensor) -> np.ndarray[Any, Any]:
-    """Where a tensor lies, on any device: an array that nobody reads."""
+    """The memory that a tensor covers, on any device, as an array that is never read."""
     size = x.element_size()
     facts = {"data": (x.data_ptr(), True), "typestr": f"|V{size}", "shape": tuple(x.shape), "version": 3}
     strides = tuple(stride * size for stride in x.stride())
@@ -196,13 +196,13 @@ def _extent(x: Tensor) -> np.ndarray[Any, Any]:
 
 
 def span_of(x: Tensor) -> tuple[int, int]:
-    """The first address of a tensor's memory, and the first behind it; it must have elements."""
+    """The first address of a tensor's memory, and the first after it; the tensor must have elements."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None:
-    """In-place collectives do not touch what autograd watches. functional: what does; "" where nothing does."""
+    """In-place collectives refuse tensors that autograd tracks. functional: the differentiable call; "" if there is none."""
     if x.requires_grad and torch.is_grad_enabled():
         raise AutogradError(
             f"{where()} would change a tensor that needs gradients",
@@ -217,42 +217,42 @@ def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None
             f"{where()} would lose the tangent of a tensor under forward-mode AD",
             given=f"a tensor of shape {tuple(x.shape)} with a tangent",
             expected="a tensor without tangents",
-            hint=f"mesh.functional.{functional}, which returns a new tensor and carries tangents on"
+            hint=f"mesh.functional.{functional}, which returns a new tensor and propagates tangents"
             if functional
             else "torch.autograd.forward_ad.unpack_dual(x).primal",
         )
 
 
 def has_tangent(x: Tensor) -> bool:
-    """Whether forward-mode AD follows `x`. Takes microseconds: ask for an open level before."""
-    # Not forward_ad.unpack_dual, which knows nothing of the levels that a compiled graph opens.
+    """Whether `x` has a tangent in forward-mode AD. Takes microseconds: check first that a level is open."""
+    # Not forward_ad.unpack_dual, which does not see the levels that a compiled graph opens.
     return is_fwd_grad_enabled() and unpack_dual(x, level=0)[1] is not None
 
 
 def followed(x: Tensor) -> bool:
-    """Whether what is made of `x` is differentiated, or a transform of torch.func is under way."""
+    """Whether results computed from `x` are differentiated, or a transform of torch.func is active."""
     return (x.requires_grad and torch.is_grad_enabled()) or forward_level() >= 0 or transforming()
 
 
 def check_written(x: Tensor, where: Callable[[], str]) -> None:
-    """`x` can be written: no two of its elements are one place in memory."""
+    """`x` can be written: no two of its elements share memory."""
     if x.is_contiguous():
         return
     spans = [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
     if x.numel() > 1 + sum((size - 1) * abs(stride) for size, stride in spans):
         raise ShapeError(
-            f"{where()} cannot write to this tensor: some of its elements are one place in memory",
+            f"{where()} cannot write to this tensor: some of its elements share memory",
             given=f"a tensor of shape {tuple(x.shape)}, strides {x.stride()}",
-            expected="a place in memory for each element",
+            expected="a separate place in memory for each element",
             hint="x.clone(memory_format=torch.contiguous_format), as after expand()",
         )
 
 
 def axis_or_dim(axis: int | None, dim: int | None, where: Callable[[], str]) -> int:
-    """The axis of a call that also takes it by torch's word, `dim`; 0 if neither is given. Raises ShapeError for both."""
+    """The axis of a call that also accepts torch's name `dim`; 0 if neither is given. Raises ShapeError for both."""
     if axis is not None and dim is not None:
         raise ShapeError(
-            f"{where()}: axis and dim are two words for one thing",
+            f"{where()}: axis and dim are the same argument",
             given=f"axis={axis}, dim={dim}",
             expected="one of them",
             hint=f"axis={axis}",
@@ -266,9 +266,9 @@ def normal_axis(x: Tensor, axis: int, where: Callable[[], str]) -> int:
         axis = index(axis)
     except TypeError:
         raise ShapeError(
-            f"{where()}: axis {axis!r} is not a whole number",
+            f"{where()}: axis {axis!r} is not an integer",
             given=f"axis {axis!r}, a {type(axis).__name__}",
-            expected=f"a number of an axis of x, which has {x.ndim}",
+            expected=f"the index of an axis of x, which has {x.ndim} axes",
             hint="axis=0 or axis=-1",
         ) from None
     if not -x.ndim <= axis < x.ndim:
@@ -282,7 +282,7 @@ def normal_axis(x: Tensor, axis: int, where: Callable[[], str]) -> int:
 
 
 def check_answered(backend: str, what: str, where: str, hint: str) -> None:
-    """Somebody must be there who knows `what`. Raises UnsupportedOp on torch's fake backend, where no other rank exists."""
+    """Another rank must know `what`. Raises UnsupportedOp on torch's fake backend, where no other rank exists."""
     if backend == "fake":
         raise UnsupportedOp(
             f"{where}: only other ranks know {what}, and in a dry run there are none",
@@ -305,7 +305,7 @@ def check_divisible(x: Tensor, axis: int, size: int, where: Callable[[], str], w
 
 
 def is_int(number: object) -> TypeGuard[int]:
-    """Whether it is an int, and no bool."""
+    """Whether it is an int and not a bool."""
     return isinstance(number, int) and not isinstance(number, bool)
 
 
@@ -319,40 +319,40 @@ def check_coord(
             given=f"{what}={coord!r}",
             expected=f"a coord from 0 to {size - 1}; peers and roots are coords along the dim",
             hint=hint
-            or f"mesh.coord(...) gives this rank's own; {what} counts along the dim, not in the world",
+            or f"mesh.coord(...) gives this rank's coord; {what} counts along the dim, not in the world",
         )
 
 
 def check_other(coord: int, own: int, what: str, where: Callable[[], str]) -> None:
-    """The other end of a message is another rank."""
+    """The peer of a message is another rank."""
     if coord == own:
         raise UnsupportedOp(
-            f"{where()}: a rank has no messages to itself",
-            given=f"{what}={coord}, which is the own coord",
+            f"{where()}: a rank cannot send messages to itself",
+            given=f"{what}={coord}, which is this rank's own coord",
             expected="the coord of another rank",
             hint="mesh.exchange with both ends in one call, which copies a tensor; or mesh.shift",
         )
 
 
 def check_tag(tag: object, where: Callable[[], str]) -> None:
-    """Tags are small whole numbers; those above are the library's own."""
+    """Tags are small integers; higher ones are reserved for the library."""
     if not is_int(tag) or not 0 <= tag < OWN_TAGS:
         raise LayoutError(
-            f"{where()}: tag={tag!r} is not a tag",
+            f"{where()}: tag={tag!r} is not a valid tag",
             given=f"tag={tag!r}",
-            expected=f"a whole number from 0 to {OWN_TAGS - 1}",
+            expected=f"an integer from 0 to {OWN_TAGS - 1}",
             hint="leave tag out",
         )
 
 
 def check_offset(offset: object, where: Callable[[], str]) -> None:
-    """How many coords further: a whole number of either sign."""
+    """A shift's offset in coords: an integer of either sign."""
     if not is_int(offset):
         raise LayoutError(
             f"{where()}: offset={offset!r} is not a number of coords",
             given=f"offset={offset!r}, a {type(offset).__name__}",
-            expected="a whole number; negative: towards lower coords",
-            hint="offset=1, or int(...) of what counts the coords",
+            expected="an integer; a negative one shifts towards lower coords",
+            hint="offset=1, or int(offset)",
         )
 
 
@@ -375,7 +375,7 @@ def number_of(factor: object, dtype: torch.dtype, where: Callable[[], str]) -> f
 
 
 def check_factor(factor: object, op: str, dtype: torch.dtype, where: Callable[[], str]) -> None:
-    """A factor belongs to the operations that take one, and to nothing else."""
+    """Only some operations take a factor, and these require one."""
     takes = REDUCTIONS[op].factor
     if factor is not None and not takes:
         raise ShapeError(
@@ -413,7 +413,7 @@ def check_envelopes(envelopes: object, what: str, where: Callable[[], str]) -> N
 
 
 def seconds_of(timeout_s: object, where: Callable[[], str]) -> float:
-    """A time to wait as a number that a backend takes: it counts milliseconds, and 0 is no limit to it."""
+    """A timeout as a number that a backend accepts: backends count milliseconds, and treat 0 as no limit."""
     seconds = math.nan
     if not isinstance(timeout_s, bool) and isinstance(timeout_s, (int, float, Real)):
         try:
@@ -423,7 +423,7 @@ def seconds_of(timeout_s: object, where: Callable[[], str]) -> float:
     if seconds > 0:
         return min(max(seconds, 0.001), _LONGEST_S)
     raise UnsupportedOp(
-        f"{where()}: timeout_s={timeout_s!r} is not a time to wait",
+        f"{where()}: timeout_s={timeout_s!r} is not a valid timeout",
         given=f"timeout_s={timeout_s!r}",
         expected="a number of seconds above 0",
         hint="timeout_s=30, or leave it out",

@@ -1,4 +1,4 @@
-"""Python objects as bytes and back: JSON for the structure, raw bytes behind it; pickle only where it is asked for."""
+"""Python objects as bytes and back: JSON for the structure, followed by raw bytes; pickle only on request."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ EXPECTED: Final = (
     "frozenset, torch.Tensor, torch.Size, torch.dtype, NumPy arrays and scalars"
 )
 
-# What it is, checksum of the structure, bytes of the structure.
+# Kind of message, checksum of the structure, bytes of the structure.
 _HEADER: Final = struct.Struct("<4sIQ")
 HEADER_BYTES: Final = _HEADER.size
 _PLAIN, _PICKLED = b"MCO2", b"MCP2"
 
-# Where a value lies: at which level, the path of what it lies in, and the step from there.
+# The path to a value: its level, the path of its container, and the step from there.
 _Path: TypeAlias = "tuple[int, _Path | None, str, object]"
 _ROOT: Final[_Path] = (0, None, "obj", None)
 
@@ -36,7 +36,7 @@ _ROOT: Final[_Path] = (0, None, "obj", None)
 def encode(x: object, pickle: bool = False) -> Tensor:
     """`x` as uint8 of shape (n,) in host memory; with `pickle`, by pickle.
 
-    Raises ObjectError naming the path to what cannot cross.
+    Raises ObjectError that names the path to a value that cannot be encoded.
     """
     writer = _Writer()
     if pickle:
@@ -49,46 +49,46 @@ def encode(x: object, pickle: bool = False) -> Tensor:
 
 
 def decode(data: Tensor, device: torch.device, pickle: bool = False) -> Any:
-    """The object that `encode` made `data` of, in new memory; its tensors on `device`.
+    """The object that `encode` made `data` from, in new memory, with its tensors on `device`.
 
     data:   uint8 of shape (n,), on any device.
-    pickle: whether a message that was made by pickle may be unpickled, which runs code from it.
-    Raises: ObjectError for bytes that are no message, or a pickled message without `pickle`.
+    pickle: whether a pickled message may be unpickled, which runs code from it.
+    Raises: ObjectError for bytes that are not a message, or for a pickled message without `pickle`.
     """
     if data.numel() < HEADER_BYTES:
         _broken(f"{data.numel()} bytes, less than a header's {HEADER_BYTES}")
     kind, checksum, length = _HEADER.unpack(_bytes(data[:HEADER_BYTES]))
     if kind not in (_PLAIN, _PICKLED):
-        _broken("it does not begin like one of this meshcomm version")
+        _broken("they do not begin like an object of this meshcomm version")
     reader = _Reader(data[HEADER_BYTES:], device)
     text = reader.take(length)
     if zlib.crc32(text) != checksum:
-        _broken("its checksum differs")
+        _broken("the checksum differs")
     if kind == _PICKLED:
         if not pickle:
             raise ObjectError(
-                "what arrived is a pickle, and nothing of it was run",
+                "the received object is a pickle, and none of it was executed",
                 given="an object sent with pickle=True",
                 expected=f"{EXPECTED}; a pickle can run any code on this rank",
-                hint="pickle=True on this rank too, where every sender is trusted",
+                hint="pickle=True on this rank too, if every sender is trusted",
             )
         return _unpickled(text, device)
     try:
         found = reader.value(json.loads(text.decode()))
     except ObjectError:
         raise
-    except Exception as error:  # whatever Python, NumPy or torch make of what no writer wrote
+    except Exception as error:  # whatever Python, NumPy or torch raise for bytes that no writer wrote
         _broken(f"{type(error).__name__}: {str(error)[:80]}")
     if reader.left.numel():
-        _broken(f"{reader.left.numel()} bytes are left over behind it")
+        _broken(f"{reader.left.numel()} bytes are left over at the end")
     return found
 
 
 def _broken(why: str) -> NoReturn:
     raise ObjectError(
-        f"what arrived is not a whole object: {why}",
-        expected="bytes as another rank of the same meshcomm version wrote them",
-        hint="look whether all ranks run the same meshcomm, and make the same calls in the same order",
+        f"the received bytes are not a complete object: {why}",
+        expected="bytes written by another rank with the same meshcomm version",
+        hint="check that all ranks run the same meshcomm version, and make the same calls in the same order",
     )
 
 
@@ -102,11 +102,11 @@ def _bytes(data: Tensor) -> bytes:
 
 @final
 class _Writer:
-    """Turns one value into what JSON can hold: a scalar, or a list of a tag and what belongs to it.
+    """Turns one value into JSON: a scalar, or a list of a tag and its contents.
 
-    blobs: uint8 tensors, the bytes to be put behind the structure, in the order of their values.
+    blobs: uint8 tensors, the bytes to append after the structure, in the order of their values.
 
-    An object that occurs twice is written once and referred to by number, so that it is one object again.
+    An object that occurs twice is written once and then referenced by number, so that it is decoded as one object.
     """
 
     def __init__(self) -> None:
@@ -115,9 +115,9 @@ class _Writer:
         self._open: dict[int, _Path] = {}
 
     def value(self, x: Any, path: _Path, key: bool = False) -> Any:
-        """`x`, which lies at `path`. Raises ObjectError.
+        """`x`, found at `path`, as JSON. Raises ObjectError.
 
-        key: what a dict or a set finds its elements by. It is compared by value, and never a reference.
+        key: `x` is a dict key or a set element, which is compared by value and therefore never a reference.
         """
         tag = _TAGS.get(type(x))
         if tag is None:
@@ -185,10 +185,10 @@ class _Writer:
         if form != "strided":
             raise _refused(x, path, f", and {form}", "a dense tensor with values, as from x.to_dense()")
         if x.requires_grad and torch.is_grad_enabled():
-            why = " that needs gradients, and no gradient crosses with an object"
+            why = " that requires gradients, and objects carry no gradients"
             raise _refused(x, path, why, "x.detach(), or the call under torch.no_grad()")
         values = x.detach().resolve_neg()
-        # As whole numbers, which can be copied for every dtype.
+        # As integers, which can be copied for every dtype.
         if x.is_complex():
             values = torch.view_as_real(values.resolve_conj())
         bits = values.view(_BITS[values.itemsize]).cpu().contiguous()
@@ -196,13 +196,13 @@ class _Writer:
         return [_name(x.dtype), *x.shape]
 
     def _array(self, x: np.ndarray[Any, Any], path: _Path) -> list[Any]:
-        # NumPy's own description of a dtype, and only where NumPy reads the same dtype out of it.
+        # NumPy's own description of a dtype, and only if NumPy reads it back as the same dtype.
         described: Any = x.dtype.str
         if x.dtype.names is not None:
             described = np.lib.format.dtype_to_descr(x.dtype)
         if x.dtype.hasobject or np.lib.format.descr_to_dtype(described) != x.dtype:
             raise _refused(x, path, f" of dtype {x.dtype}", "a dtype of numbers, text or times")
-        if x.dtype.names is not None:  # whose bytes between fields are what happened to be there
+        if x.dtype.names is not None:  # the padding between fields is undefined memory
             given, x = x, np.zeros(x.shape, x.dtype)
             x[...] = given
         self._blob(x.tobytes())
@@ -214,7 +214,7 @@ class _Writer:
         return len(data)
 
 
-# What is shared: it may occur twice, and is one object again.
+# Objects with identity: one that occurs twice is decoded as one object.
 _TAGS: Final[dict[type, str]] = {
     list: "l", tuple: "t", dict: "d", set: "S", frozenset: "z", bytearray: "B", Tensor: "x", np.ndarray: "a"
 }  # fmt: skip
@@ -228,7 +228,7 @@ def _refused(x: object, path: _Path, more: str = "", hint: str = "") -> ObjectEr
     return ObjectError(
         f"{_text(path)} is {'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}{more}",
         expected=EXPECTED,
-        hint=hint or "plain data that holds the same, or pickle=True on every rank of the call",
+        hint=hint or "plain data with the same content, or pickle=True on every rank of the call",
     )
 
 
@@ -250,13 +250,13 @@ def _name(x: object) -> str:
 
 @final
 class _Reader:
-    """Makes the value of what a _Writer wrote.
+    """Decodes the value that a _Writer wrote.
 
-    left:   uint8 of shape (n,), what has not been read of the bytes behind the structure; on any device.
-    device: where tensors go.
+    left:   uint8 of shape (n,), the bytes after the structure that are still unread; on any device.
+    device: the device of decoded tensors.
 
-    Lengths are compared with what is left before memory is asked for. What no writer wrote ends in some
-    exception; none of it is run.
+    Memory is allocated only after the lengths were compared with the bytes left. Bytes that no writer wrote end
+    in some exception; none of them are executed.
     """
 
     def __init__(self, left: Tensor, device: torch.device) -> None:
@@ -265,7 +265,7 @@ class _Reader:
         self._seen: list[Any] = []
 
     def value(self, node: Any, depth: int = 0, key: bool = False) -> Any:
-        """The value; key: inside a key or an element of a set."""
+        """The value; key: inside a dict key or a set element."""
         if type(node) is not list:
             if type(node) is dict:
                 _broken("a value without a tag")
@@ -276,7 +276,7 @@ class _Reader:
         if tag in _LEAVES:
             return _LEAVES[tag](self, *rest)
         if tag == "r":
-            if key:  # tuples of these, one inside the other, take for ever to hash
+            if key:  # nested tuples of references would take forever to hash
                 _broken("a reference in a key")
             return self._seen[rest[0]]
         found: Any
@@ -299,13 +299,13 @@ class _Reader:
         return found
 
     def take(self, nbytes: int) -> bytes:
-        """The next bytes behind the structure."""
+        """The next bytes after the structure."""
         return _bytes(self._next(nbytes))
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """The next tensor."""
         dtype = _dtype(name)
-        # Memory of its own, so that one tensor does not keep the whole message alive.
+        # A copy, so that one tensor does not keep the whole message alive.
         own = self._next(_numel(shape) * dtype.itemsize).to(self._device, copy=True)
         return own.view(dtype).view(shape)
 
@@ -321,7 +321,7 @@ class _Reader:
 
     def _next(self, nbytes: int) -> Tensor:
         if not 0 <= nbytes <= self.left.numel():
-            _broken(f"{nbytes} bytes are to come where {self.left.numel()} are left")
+            _broken(f"{nbytes} bytes are needed and {self.left.numel()} are left")
         found, self.left = self.left[:nbytes], self.left[nbytes:]
         return found
 
@@ -366,20 +366,20 @@ def _pickled(x: object) -> bytes:
     file = io.BytesIO()
     try:
         torch.save(x, file)
-    except Exception as error:  # an object's own code ran, and may raise anything
+    except Exception as error:  # the object's own code ran, and may raise anything
         raise ObjectError(
             f"obj cannot be pickled: {type(error).__name__}: {error}",
-            expected="an object that torch.save takes",
+            expected="an object that torch.save accepts",
             hint="look for a lambda, an open file or a process group inside it",
         ) from error
     return file.getvalue()
 
 
 def _unpickled(data: bytes, device: torch.device) -> Any:
-    """The object. This runs what the bytes say: the caller has checked that it was asked for.
+    """Unpickle the object, which runs code from the bytes: the caller has checked that this was requested.
 
-    Tensors that lay on an accelerator come to `device`: on the sender's they would cost every process a
-    context of every device.
+    Tensors from an accelerator are loaded to `device`: loading them to the sender's device would create a context
+    of every device in every process.
     """
 
     def place(storage: Any, location: str) -> Any:
@@ -391,7 +391,7 @@ def _unpickled(data: bytes, device: torch.device) -> Any:
         return torch.load(io.BytesIO(data), map_location=place, weights_only=False)
     except Exception as error:
         raise ObjectError(
-            f"what arrived cannot be unpickled: {type(error).__name__}: {error}",
+            f"the received object cannot be unpickled: {type(error).__name__}: {error}",
             expected="a pickle whose modules this rank can import",
-            hint="look whether all ranks run the same code",
+            hint="check that all ranks run the same code",
         ) from error

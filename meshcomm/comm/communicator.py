@@ -1,4 +1,4 @@
-"""Collectives along one dim, or along several merged into one."""
+"""Collectives along one dim, or along several dims merged into one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from meshcomm.transport.torch_private import written
 class Ready(NamedTuple):
     """One kind of call for one dtype.
 
-    start, options: the backend's method, and its options. counter: where calls are counted. device: of its tensors.
+    start, options: the backend's method and its options. counter: where calls are counted. device: of the tensors.
     gets: whether this rank has a result.
     """
 
@@ -45,10 +45,10 @@ class Ready(NamedTuple):
 
 @final
 class Communicator(Caller):
-    """What talks along `name`. Shape rules live here, once for every transport.
+    """The collectives along `name`. The shape rules are here, once for all transports.
 
-    Every call goes one of two ways. The first of its kind is a Request, which is checked, compared with the other
-    ranks', and prepared. Those after it, where each tensor is `usable` as it is, go straight to the backend.
+    A call takes one of two paths. The first call of its kind is a Request, which is checked, compared with the other
+    ranks' calls, and prepared. Later calls go straight to the backend if every tensor is `usable`.
 
     name, who: the dim or dims, and this rank with its coords, as errors show them.
     """
@@ -62,7 +62,7 @@ class Communicator(Caller):
     ) -> None:
         recorder = recorder or FlightRecorder(name, [], lambda _, where, error: failure(where, error))
         super().__init__(name, transport, who, recorder)
-        # The prepared calls. Nothing in it leads back here: this and its group have to go with their last reference.
+        # The prepared calls. They hold no reference to this object, so that it and its group are freed with the last one.
         self._ready: dict[tuple[object, ...], Ready] = {}
         self.recorder.quick.append(self._ready)
         self.messages = Messages(name, transport, who, self.recorder)
@@ -79,18 +79,18 @@ class Communicator(Caller):
         out: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Any collective; see `Mesh` for what each promises, and Request for the arguments. With `async_op` a Handle.
+        """Any collective. `Mesh` documents each one, and Request the arguments. With `async_op`, a Handle.
 
-        The fast path knows no options: a call that is given any takes the stages.
+        The fast path supports no options: a call with any option takes the stages.
         """
         if not options:
             try:
                 ready = self._ready.get((row, op, root, async_op, x.dtype))  # type: ignore[union-attr]
-            except (AttributeError, TypeError):  # no tensor, or an op that is no text: the check says so
+            except (AttributeError, TypeError):  # not a tensor, or op is not a string: reported later
                 ready = None
             if (
                 ready is not None
-                # True, 1.0 and NumPy's 1 would find what was prepared for 1; a negative axis is another one of each x.
+                # True, 1.0 and NumPy's 1 hash like 1, so check types; a negative axis means another axis for each ndim.
                 and type(root) is type(axis) is type(concat) is int
                 and not (axis or concat)
                 and (found := self._fast_path(row, ready, x, out, async_op)) is not NotImplemented
@@ -120,12 +120,12 @@ class Communicator(Caller):
     def named(
         self, call: str, group: bool = True, root: int = -1, facts: dict[str, Any] | None = None
     ) -> Iterator[tuple[Communicator, Callable[[int], None]]]:
-        """Make one call of several: it is recorded, compared and counted as `call`, its parts are not.
+        """Make one call out of several: it is recorded, compared and counted as `call`; its parts are not.
 
-        Yields what makes the parts, a communicator whose calls are not compared and may have the library's own
-        tags, and a function that is told how many bytes the call moves.
+        Yields a communicator for the parts, whose calls are not compared and may use reserved tags, and a function to
+        call with the number of bytes moved.
         group: whether every rank of the group makes the call, so that it has a sequence number.
-        facts: what has to be equal on all of them.
+        facts: the facts that must be equal on all these ranks.
         """
         recorder, where = self.recorder, self.where(call)
         counter, began, moved = counter_of(recorder.counters, self.name, call), clock(), [0]
@@ -150,7 +150,7 @@ class Communicator(Caller):
     # -- the fast path --------------------------------------------------------------------------
 
     def _fast_path(self, row: Collective, ready: Ready, x: Any, out: Tensor | None, async_op: bool) -> Any:
-        """Make a call of a kind that was prepared; NotImplemented where its tensors do not travel as they are."""
+        """Make a call of a kind that was prepared; NotImplemented if its tensors cannot be sent unchanged."""
         start, options, counter, device, gets = ready
         if not unobserved() or not is_plain(x, device):
             return NotImplemented
@@ -173,7 +173,7 @@ class Communicator(Caller):
                 came = made = x.new_empty(shape)
             elif is_plain(out, device) and out.dtype is x.dtype and out.shape == shape:
                 into, leaving = out.data_ptr(), x.data_ptr()
-                # What comes in must not overwrite what is still to leave.
+                # Received data must not overwrite data that is still to be sent.
                 if (
                     into < leaving + x.nbytes
                     and leaving < into + out.nbytes
@@ -199,13 +199,13 @@ class Communicator(Caller):
                 work.wait()
             return result
         except RuntimeError as error:
-            work = works = None  # the error keeps this frame, which must not keep the group
+            work = works = None  # a kept error keeps this frame, which must not keep the group
             raise self.failed(row.name, error) from error
         finally:
             recorder.end()
 
     def _keep(self, request: Request) -> None:
-        """Prepare calls of this kind for the fast path, where they are no longer compared or traced."""
+        """Prepare calls of this kind for the fast path, once they are no longer compared or traced."""
         row, op, root, async_op = request.row, request.op, request.root, request.async_op
         dtype, recorder = request.x.dtype, self.recorder
         if recorder.check is None and recorder.spans is None and dtype in CARRIED:
@@ -218,10 +218,10 @@ class Communicator(Caller):
 
 @final
 class CommunicatorCache(dict[Dims, Communicator]):
-    """From dims to what talks along them: a dictionary, so that the hot path is one look-up.
+    """Maps dims to their communicator. A dictionary, so that the hot path is one lookup.
 
-    `explain(dims)` is called for dims that are not in it: it returns a communicator that they can
-    share, or raises UnknownDim (or MeshClosed, or NotMember).
+    `explain(dims)` is called for dims that are missing: it returns a communicator that they can share, or raises
+    UnknownDim, MeshClosed or NotMember.
     """
 
     def __init__(self, explain: Callable[[Dims], Communicator]) -> None:
@@ -229,7 +229,7 @@ class CommunicatorCache(dict[Dims, Communicator]):
         self._explain = explain
 
     def along(self, dims: Dims) -> Communicator:
-        """`self[dims]`, also for what no dictionary takes, such as a list: it is refused by name."""
+        """`self[dims]`, also for an unhashable key such as a list, which gets the error of an unknown dim."""
         try:
             return self[dims]
         except TypeError:

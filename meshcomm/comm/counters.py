@@ -1,4 +1,4 @@
-"""What has gone along a group since it was made: calls, bytes and time, by dim and call."""
+"""The calls, bytes and time of a group since it was made, by dim and call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from zlib import crc32
 
 from meshcomm.comm.spans import Span
 
-# Their bytes may differ from rank to rank: splits of a rank's own, and objects.
+# Their bytes may differ between ranks: uneven splits, and objects.
 _UNEVEN: Final = ("all_to_all", "objects.")
 
 
 class Sums:
-    """Running sums of calls. seconds: spent in them. span_s: of asynchronous ones, from start to the end of the wait."""
+    """Running sums of calls. seconds: time spent in them. span_s: for asynchronous calls, from start to the end of the wait."""
 
     def __init__(self) -> None:
         self.calls = self.nbytes = 0
@@ -23,11 +23,11 @@ class Sums:
 
 @final
 class CallCounter(Sums):
-    """Running sums of one call on one dim of one group: of blocking calls.
+    """Running sums of one call on one dim of one group: of the blocking calls.
 
-    async_op: of asynchronous ones, once they are waited for. sign: of the name, the same in every process. alike:
-    whether its bytes are equal on all ranks. waiting: the asynchronous call that the program waits for now. past: made
-    past the mesh, for an unknown time.
+    async_op: sums of the asynchronous calls, counted once they are waited for. sign: a checksum of the name, the same
+    in every process. alike: whether the call's bytes are equal on all ranks. waiting: the asynchronous call that the
+    program is waiting for. past: made outside the mesh, for an unknown time.
     """
 
     def __init__(self, name: str, call: str, past: bool = False) -> None:
@@ -41,14 +41,14 @@ class CallCounter(Sums):
         self.waiting: PendingCall | None = None
 
 
-# A collective: where it is summed up, its bytes as the counters count them, its place in the program, when it began.
+# A collective: its counter, its bytes as the counter counts them, its place in the program, its start time.
 Entry: TypeAlias = tuple[CallCounter, int, CodeType, int, float]
 
 Counters: TypeAlias = dict[tuple[str, str, bool], CallCounter]
 
 
 def counter_of(counters: Counters, name: str, call: str, past: bool = False) -> CallCounter:
-    """The sums of `call` on the dim `name`, made where it is the first."""
+    """The sums of `call` on the dim `name`, created for the first call."""
     found = counters.get((name, call, past))
     if found is None:
         found = counters[name, call, past] = CallCounter(name, call, past)
@@ -56,10 +56,10 @@ def counter_of(counters: Counters, name: str, call: str, past: bool = False) -> 
 
 
 class PendingCall:
-    """A call between its start and the end of its last wait. It counts from its first wait on.
+    """A call between its start and the end of its last wait. It is counted at its first wait.
 
-    total: where it counts, and whose `waiting` it is while it is waited for. told: its span, where a trace is taken.
-    place: code and instruction of the user's line. over: when the last wait for it ended; 0.0: there was none yet.
+    total: its counter, whose `waiting` is this call during a wait. told: its span, if a trace is taken. place: code and
+    instruction of the user's line. over: when the last wait for it ended; 0.0 if there was none yet.
     """
 
     def __init__(
@@ -83,19 +83,19 @@ class PendingCall:
         self.over = 0.0
 
     def at_once(self) -> None:
-        """Nothing is done before the wait: it counts as a blocking call."""
+        """No work happens before the wait: it counts as a blocking call."""
         self._sums = self._total
         if self.told is not None:
             self.told.at_once = True
 
     def waits(self) -> float:
-        """The program begins to wait; returns when, for `waited`."""
+        """The program begins to wait; returns the time, for `waited`."""
         if self._shown is not None:
             self._shown.waiting = self
         return clock()
 
     def waited(self, since: float) -> None:
-        """A wait that began at `since` is over; there may be several, one after the other."""
+        """A wait that began at `since` has ended; a call may have several, one after the other."""
         before, self.over = self.over, clock()
         if self._shown is not None:
             self._shown.waiting = None

@@ -1,4 +1,4 @@
-"""Why does a call not end? From the status of each rank to the ranks that are missing, their lines, and the error to raise."""
+"""Why a call does not end: from the status of each rank to the missing ranks, their lines, and the error to raise."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 Node = TypeVar("Node")
 
-# As `RankRecord.data` has it, by rank where there are several.
+# As in `RankRecord.data`; by rank if there are several.
 Status: TypeAlias = Mapping[str, Any]
 Statuses: TypeAlias = Mapping[int, Status]
-# Messages that a rank waits for, as in `MessageLog.status`; None for a collective.
+# The messages that a rank waits for, as in `MessageLog.status`; None for a collective.
 Waiting: TypeAlias = Mapping[str, Any] | None
 
-# Ranks that one error has a line for, of groups with more.
+# An error has lines for at most this many ranks.
 _LINES: Final = 16
 
-# Why a rank does not answer, by the state of its process; "": unknown.
+# Why a rank does not answer, by the state of its process; "" if unknown.
 _SILENT: Final = {
     "": "does not answer: it has ended, is stopped, or a call into C holds Python's GIL",
     "ended": "does not answer: its process has ended",
@@ -33,24 +33,24 @@ _SILENT: Final = {
     "runs": "does not answer, but its process runs: a call into C holds Python's GIL, or its host is overloaded",
 }
 
-# The hint where a rank cannot be reached at the address that it offered.
+# The hint if a rank cannot be reached at the address that it offered.
 INTERFACES: Final = (
     "[network] interfaces; meshcomm doctor, under the launcher, shows at which address each rank is"
 )
 
 
 class Reason(Enum):
-    """Why a backend ends a call; the value is a part of the error's text."""
+    """Why a backend ends a call; the value becomes part of the error's text."""
 
     UNREACHABLE = "could not connect"
     TIMEOUT = "did not end in time"
     CLOSED = "lost a peer"
-    DATA = "failed: what came does not fit"
+    DATA = "failed: the received data does not fit"
     OTHER = "failed"
 
 
-# The texts of backends' errors, in lower case; the first match counts. Tried: Gloo of torch 2.11 to 2.15, which connects
-# to an address that another rank offered. Of NCCL from ProcessGroupNCCL.cpp and NCCL's own messages.
+# The texts of backends' errors, in lower case; the first match counts. Tested with Gloo of torch 2.11 to 2.15, which
+# connects to an address that another rank offered. NCCL's are from ProcessGroupNCCL.cpp and NCCL's own messages.
 _TEXTS: Final = (
     (Reason.UNREACHABLE, ("connecting", "connect timeout", "unable to find address")),
     (Reason.CLOSED, ("connection closed", "connection reset", "connection refused", "broken pipe")),
@@ -61,7 +61,7 @@ _TEXTS: Final = (
 
 
 def reason_of(error: BaseException) -> Reason:
-    """Why the backend ended a call, by the type of its error first; what raised another error from it counts too."""
+    """Why the backend ended a call, by the type of its error first; the errors that caused it are searched too."""
     if isinstance(error, TimeoutError):
         return Reason.TIMEOUT
     if isinstance(error, ConnectionError):
@@ -94,8 +94,8 @@ class BlockedCall(NamedTuple):
 class Diagnosis(NamedTuple):
     """The ranks that keep a call from ending.
 
-    missing: have not arrived at the call. silent: some of them do not answer. mismatched: their call `number` differs
-    from the majority's. lines: a line for each rank.
+    missing: the ranks that have not arrived at the call. silent: some of them do not answer. mismatched: the ranks whose
+    call `number` differs from the majority's. lines: a line per rank.
     """
 
     missing: Sequence[int] = ()
@@ -110,7 +110,7 @@ def diagnose(
 ) -> Diagnosis:
     """Why the call does not end.
 
-    processes: of ranks that are not in `statuses`, the state of their process: "ended", "stopped" or "runs".
+    processes: for ranks that are not in `statuses`, the state of their process: "ended", "stopped" or "runs".
     """
     if (
         blocked.messages is None
@@ -124,7 +124,7 @@ def diagnose(
     ]
     if not found and blocked.messages is None:
         lines = [
-            f"{name_of_rank(rank, status)} has gone on: it {doing_of(status)}"
+            f"{name_of_rank(rank, status)} has continued: it {doing_of(status)}"
             for rank, status in ((rank, statuses[rank]) for rank in blocked.ranks if rank in statuses)
             if (group := _group(status, blocked.label)) is not None and group["started"] > blocked.number
         ]
@@ -134,9 +134,9 @@ def diagnose(
 
 
 def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagnosis | None:
-    """The first sequence number on the group with which ranks made different operations, as far as records go back.
+    """The first sequence number on the group at which ranks made different calls, as far back as records go.
 
-    The size is compared too, where an operation needs the same size on all ranks.
+    The size is compared too, for operations that need the same size on all ranks.
     """
     recent = {
         rank: {number: made for number, *made in group.get("recent", ())}
@@ -171,12 +171,12 @@ def absent(blocked: BlockedCall, statuses: Statuses) -> list[tuple[int, str | No
             found.append((rank, None))
         elif group is None or group["started"] < blocked.number:
             doing = doing_of(status, blocked.label) + _waits_for(status, statuses)
-            found.append((rank, f"has not come: it {doing}"))
+            found.append((rank, f"has not arrived: it {doing}"))
     return found
 
 
 def _waits_for(status: Status, statuses: Statuses) -> str:
-    """Which ranks have not come to the collective that a rank is blocked in, as far as they were asked."""
+    """The ranks that have not arrived at the collective that a rank is blocked in, as far as they were asked."""
     if status.get("failed"):
         return ""
     for group in reversed(status["groups"]):
@@ -187,14 +187,14 @@ def _waits_for(status: Status, statuses: Statuses) -> str:
         behind = [rank for rank, each in others.items() if each and each["started"] < call["number"]]
         if behind:
             has = "have" if len(behind) > 1 else "has"
-            return f", which {ranks_text(behind)} {has} not come to"
+            return f", which {ranks_text(behind)} {has} not reached"
     return ""
 
 
 def _unmatched(blocked: BlockedCall, part: Sequence[Any], statuses: Statuses) -> list[tuple[int, str | None]]:
     """The ranks that have not begun the other half of a message.
 
-    Of a receive from any rank: all others, unless one has sent more than the waiting rank has received.
+    For a receive from any rank: all others, unless one has sent more than the waiting rank has received.
     """
     rank, label = blocked.rank, blocked.label
     direction, source, tag, number = part
@@ -218,7 +218,7 @@ def _unmatched(blocked: BlockedCall, part: Sequence[Any], statuses: Statuses) ->
         others = ", ".join(f"{count} with tag {other}" for other, count in sorted(done.items()))
         said += f", and {others}" if others else ""
         found.append((peer, f"has {has} {said}; it {doing_of(status, label)}"))
-    # One message is enough; a rank that does not answer may still be why it did not come through.
+    # One message is enough, but a rank that does not answer may still have kept it from arriving.
     return [each for each in found if each[1] is None] if on_its_way else found
 
 
@@ -234,17 +234,17 @@ def described(waiting: Mapping[str, Any]) -> str:
 
 
 def doing_of(status: Status, label: str | None = None) -> str:
-    """The call that failed on a rank, or that it is blocked in; else the line of its program."""
+    """The call that failed on a rank, or that it is blocked in; otherwise the line of its program."""
     failed = status.get("failed")
     if failed is not None:
-        # Its activity since then mostly follows from that.
+        # The rank's later activity usually follows from the failure.
         closed = f"{_left(status)}, and " if status.get("closed") else ""
         ranks = failed.get("waited_for")
         why = f": it waited for {ranks_text(ranks)}" if ranks else ""
         return f"{closed}was in {failed['call']}, at {failed['callsite']}, which failed{why}"
     calls = [call for group in status["groups"] if (call := _blocked_in(group)) is not None]
     if calls:
-        # A collective says more than a message.
+        # A collective explains more than a message.
         call = next((each for each in reversed(calls) if "parts" not in each), calls[-1])
         return f"is in {call_text(call)}, at {call['callsite']}"
     own = _group(status, label)
@@ -263,7 +263,7 @@ def _left(status: Status) -> str:
 
 
 def name_of_rank(rank: int, status: Status | None) -> str:
-    """The rank with its coords, where it answered."""
+    """The rank, with its coords if it answered."""
     return rank_text(rank, None if status is None else status["coords"])
 
 
@@ -273,7 +273,7 @@ def activity(rank: int, status: Status | None, process: str = "") -> str:
 
 
 def root_cause(statuses: Statuses) -> list[str]:
-    """The root cause in the reports of a job: calls that differ, a circular wait, or the ranks that others wait for."""
+    """The root cause in a job's reports: differing calls, a circular wait, or the ranks that others wait for."""
     groups = {group["label"]: group["ranks"] for status in statuses.values() for group in status["groups"]}
     for label, ranks in groups.items():
         mismatch = find_mismatch(label, ranks, statuses)
@@ -289,7 +289,7 @@ def root_cause(statuses: Statuses) -> list[str]:
         failed = status.get("failed") or {}
         for group in status["groups"]:
             label, ours = group["label"], failed.get("label") == group["label"]
-            # The rank is blocked in it, or was when it failed.
+            # The rank is blocked in the call, or was when it failed.
             call = (failed.get("waiting") if ours else None) or _blocked_in(group) or (ours and group["last"])
             waiting = call if call and "parts" in call else None
             blocked = BlockedCall(rank, label, group["ranks"], group["started"], waiting)
@@ -323,14 +323,14 @@ def _first(lines: Sequence[str]) -> list[str]:
 
 
 def call_text(call: Mapping[str, Any]) -> str:
-    """A collective, or messages, as `FlightRecorder.status` has them, in words."""
+    """A collective, or messages, as `FlightRecorder.status` has them, as text."""
     if "parts" in call:
         return f'{described(call)} along "{call["dim"]}"'
     return f'{call["call"]} along "{call["dim"]}"' + (f", call {call['number']}" if call["number"] else "")
 
 
 def _blocked_in(group: Mapping[str, Any]) -> Any:
-    """The collective that a rank is inside of on a group, else the messages that it waits for; None: neither."""
+    """The collective that a rank is inside of on a group, otherwise the messages that it waits for; None if neither."""
     last = group["last"]
     return last if last is not None and last["inside"] else group.get("messages", {}).get("waiting")
 
@@ -344,12 +344,12 @@ def _messages_begun(status: Status, label: str, half: str, peer: int) -> dict[in
 
 
 def find_circle(waits: Mapping[int, Collection[int]]) -> list[int]:
-    """Ranks that wait each for the next and the last for the first; [] where there are none.
+    """Ranks of which each waits for the next and the last for the first; [] if there are none.
 
-    waits: rank -> the ranks that it waits for. A shortest circle through the lowest rank that is in one.
+    waits: rank -> the ranks that it waits for. Returns a shortest cycle through the lowest rank that is in one.
     """
     left = dict(waits)
-    # A rank that waits for none of those left is in no circle.
+    # A rank that waits only for removed ranks is in no cycle.
     while free := [rank for rank, others in left.items() if left.keys().isdisjoint(others)]:
         for rank in free:
             del left[rank]
@@ -358,7 +358,7 @@ def find_circle(waits: Mapping[int, Collection[int]]) -> list[int]:
 
 
 def shortest_way(after: Mapping[Node, Iterable[Node]], source: Node, target: Node) -> list[Node]:
-    """The nodes from one to another, both included, in one step or more; [] where there is no way."""
+    """The nodes from one to another, both included, in one step or more; [] if there is no path."""
     came = dict.fromkeys(after.get(source, ()), source)
     front = list(came)
     for node in front:
@@ -386,8 +386,8 @@ def _group(status: Status | None, label: str | None) -> Any:
 class FailedCall:
     """The last collective on a group, or the messages that its rank waits for, and the error of the backend.
 
-    group: as `FlightRecorder.status` has it. where: opens the error. made: the collective, where it is not the group's
-    last one, as `FlightRecorder.call_data` has it. facts: as reports hold it. at: the call and its rank.
+    group: as in `FlightRecorder.status`. where: the beginning of the error text. made: the collective, if it is not the
+    group's last one, as in `FlightRecorder.call_data`. facts: as reports store it. at: the call and its rank.
     """
 
     def __init__(
@@ -423,12 +423,12 @@ class FailedCall:
     def last_of(cls, rank: int, recorder: FlightRecorder, where: str, error: BaseException) -> FailedCall:
         """The call on a group that has just failed, or is under way."""
         group = recorder.status()
-        # A message past the mesh is waited for while a collective before it, past the mesh too, may be under way.
+        # The program can wait for a message made outside the mesh while an earlier collective is still under way.
         return cls(rank, group, where, error, group["last"] if recorder.under_way is not None else None)
 
     @property
     def asks(self) -> list[int]:
-        """The ranks to ask for a diagnosis: all others of the group, or of messages their other ends."""
+        """The ranks to ask for a diagnosis: all others of the group, or the peers of the messages."""
         peers = (
             set()
             if self.blocked.messages is None
@@ -440,10 +440,10 @@ class FailedCall:
         ]
 
     def error(self, found: Diagnosis, reports: str) -> MeshcommError:
-        """The error for the rank of the call. reports: their folder, "" where none was written."""
+        """The error for the rank of the call. reports: the reports' folder, "" if none was written."""
         hint = "look at the ranks named above"
         if reports:
-            hint = f"meshcomm report {reports} puts the ranks' reports together"
+            hint = f"meshcomm report {reports} combines the ranks' reports"
         if found.mismatched:
             return CallMismatchError(
                 f"{self.at} {self.reason.value}: the ranks of the group make different calls, rank "
@@ -455,7 +455,7 @@ class FailedCall:
                 mismatched_ranks=tuple(found.mismatched),
             )
         if self.blocked.messages is None:
-            complete = "every rank of the group has come to the call"
+            complete = "every rank of the group has arrived at the call"
             expected = "every rank of the group to make the same call and stay alive until it ends"
         else:
             complete = "both ends have begun every message of the call"
@@ -473,13 +473,13 @@ class FailedCall:
         return self._error(reason, lines, expected, hint, found.missing)
 
     def error_unasked(self, silent: bool) -> MeshcommError:
-        """The error where no rank could be asked: only the backend's error is known.
+        """The error if no rank could be asked: only the backend's error is known.
 
-        silent: the job's store does not answer, and has not failed either.
+        silent: the job's store does not answer, but has not failed either.
         """
         others = [rank for rank in self.blocked.ranks if rank != self.blocked.rank]
         reason = Reason.CLOSED if silent else self.reason
-        # Of two ranks it is clear which one broke the connection.
+        # With two ranks it is clear which one broke the connection.
         clear = silent or (reason is Reason.CLOSED and len(others) == 1)
         why = "the host that holds it has ended or cannot be reached from this one"
         lines = [
@@ -491,7 +491,7 @@ class FailedCall:
         return self._error(reason, lines, expected, hint, others if clear else ())
 
     def error_alone(self) -> MeshcommError:
-        """The error where the backend failed by itself: no rank is waited for."""
+        """The error if the backend failed by itself: no rank is waited for."""
         hint = "look at the backend's own error, which is the cause"
         return self._error(Reason.OTHER, [self._error_line], "a call that the backend can make", hint)
 

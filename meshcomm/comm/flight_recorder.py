@@ -1,4 +1,4 @@
-"""The calls on one group: which, with what, from which line, and whether one is under way."""
+"""The calls on one group: operation, arguments, line, and whether one is under way."""
 
 from __future__ import annotations
 
@@ -26,47 +26,48 @@ from meshcomm.transport.support import name_of
 from meshcomm.transport.torch_private import HOOK_NAMES, GroupHooks, capturing, profiling, work_error
 
 KEPT: Final = 256
-# Collectives of which a rank tells the others.
+# How many recent collectives a rank reports to the others.
 _RECENT: Final = 16
-# Collectives to which all ranks bring tensors of one size.
+# Collectives to which all ranks contribute tensors of one size.
 _EQUALLY_LARGE: Final = frozenset(name for name, row in ROWS.items() if row.in_place)
-# As many at most where calls run long after they were made.
+# The upper limit of that number on backends that run calls long after they were made.
 _MOST_RECENT: Final = 128
 
 Inquire = Callable[["FlightRecorder", str, BaseException], MeshcommError]
 
 
-# The id of the recorder of this process's last collective past the mesh.
+# The id of the recorder of this process's last collective outside the mesh.
 _LATEST: Final = [0]
 
 
 @final
 class FlightRecorder:
-    """Watches one group, whatever names it has: a ring of its last 256 collectives, their counters, its messages.
+    """Watches one group under all its names: a ring of its last 256 collectives, their counters, its messages.
 
-    Calls of a mesh are between `begin` and `end`, or a block of `with recorder.call(...)`. Those that others make on
-    the same group (dist.*, DTensor, FSDP, DDP) come from the group's hooks: see `watch`.
+    The mesh's own calls are between `begin` and `end`, or a block of `with recorder.call(...)`. Calls that others make
+    on the same group (dist.*, DTensor, FSDP, DDP) are seen through the group's hooks: see `watch`.
 
-    started:   the sequence number of the last collective; equal numbers on the ranks of a group are one call.
-    under_way: what a call was given while it is under way; None while none is.
-    ordered:   calls run after they have returned, in the order of the calls.
-    work:      the Work of the last collective made past the mesh; where calls are ordered, of the last call of any kind,
-               `message` where that is one. captured: whether a CUDA graph has captured a call. over: the number of a collective that is known to be over, as all before it.
-    left:      when the program went on after each of the calls in the ring, on this host's monotonic clock.
-    counters:    the counters of all calls. messages: the group's messages, which are counted by peer.
-    refused:   numbers of calls of which nothing was sent, as the ranks were about to make different ones.
-    hooks:     those of `watch`. check: compares the first collectives between the ranks; None once nothing is left to.
-    steps:     what was called in each step, where the program tells.
-    group_name, timeout_s: of the backend's group, where a watchdog made the recorder.
-    lost:      (call, whether a peer is gone) -> the error where ranks were lost and replaced.
-    plan:      ends the labels that profilers show. spans: takes every call while a trace is taken; span: the last
-               one. quick: the dictionaries of prepared calls, emptied for that time, as those do not ask for it.
+    started:   the sequence number of the last collective; equal numbers on the ranks of a group mean the same call.
+    under_way: the argument of the call under way; None if there is none.
+    ordered:   the backend runs calls after they have returned, in the order of the calls.
+    work:      the Work of the last collective made outside the mesh; if calls are ordered, of the last call of any kind,
+               with `message` if that is a message. captured: whether a CUDA graph has captured a call. over: the number
+               of a collective that is known to be over, like all before it.
+    left:      when each call in the ring returned to the program, on this host's monotonic clock.
+    counters:  the counters of all calls. messages: the group's messages, counted by peer.
+    refused:   numbers of calls that sent nothing, because the ranks were about to make different ones.
+    hooks:     the hooks of `watch`. check: compares the first collectives between the ranks; None when done.
+    steps:     the calls of each step, if the program calls `mesh.step`.
+    group_name, timeout_s: of the backend's group, if a watchdog made the recorder.
+    lost:      (call, whether a peer is gone) -> the error if ranks were lost and replaced.
+    plan:      the suffix of the labels that profilers show. spans: takes every call while a trace is taken; span: the
+               last one. quick: the dictionaries of prepared calls, emptied for a trace, as prepared calls bypass it.
 
     Args:
-        label: the group with its common coords, as in `tp[pp=0 dp=1]`.
-        ranks: its global ranks, in coord order.
-        inquire: asked for the error when a call fails: who has not come, doing what instead.
-        check: compares the first messages; see MessageLog.
+            label: the group with its common coords, as in `tp[pp=0 dp=1]`.
+            ranks: its global ranks, in coord order.
+            inquire: makes the error when a call fails: which ranks have not arrived, and what they do instead.
+            check: compares the first messages; see MessageCheck.
     """
 
     def __init__(
@@ -95,16 +96,16 @@ class FlightRecorder:
         self.span: Span | None = None
         self.refused: deque[int] = deque(maxlen=KEPT)
         self.steps = StepHistory()
-        # The number of the last call that belongs to a step.
+        # The number of the last call that belongs to a completed step.
         self._noted = 0
         self._caller: Caller | None = None
         self._counted = True
         self._outer: object = None
         self._past: PendingMessage | None = None
         self._profiled: Any = None
-        # Whether a collective past the mesh is between its two hooks.
+        # Whether a collective outside the mesh is between its two hooks.
         self._issued = False
-        # Whether its Work says when it is over: Gloo's of a reduce_scatter never does, waited for or not (torch 2.15).
+        # Whether its Work reports its end: Gloo's of a reduce_scatter never does, waited for or not (torch 2.15).
         self._tells_end = True
         self._succeeded: object = None
         self.hooks: GroupHooks | None = None
@@ -119,19 +120,19 @@ class FlightRecorder:
 
     @property
     def past_the_mesh(self) -> str:
-        """For errors about a call that others made on a group of the mesh; "" for a group outside of it."""
-        return "made past the mesh " if self.plan else ""
+        """For errors about a call that others made on a group of the mesh; "" for a group outside the mesh."""
+        return "made outside the mesh " if self.plan else ""
 
     @property
     def pending(self) -> bool:
-        """Whether a call that was made past the mesh is not over, as far as its backend knows."""
+        """Whether a call made outside the mesh is not over, as far as its backend knows."""
         if self.work is None or capturing() or self.work.is_completed():
             return False
         return self._tells_end or _LATEST[0] == id(self)
 
     @property
     def failure(self) -> RuntimeError | None:
-        """What the backend gave up the last call with that was made past the mesh; None: it did not."""
+        """The error with which the backend ended the last call; None if it did not."""
         work = self.work
         if work is None or work is self._succeeded or capturing() or not work.is_completed():
             return None
@@ -152,7 +153,7 @@ class FlightRecorder:
     ) -> FlightRecorder:
         """A collective begins; it ends with the block of `with` that this opens.
 
-        A RuntimeError of the block is the backend's, and becomes the error of `caller`; None: made past the mesh.
+        A RuntimeError in the block is the backend's, and becomes the error of `caller`, which is None outside the mesh.
         """
         self.begin(caller, counter, nbytes, x, users_frame(2))
         if self.span is not None:
@@ -167,12 +168,12 @@ class FlightRecorder:
         x: Tensor | None,
         frame: FrameType,
     ) -> None:
-        """A collective begins, of the user's `frame`; it ends with `end`. For the rest see `call`."""
+        """A collective begins at the user's `frame`; it ends with `end`. For the rest see `call`."""
         self.started = number = self.started + 1
         self._outer, self.under_way = self.under_way, True if x is None else x
         self._caller = caller
         self._counted = True
-        # The instruction, not the line: finding the line takes longer than the rest together.
+        # Store the instruction, not the line: finding the line takes longer than everything else here.
         self.ring[number % KEPT] = counter, nbytes, frame.f_code, frame.f_lasti, clock()
         if self.spans is not None:
             began, line = self.began(number), line_of(frame.f_code, frame.f_lasti)
@@ -184,7 +185,7 @@ class FlightRecorder:
             self._profiled.__enter__()
 
     def end(self) -> None:
-        """The collective under way is over, or started, or failed."""
+        """The collective under way has ended, has been started, or has failed."""
         place = self.started % KEPT
         entry = self.ring[place]
         self.left[place] = now = clock()
@@ -209,17 +210,17 @@ class FlightRecorder:
         try:
             entry = self.ring[self.started % KEPT]
             if isinstance(error, RuntimeError) and self._caller is not None and entry is not None:
-                # What the error keeps alive is not the backend's Work, and with it the group's sockets.
+                # The error must not keep the backend's Work alive, and with it the group's sockets.
                 clear_frames(trace)
                 raise self._caller.failed(entry[0].call, error) from error
-            # Whatever is wrong with what was read of a call that was given up.
+            # Any error from reading the result of a call that was given up.
             if isinstance(error, Exception) and self._caller is not None and entry is not None:
                 self._caller.confirm(entry[0].call, error)
         finally:
             self.end()
 
     def set_bytes(self, nbytes: int) -> None:
-        """The call under way turns out to move so many bytes, by the counters' count."""
+        """Set the bytes of the call under way, as the counters count them."""
         place = self.started % KEPT
         entry = self.ring[place]
         if entry is not None:
@@ -228,22 +229,22 @@ class FlightRecorder:
             self.span.nbytes = nbytes
 
     def queued(self, work: Any, message: PendingMessage | None = None) -> None:
-        """The backend has the call under way, and will run it after those before it."""
-        # The Work of a captured call is never over: its graph is.
+        """The backend has queued the call under way, and will run it after earlier ones."""
+        # The Work of a captured call never completes: only its graph does.
         captured = capturing()
         self.captured |= captured
         self.work, self.message = None if captured else work, message
 
     def refuse(self) -> None:
-        """Nothing was sent of the last call: each rank of the group says so, whatever it was about to call."""
+        """The last call sent nothing: every rank of the group records this, whatever it was about to call."""
         self.refused.append(self.started)
 
     def announce_call(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
-        """Tell the other ranks of the call under way while calls are still compared, and say whether.
+        """Compare the call under way with the other ranks while calls are still compared; return whether it was compared.
 
-        It travels on the same group. Raises CallMismatchError where they make another.
+        The comparison uses the same group. Raises CallMismatchError if the ranks make different calls.
         """
-        # What is compared is read by the host, which would end the capture of a graph.
+        # The host reads the result of the comparison, which would end the capture of a graph.
         if self.check is None or capturing():
             return False
         if not self.check.active:
@@ -256,7 +257,7 @@ class FlightRecorder:
             raise
 
     def later(self) -> PendingCall | None:
-        """The call under way is only started: who is told of the waits for it."""
+        """The call under way is only started: returns the object to notify of the waits for it."""
         place = self.started % KEPT
         entry = self.ring[place]
         self._counted = False
@@ -267,16 +268,16 @@ class FlightRecorder:
             None if entry is None else PendingCall(entry[0], entry[1], entry[4], now, self.span, entry[2:4])
         )
 
-    # -- calls past the mesh -------------------------------------------------------------------------
+    # -- calls outside the mesh -----------------------------------------------------------------------
 
     def watch(self, group: Any, name: str, who: str) -> None:
-        """See every call that others make on `group`, the dim `name`, where torch has hooks of groups."""
-        # Weak, as the group must not keep what knows it: Python finds no cycle that goes through torch.
+        """Observe every call that others make on `group`, the dim `name`, if torch has hooks for groups."""
+        # Weak, as the group must not keep its recorder alive: Python finds no cycle that goes through torch.
         self.hooks = hooked(group, ref(self), name, who)
 
     def before(self, name: str, who: str, given: Any) -> None:
-        """A call past the mesh is about to be issued on the group."""
-        # A call that the backend refused has had no second hook.
+        """A call outside the mesh is about to be issued on the group."""
+        # A call that the backend refused never reached its second hook.
         self._issued, self._past = False, None
         kind = HOOK_NAMES[int(given.name)]
         row = HOOKED.get(kind)
@@ -288,7 +289,7 @@ class FlightRecorder:
                 direction: Direction = "send" if kind == "SEND" else "recv"
                 self._past = self.messages.past(name, direction, peer, tensors, users_frame(3))
             return
-        # A barrier may come with a tensor that nobody reads.
+        # A barrier may pass a tensor that is never read.
         tensors = [] if row is BARRIER else tensors
         one = tensors[0] if len(tensors) == 1 else None
         nbytes = sum(each.nbytes for each in tensors) if one is None else one.nbytes
@@ -308,7 +309,7 @@ class FlightRecorder:
         self._issued, self._tells_end = True, self.ordered or row.name != "reduce_scatter"
 
     def after(self, given: Any) -> None:
-        """The call past the mesh has been issued."""
+        """The call outside the mesh has been issued."""
         if self._issued:
             self._issued = False
             self.end()
@@ -322,9 +323,9 @@ class FlightRecorder:
     # -- what is known -------------------------------------------------------------------------------
 
     def note(self, step: int, number: int, excluded: bool, ended_at: tuple[CodeType, int]) -> None:
-        """A step of the program is over; see StepHistory.note. The calls that the ring holds are compared.
+        """A step of the program is over; see StepHistory.note. The calls that are still in the ring are compared.
 
-        Of an excluded step none are, and nowhere calls that were refused.
+        An excluded step has no compared calls. Refused calls are never compared.
         """
         first, self._noted = self._noted + 1, self.started
         numbers = range(self.started + 1 if excluded else first, self.started + 1)
@@ -332,7 +333,7 @@ class FlightRecorder:
         self.steps.note(step, number, len(numbers), [entry for entry in made if entry is not None], ended_at)
 
     def trace(self, spans: Spans | None) -> None:
-        """Tell `spans` of every call from now on; None: nobody."""
+        """Pass every call from now on to `spans`, if not None."""
         self.spans = self.messages.spans = spans
         self.span = None
         for prepared in self.quick:
@@ -348,7 +349,7 @@ class FlightRecorder:
         return range(max(1, self.started - KEPT + 1), self.started + 1)
 
     def close(self) -> None:
-        """Let go of what compares messages, and of its connection; and of prepared calls, which hold the group."""
+        """Release the message comparison and its connection, and the prepared calls, which hold the group."""
         self.trace(None)
         self.quick.clear()
         self.messages.close()
@@ -357,7 +358,7 @@ class FlightRecorder:
         self.work = self.check = self._succeeded = None
 
     def call_data(self, number: int) -> dict[str, Any] | None:
-        """The call `number` as plain data; None where it is not in the ring. over: None while it is under way."""
+        """The call `number` as plain data; None if it is not in the ring. over: None while it is under way."""
         entry = self.ring[number % KEPT]
         if entry is None:
             return None
@@ -373,7 +374,7 @@ class FlightRecorder:
         }
 
     def last(self) -> dict[str, Any] | None:
-        """The latest call as plain data, or None where there was none. shape: while it is under way."""
+        """The latest call as plain data, or None if there was none. shape: only while it is under way."""
         found = self.call_data(self.started)
         if found is not None:
             shape = getattr(self.under_way, "shape", None)
@@ -382,15 +383,15 @@ class FlightRecorder:
         return found
 
     def history(self) -> list[dict[str, Any]]:
-        """The calls of the ring and the last messages as plain data, in the order of their beginning."""
+        """The calls of the ring and the last messages as plain data, in the order in which they began."""
         calls = [call for number in self.remembered() if (call := self.call_data(number)) is not None]
         return sorted([*calls, *self.messages.history()], key=lambda call: call["began"])
 
     def status(self) -> dict[str, Any]:
-        """What is known of the group's calls, as plain data.
+        """The state of the group's calls, as plain data.
 
-        recent: sequence number, operation, callsite and, where it is the same on all ranks, bytes of the last
-        collectives, but those that were refused; where calls are ordered, from the first one on that may not be over.
+        recent: the last collectives except refused ones, each with its sequence number, operation, callsite and, if equal
+        on all ranks, its bytes. If calls are ordered, it begins with the first that may not be over.
         """
         first = self.started - _RECENT
         if self.ordered:
@@ -418,7 +419,7 @@ class FlightRecorder:
 
 
 class Caller:
-    """What calls along the dim `name`: opens the text of an error about a call, and explains one that failed.
+    """The issuer of calls along the dim `name`: begins the text of an error about a call, and explains a failed call.
 
     who: this rank with its coords, for errors, as in `rank 5 (pp=1 dp=0 tp=1)`.
     """
@@ -431,7 +432,7 @@ class Caller:
         self.kinds = transport.kinds
 
     def where(self, call: str) -> str:
-        """What opens an error about a call."""
+        """The beginning of an error about a call."""
         return f'{call} along "{self.name}" on {self.who}'
 
     def failed(self, call: str, error: BaseException) -> MeshcommError:
@@ -439,16 +440,16 @@ class Caller:
         return self.recorder.inquire(self.recorder, self.where(call), error)
 
     def confirm(self, call: str, error: BaseException | None = None) -> None:
-        """Raise RankLost where ranks were lost by now, from `error`. Called when the host has waited, or has read a value.
+        """Raise RankLost from `error` if ranks have been lost. Called when the host has waited, or has read a value.
 
-        Where calls are queued, one that is given up for a lost rank ends without an error, and what it gives is anything.
+        If calls are queued, a call that is given up for a lost rank ends without an error, and its result is undefined.
         """
         recorder = self.recorder
         if recorder.ordered and (lost := recorder.lost(self.where(call), False)) is not None:
             raise lost from error
 
     def start(self, call: Call) -> Sequence[Work]:
-        """Have the backend start a collective; nothing is returned where it is over."""
+        """Have the backend start a collective; returns nothing if it is already over."""
         work = self.transport.start(call)
         if self.recorder.ordered:
             self.recorder.queued(work)
@@ -465,9 +466,9 @@ class Caller:
 
 
 def hooked(group: Any, recorder_of: Callable[[], FlightRecorder | None], name: str, who: str) -> GroupHooks:
-    """Have every call that others make on `group`, the dim `name`, seen by a recorder, where there is one at that time."""
+    """Have a recorder, if there is one at that time, observe every call that others make on `group`, the dim `name`."""
 
-    # The mesh's own calls are known already, and pay for every step here.
+    # The mesh's own calls are recorded already, and every statement here slows them down.
     def before(given: Any) -> None:
         recorder = recorder_of()
         if recorder is not None and recorder.under_way is None and recorder.messages.waiting is None:
@@ -484,14 +485,14 @@ def hooked(group: Any, recorder_of: Callable[[], FlightRecorder | None], name: s
 def _facts(
     row: Collective, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root: int
 ) -> dict[str, Any]:
-    """What is known of a call past the mesh and has to be equal on all ranks."""
+    """The known facts of a call outside the mesh that must be equal on all ranks."""
     found: dict[str, Any] = {} if root < 0 else {"root": root}
-    # The parts that a rank scatters, or gathers, are there on one of them only.
+    # The parts of a scatter or gather exist on one rank only.
     tensors = outputs[:1] if row.root == "src" and outputs else inputs
     if row is BARRIER or not tensors:
         return found
     found["dtype"] = name_of(tensors[0].dtype)
-    # Lists may be of unequal tensors, and an all-to-all uneven.
+    # Lists may hold unequal tensors, and an all-to-all may be uneven.
     if not kind.startswith(("ALLTOALL", "ALLGATHER_COALESCED")):
         found["elements"] = sum(x.numel() for x in tensors)
     return found

@@ -119,7 +119,7 @@ class Functional:
         return operators.call("shift", x, self._groups.place(comm), offset)
 
     def _checked(self, dims: Dims, x: Tensor, call: str) -> Communicator:
-        """The communicator of a call whose tensor it can carry."""
+        """The communicator of a call, after checking that it can send the tensor."""
         comm = self._at.along(dims)
         check_tensor(x, comm.transport.kinds, partial(comm.where, f"functional.{call}"), plain=False)
         return comm
@@ -131,7 +131,7 @@ def _check_rule(call: str, rule: object, rules: tuple[str, ...]) -> None:
             f"functional.{call} has no gradient rule {rule!r}",
             given=f"grad={rule!r}",
             expected="grad=" + " or grad=".join(f'"{known}"' for known in rules),
-            hint="help(mesh.functional." + call + ") says which is right when",
+            hint="help(mesh.functional." + call + ") explains which one to use",
         )
 
 
@@ -145,7 +145,7 @@ def _axis(
     return axis
 
 
-# -- a mean over ranks that have unequally many tokens: the sum of values over the sum of weights ----------
+# -- a mean over ranks that have different numbers of tokens: the sum of values over the sum of weights -----
 
 
 def mean_message(values: Tensor, weights: Tensor | float, where: str) -> Tensor:
@@ -177,7 +177,7 @@ def mean_message(values: Tensor, weights: Tensor | float, where: str) -> Tensor:
 
 
 def mean_of(values: Tensor, sums: Tensor) -> Tensor:
-    """The mean, from what `mean_message` was over all ranks; with the gradient of this rank's own values."""
+    """The mean, from the sum of `mean_message` over all ranks; with the gradient of this rank's own values."""
     total, weight = sums[: values.numel()].view_as(values), sums[values.numel() :]
     weight = weight.view_as(values) if weight.numel() == values.numel() else weight.view(())
     mean: Tensor = _Mean.apply(values, total / weight, weight)
@@ -185,7 +185,7 @@ def mean_of(values: Tensor, sums: Tensor) -> Tensor:
 
 
 class _Mean(torch.autograd.Function):
-    """A number that all ranks have, of which this rank's share is values / weight."""
+    """A number that is equal on all ranks; its gradient for this rank's share is values / weight."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, mean: Tensor, weight: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class Handle(Generic[T]):
         self._held = held
         self._error: Exception | None = None
         self._lock = Lock()
-        # Not the line: finding it takes longer, and mostly nobody asks.
+        # Store the instruction, not the line: finding the line takes longer, and it is rarely needed.
         place = None if pending is None else pending.place
         if place is None:
             frame = users_frame(2)
@@ -98,7 +98,7 @@ class Handle(Generic[T]):
         if timeout_s is not None:
             timeout_s = seconds_of(timeout_s, lambda: f"{self._by.where(self._call)}: wait")
         if self._works is not None:
-            # Two threads may wait for one handle; the second must not go on before the first.
+            # Two threads may wait for one handle; the second must not continue before the first.
             with self._lock:
                 self._end(timeout_s)
         if self._error is not None:
@@ -106,7 +106,7 @@ class Handle(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def _end(self, timeout_s: float | None) -> None:
-        """Wait for the works and make the result, once; what that raises is kept for every wait."""
+        """Wait for the works and make the result, once; an error is kept and raised by every wait."""
         works = self._works
         if works is None:
             return
@@ -139,7 +139,7 @@ class Handle(Generic[T]):
             except Exception as error:
                 self._error = error
         self._held = None
-        # Last: another thread that sees it goes on, and after an interrupt it can be waited for again.
+        # Last: another thread that sees it continues, and after an interrupt the handle can be waited for again.
         self._works = self._finish = self._confirm = None
 
     @property
@@ -147,7 +147,7 @@ class Handle(Generic[T]):
         return line_of(*self._place)
 
     def _at_once(self) -> None:
-        """For the library: the wait follows at once, so that the call counts as a blocking one."""
+        """For the library: the wait follows immediately, so that the call counts as a blocking one."""
         if self._pending is not None:
             self._pending.at_once()
 
@@ -189,7 +189,7 @@ class Handle(Generic[T]):
         """For a receive that has been waited for: the sender's coord."""
         if self._source is None or self._works is not None:
             raise CommunicationError(
-                f"{self._by.where(self._call)}: there is no source to tell",
+                f"{self._by.where(self._call)}: the call has no source",
                 given="a call that receives nothing" if self._source is None else "a receive before wait()",
                 expected="a receive that has been waited for",
                 hint="handle.wait(), then handle.source",
@@ -198,7 +198,7 @@ class Handle(Generic[T]):
         return self._source
 
     def __del__(self) -> None:
-        # Not there where __init__ did not finish.
+        # Missing if __init__ did not finish.
         if getattr(self, "_works", None) and not self._by.transport.tells_unwaited:
             warnings.warn(
                 f"{self._by.where(self._call)}: the handle made at {self._line} was dropped without a wait()",
@@ -209,10 +209,10 @@ class Handle(Generic[T]):
 
 
 def failure(where: str, error: BaseException) -> CommunicationError:
-    """The backend's error with the dim, the coords and the operation around it."""
+    """The backend's error, with the operation, the dim and the coords added."""
     return CommunicationError(
         f"{where} failed",
         given=first_line(error),
         expected="every rank of the group to make the same call and stay alive until it ends",
-        hint="look for the first error of the other ranks; this one may only follow from it",
+        hint="look for the first error of the other ranks; this one may be its consequence",
     )

@@ -26,7 +26,7 @@ from meshcomm.comm.shapes import materialised, pack, unpack, unwatched
 from meshcomm.errors import ShapeError
 from meshcomm.transport.torch_private import copy_all
 
-# One message holds at most this much; the packed copy is all the memory that a list costs.
+# One message holds at most this many bytes; the packed copy is the only memory that a list costs.
 _MOST_BYTES = 256 * 1024 * 1024
 _DTYPE, _NBYTES = attrgetter("dtype"), attrgetter("nbytes")
 
@@ -34,7 +34,7 @@ _DTYPE, _NBYTES = attrgetter("dtype"), attrgetter("nbytes")
 def collective(
     comm: Communicator, row: Collective, tensors: Sequence[Tensor], async_op: bool, **options: Any
 ) -> list[Tensor] | Handle[list[Tensor]]:
-    """What `Communicator.collective` does, with each tensor of a list, for a collective in place."""
+    """`Communicator.collective` for each tensor of a list, for a collective in place."""
     call = f"{row.name} of a list"
     where = partial(comm.where, call)
     if not isinstance(tensors, (list, tuple)):
@@ -46,7 +46,7 @@ def collective(
         )
     if row.root is not None:
         check_coord(options["root"], comm.size, row.root, where)
-    # Mostly nothing is to be asked, and lists are long.
+    # A fast check for the common case, as lists are long.
     dense = all_usable(tensors, comm.transport.device)
     for x in tensors if not dense else ():
         check_tensor(x, comm.kinds, where)
@@ -56,7 +56,7 @@ def collective(
     if len(messages) > 1 and not (dense and _lie_apart(tensors)):
         check_apart(tensors, (), where, lambda one, other: one.dtype == other.dtype)
     if not async_op:
-        # One after the other: each needs a packed copy only until it is over.
+        # One after the other: each needs its packed copy only until it is over.
         for group in messages:
             _write(comm.collective(row, _packed(group, dense), **options), group, dense)
         return list(tensors)
@@ -80,7 +80,7 @@ def _packed(group: Sequence[Tensor], dense: bool) -> Tensor:
 def _write(packed: Tensor, group: list[Tensor], dense: bool) -> None:
     values = unpack(packed, group)
     with unwatched(*group):
-        # One by one if the memory of a tensor does not hold its values.
+        # Separately, if the memory of a tensor does not hold its values.
         if (not dense or group[0].is_complex()) and any(x.is_neg() or x.is_conj() for x in group):
             for x, value in zip(group, values, strict=True):
                 x.copy_(value)
@@ -89,13 +89,13 @@ def _write(packed: Tensor, group: list[Tensor], dense: bool) -> None:
 
 
 def _lie_apart(tensors: Sequence[Tensor]) -> bool:
-    """Whether no two of contiguous tensors share memory."""
+    """Whether no two of these contiguous tensors share memory."""
     spans = sorted(zip(map(Tensor.data_ptr, tensors), map(_NBYTES, tensors), strict=True))
     return all(begin + nbytes <= other for (begin, nbytes), (other, _) in pairwise(spans))
 
 
 def _messages(tensors: Sequence[Tensor], one_device: bool) -> list[list[Tensor]]:
-    """The tensors that share a message: equal dtype and device, in order, up to a size."""
+    """The tensors that share a message: equal dtype and device, in order, up to a size limit."""
     if one_device and sum(map(_NBYTES, tensors)) <= _MOST_BYTES:
         dtypes = dict.fromkeys(map(_DTYPE, tensors))
         return [[x for x in tensors if x.dtype is dtype] for dtype in dtypes]

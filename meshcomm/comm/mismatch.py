@@ -1,4 +1,4 @@
-"""Do all ranks of a group make the same calls? Compared before the data of the first ones moves, and step by step."""
+"""Whether all ranks of a group make the same calls: compared before the data of the first calls moves, and at each step."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from meshcomm.transport import Transport, Work
 _BYTES: Final = 512
 _FACTS: Final = 240
 _SITE: Final = 200
-# The runs of equal steps whose calls are remembered.
+# The number of runs of equal steps whose calls are kept.
 RUNS: Final = 64
-# Callsites that an error shows of one rank's step.
+# The number of callsites that an error shows of one rank's step.
 _SHOWN: Final = 6
 
 
 @final
 class CallCheck:
-    """Compares the first calls on one group between its ranks, by an all_reduce of 16 bytes; where that finds a difference,
-    they exchange what they call in one small all_gather.
+    """Compares the first calls on one group between its ranks, by an all_reduce of 16 bytes. If they differ, the ranks
+    exchange their calls in one small all_gather.
 
-    transport: of the group, asked for at each call. limit: how many calls are compared, equal on all ranks; None: all.
+    transport: of the group, fetched at each call. limit: the number of calls to compare, equal on all ranks; if None, all.
     """
 
     def __init__(self, transport: Callable[[], Transport], ranks: Sequence[int], limit: int | None) -> None:
@@ -51,7 +51,7 @@ class CallCheck:
     def announce_call(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
         """Return when all ranks are about to make the same call on the dim `name`; whether an exchange was needed.
 
-        past: the call is made past the mesh, and only some of its facts are known.
+        past: the call is made outside the mesh, and only some of its facts are known.
 
         Raises CallMismatchError on every rank of the group, before any data has moved.
         """
@@ -70,7 +70,7 @@ class CallCheck:
         return True
 
     def _compare(self, transport: Transport, name: str, message: bytes) -> None:
-        """Exchange the calls themselves: not all of them are written alike."""
+        """Exchange the calls themselves: the digests differ."""
         mine = torch.frombuffer(bytearray(message.ljust(_BYTES, b"\0")), dtype=torch.uint8).to(
             transport.device
         )
@@ -88,20 +88,20 @@ def _done(work: Work | None) -> None:
 
 
 def _sign(call: str, facts: dict[str, Any], past: bool) -> int:
-    """A number of 63 bits that equal calls have in common, wherever they are made."""
+    """A 63-bit number that is the same for equal calls in every process."""
     text = json.dumps([call, facts, past]).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def _is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two calls, as (call, facts, site, past), are one operation."""
+    """Whether two calls, each as (call, facts, site, past), are the same operation."""
     mine, theirs = one[1], other[1]
     known = mine.keys() & theirs.keys() if one[3] or other[3] else mine.keys() | theirs.keys()
     return bool(one[0] == other[0]) and all(mine.get(key) == theirs.get(key) for key in known)
 
 
 def majority(signs: Mapping[int, Any]) -> tuple[list[int], list[int]]:
-    """The ranks that have the most common sign, of equally common ones the first; and all others.
+    """The ranks with the most common sign, the first of equally common ones; and all other ranks.
 
     >>> majority({0: "a", 1: "b", 2: "b"}), majority({3: "a", 4: "b"})
     (([1, 2], [0]), ([3], [4]))
@@ -116,7 +116,7 @@ def mismatch(
 ) -> CallMismatchError:
     """The error for ranks of a group whose calls, each as (call, facts, site), differ.
 
-    ranks: global, in the order of `calls`. The mismatched ones are those that differ from the majority.
+    ranks: global, in the order of `calls`. Ranks that differ from the majority are mismatched.
     """
     by_rank = dict(zip(ranks, calls, strict=True))
     signs = {rank: json.dumps([call, facts]) for rank, (call, facts, _) in by_rank.items()}
@@ -130,17 +130,17 @@ def mismatch(
         f"{'is' if len(mismatched) == 1 else 'are'} mismatched; nothing was sent",
         given="\n".join(lines),
         expected=f"as {ranks_text(usual)}: {_call_text(by_rank[usual[0]])}",
-        hint="make the ranks of a group call the same in the same order; "
+        hint="make the same calls in the same order on every rank of the group; "
         "look for a branch that depends on the rank",
         mismatched_ranks=tuple(mismatched),
     )
 
 
 def _message(call: str, facts: dict[str, Any], past: bool) -> bytes:
-    """The call as at most 512 bytes; equal facts give equal texts, whatever the site."""
+    """The call in at most 512 bytes; equal facts give equal texts, whatever the site."""
     whole = json.dumps(facts)
     if len(whole) > _FACTS:
-        # A shape of very many axes: a digest of all facts and their beginning.
+        # A shape with very many axes: a digest of all facts, and their beginning.
         digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
         facts = {"facts": whole[: _FACTS // 2], "digest": digest}
     site = caller()[-_SITE:]
@@ -165,8 +165,8 @@ def _plain(value: Any) -> str:
 class _Run(NamedTuple):
     """Consecutive steps in which a rank made the same calls on the group, as plain data.
 
-    first: step, by this rank's count; number: what the program calls it. calls, nbytes: in each step. digest: of the
-    operations and their bytes; operations: with line and times. ended_at: the line of `mesh.step`.
+    first: step, by this rank's count; number: the program's number for it. calls, nbytes: in each step. digest: of the
+    operations and their bytes; operations: with their lines and counts. ended_at: the line of `mesh.step`.
     """
 
     first: int
@@ -182,9 +182,9 @@ class _Run(NamedTuple):
 class StepHistory:
     """The calls of one rank on one group, step by step. Written by `mesh.step`, read by other threads too.
 
-    step: the last one noted. sums: by step, a checksum of all calls up to its end: two ranks with equal sums have called
-    the same before. The sum of a step divisible by 2**k is kept for 4 * 2**k steps, so that two ranks 2**k steps apart
-    have one in common.
+    step: the last one noted. sums: by step, a checksum of all calls up to its end: two ranks with equal sums have made
+    the same calls so far. The sum of a step divisible by 2**k is kept for 4 * 2**k steps, so that two ranks 2**k steps
+    apart have a step in common.
     """
 
     def __init__(self) -> None:
@@ -196,9 +196,9 @@ class StepHistory:
     def note(
         self, step: int, number: int, calls: int, entries: Sequence[Entry], ended_at: tuple[CodeType, int]
     ) -> None:
-        """Step `step` is over, which the program calls `number`; `calls` were made in it.
+        """Step `step` is over, which the program numbers `number`; it made `calls` calls.
 
-        entries: those that are compared.
+        entries: the calls to compare.
         """
         facts = [fact for entry in entries for fact in (entry[0].sign, entry[1] * entry[0].alike)]
         digest, nbytes = crc32(array("q", facts).tobytes()) if facts else 0, sum(facts[1::2])
@@ -212,13 +212,13 @@ class StepHistory:
             self._runs.append(_Run(step, number, calls, digest, nbytes, operations, line_of(*ended_at)))
         self.sums[step] = self._sum = crc32(b"%d %d %d" % (number, calls, digest), self._sum)
         self.sums.pop(step - 4 * (step & -step), None)
-        # Last: readers in other threads begin with it.
+        # Last: readers in other threads start from it.
         self.step = step
 
     def data(self) -> dict[str, Any] | None:
-        """All of it as plain data; None before the first step.
+        """The history as plain data; None before the first step.
 
-        sums: (step, sum). runs: as _Run. cut: runs before the first one have been forgotten.
+        sums: (step, sum). runs: as _Run. cut: whether older runs have been dropped.
         """
         if not self.step:
             return None
@@ -227,29 +227,29 @@ class StepHistory:
 
 
 def last_common(*sums: Mapping[int, int]) -> int:
-    """The last step whose sum all have, 0 where there is none."""
+    """The last step for which all have a sum, 0 if there is none."""
     return max(set.intersection(*map(set, sums)), default=0) if sums else 0
 
 
 def find_desync(
     label: str, histories: Mapping[int, Any], coords: Mapping[int, Mapping[str, int]]
 ) -> dict[str, Any] | None:
-    """The first step in which ranks of a group differ, as plain data for `error_of`; None where none is known.
+    """The first step in which ranks of a group differ, as plain data for `error_of`; None if none is known.
 
-    histories: `StepHistory.data` by rank, in coord order; coords: of these ranks, by rank.
+    histories: `StepHistory.data` by rank, in coord order; coords: the coords of these ranks, by rank.
     """
     known = {rank: history for rank, history in histories.items() if history is not None}
     sums = {rank: dict(history["sums"]) for rank, history in known.items()}
     last = last_common(*sums.values())
     if len({of_rank.get(last) for of_rank in sums.values()}) < 2:
         return None
-    # From the oldest step on that all remember. What came before it may be the first difference.
+    # Start at the oldest step that all histories still contain. The first difference may be before it.
     oldest = max(history["runs"][0][0] for history in known.values())
     cut = any(history["cut"] for history in known.values())
     starts = {run[0] for history in known.values() for run in history["runs"]}
     for start in sorted(start for start in starts if oldest <= start <= last):
         steps = {rank: _run_at(history["runs"], start) for rank, history in known.items()}
-        # Ranks at steps of different numbers call the same until the last one: one has left a whole step out.
+        # Ranks whose step numbers differ make equal calls until the last step: one rank has skipped a step.
         numbers = {rank: step.number for rank, step in steps.items()}
         calls = {rank: (step.calls, step.digest) for rank, step in steps.items()}
         signs: Mapping[int, Any] = numbers if len(set(numbers.values())) > 1 else calls
@@ -269,7 +269,7 @@ def error_of(difference: Mapping[str, Any]) -> CallMismatchError:
 
 
 def _run_at(runs: Sequence[Sequence[Any]], step: int) -> _Run:
-    """The step by itself."""
+    """One step of the runs."""
     run = next(_Run(*run) for run in reversed(runs) if run[0] <= step)
     return run._replace(first=step, number=run.number + step - run.first)
 
@@ -281,17 +281,17 @@ def _difference(
     coords: Mapping[int, Mapping[str, int]],
     forgotten: bool,
 ) -> dict[str, Any]:
-    """signs: equal where the calls are. forgotten: the difference is in that step or one before."""
+    """signs: equal if the calls are. forgotten: the difference is in that step or an earlier one."""
     usual, mismatched = majority(signs)
     model, first = steps[usual[0]], steps[mismatched[0]]
     apart = not forgotten and model.number != first.number
     number = model.number if apart else max(step.number for step in steps.values())
-    which = f"step {number}{' or one before' if forgotten else ''}"
+    which = f"step {number}{' or an earlier one' if forgotten else ''}"
     who = ", ".join(rank_text(rank, coords[rank]) for rank in mismatched[:4])
     who += f" and {len(mismatched) - 4} more" if len(mismatched) > 4 else ""
     if forgotten:
         made = "other calls"
-        given = "the calls of that step are no longer remembered"
+        given = "the calls of that step are no longer recorded"
         expected = f"the same calls in every step, as {ranks_text(usual)} made them"
     elif apart:
         made = f"step {first.number} instead"
@@ -320,7 +320,7 @@ def _difference(
 
 
 def _calls(step: _Run, other: _Run) -> str:
-    """How many calls, and those that `other` does not have from the same line as often."""
+    """The number of calls, and the lines with calls that `other` has not made as often from there."""
     text = _collectives(step.calls)
     if step.nbytes != other.nbytes and step.calls == other.calls:
         text += f" of {step.nbytes:,} bytes"

@@ -27,10 +27,10 @@ _OFFER_BYTES: Final = 1024
 
 
 class _Offer(NamedTuple):
-    """What each rank says before any bytes of an object move, as JSON of a fixed length.
+    """The facts that each rank sends before any bytes of an object, as JSON of a fixed length.
 
-    size: bytes of its (largest) object, for coord `target` of a scatter; 0: it sends nothing. failed: why what it has
-    cannot be sent, as what, expected, hint. cap: its max_bytes.
+    size: bytes of its (largest) object, for coord `target` of a scatter; 0 if it sends nothing. failed: why its object
+    cannot be sent, as (what, expected, hint). cap: its max_bytes.
     """
 
     call: str
@@ -176,7 +176,7 @@ class Objects:
         mine = call.encoded(lambda: [obj])
         coord, tag = call.comm.coord, OWN_TAGS + tag
         with call.begun(group=False) as (comm, moves):
-            # Where the other rank sends too, each offer is the other one's answer.
+            # If the other rank sends too, each rank's offer is received as the answer to the other's.
             if comm.messages.ordered:
                 answers = [call.swapped(comm, dst, tag)]
             else:
@@ -218,7 +218,7 @@ class Objects:
         return _Call(comm, name, root, _Offer("", 0, None, None, max_bytes, bool(pickle)), self._device)
 
     def _own_of(self, call: _Call, obj: Any, copies: int = 1, group: bool = True) -> Any:
-        """What this rank gives, as what came of a call in a pretended world, which is counted as any."""
+        """This rank's object as the result of a call in a simulated world, counted like any call."""
         with (
             call.begun(group) as (_, moves),
             without_modes(),
@@ -235,10 +235,10 @@ class Objects:
 
 @final
 class _Call:
-    """One call along one communicator: its arguments, checked, and what the ranks have to agree on.
+    """One call along one communicator: its arguments, checked, and the facts on which the ranks must agree.
 
-    root:  the coord that the call names: src, dst, or the peer. -1 where it names none.
-    offer: what this rank says about itself.
+    root:  the coord that the call names: src, dst, or the peer. -1 if it names none.
+    offer: this rank's own facts.
     """
 
     def __init__(self, comm: Communicator, call: str, root: int, offer: _Offer, device: torch.device) -> None:
@@ -247,7 +247,7 @@ class _Call:
         self.root = root
         self.where = comm.where(f"objects.{call}")
         self._device = device
-        # In host memory where the backend can, so that no accelerator is touched.
+        # In host memory if the backend supports it, so that no accelerator is touched.
         self._carrier = torch.device("cpu") if "cpu" in comm.transport.kinds else device
         if call in _ROOTS:
             check_coord(root, comm.size, _ROOTS[call], lambda: self.where)
@@ -257,7 +257,7 @@ class _Call:
             raise LayoutError(
                 f"{self.where}: max_bytes={offer.cap!r}",
                 given=f"max_bytes={offer.cap!r}",
-                expected=f"a whole number from {HEADER_BYTES} to {1 << 62}",
+                expected=f"an integer from {HEADER_BYTES} to {1 << 62}",
                 hint="leave max_bytes out",
             )
         name = f"{call}, {_ROOTS[call]}={root}" if call in ("broadcast", "gather", "scatter") else call
@@ -265,7 +265,7 @@ class _Call:
         self._cause: Exception | None = None
 
     def begun(self, group: bool = True) -> AbstractContextManager[tuple[Communicator, Callable[[int], None]]]:
-        """The block of the call. group: whether every rank of the group makes it; see `Communicator.named`."""
+        """The context of the call. group: whether every rank of the group makes it; see `Communicator.named`."""
         facts = {_ROOTS[self.name]: self.root} if group and self.root >= 0 else {}
         return self.comm.named(f"objects.{self.name}", group, self.root if group else -1, facts)
 
@@ -274,21 +274,21 @@ class _Call:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._carrier)
 
     def decoded(self, data: Tensor) -> Any:
-        """The object of the bytes that came."""
+        """The object of the received bytes."""
         try:
             return decode(data, self._device, self.offer.pickle)
         finally:
             self.comm.confirm(f"objects.{self.name}")
 
     def encoded(self, make: Callable[[], Sequence[Any]]) -> list[Tensor]:
-        """This rank's objects as bytes; none, and the offer says why, where they cannot be."""
+        """This rank's objects as bytes; empty, with the reason in the offer, if they cannot be encoded."""
         which = ""
         messages = []
         try:
             for coord, obj in enumerate(make()):
                 which = f"for coord {coord}: " if self.offer.call.startswith("scatter") else ""
                 messages.append(encode(obj, self.offer.pickle).to(self._carrier))
-        except Exception as error:  # the others must hear of it, whatever it is
+        except Exception as error:  # the others must learn of it, whatever it is
             self._cause = error
             found = ObjectError(f"{type(error).__name__}: {error}", expected="an object to read")
             found = error if isinstance(error, ObjectError) else found
@@ -311,7 +311,7 @@ class _Call:
         return torch.frombuffer(data, dtype=torch.uint8).to(self._carrier)
 
     def read(self, coord: int, data: Tensor) -> tuple[int, _Offer]:
-        """The offer of a coord. Raises ObjectError for what no call of an object has written."""
+        """The offer of a coord. Raises ObjectError for bytes that are not an offer."""
         told = data.cpu().numpy().tobytes()
         self.comm.confirm(f"objects.{self.name}")
         try:
@@ -321,14 +321,14 @@ class _Call:
         except (ValueError, TypeError, RecursionError):
             pass
         raise ObjectError(
-            f"{self.where}: what came from coord {coord} is no object",
+            f"{self.where}: the data from coord {coord} is not an object",
             given="bytes of another call, or of another version of meshcomm",
             expected="the same call on every rank",
-            hint="look at the order of calls on these ranks",
+            hint="check the order of calls on these ranks",
         )
 
     def swapped(self, comm: Communicator, peer: int, tag: int) -> tuple[int, _Offer]:
-        """The offer of a coord that takes this one's: as one call, where messages wait for each other."""
+        """Exchange offers with a coord in one call, on backends whose messages wait for each other."""
         told = self.blank(_OFFER_BYTES)
         comm.messages.exchange(sends=[(self.packed(), peer, tag)], recvs=[(told, peer, tag)])
         return self.read(peer, told)
@@ -336,7 +336,7 @@ class _Call:
     def agree(
         self, comm: Communicator, make: Callable[[], Sequence[Any]], moves: Callable[[int], None]
     ) -> tuple[list[Tensor], list[int]]:
-        """This rank's objects as bytes, and every rank's size. Raises ObjectError on every rank otherwise."""
+        """This rank's objects as bytes, and every rank's size. Otherwise raises ObjectError on every rank."""
         mine = self.encoded(make)
         table = comm.collective(ALL_GATHER, self.packed()).view(comm.size, -1)
         try:
@@ -346,12 +346,12 @@ class _Call:
             self.comm.recorder.refuse()
             raise
         sizes = [offer.size for _, offer in offers]
-        # Of a scatter the source's largest part is known, and all as of that size.
+        # For a scatter, only the source's largest part is known, and all parts are sent padded to that size.
         moves(sum(sizes) * (1 if offers[0][1].target is None else comm.size))
         return mine, sizes
 
     def compare_offers(self, offers: list[tuple[int, _Offer]], pair: bool = False) -> None:
-        """Raise ObjectError where the call cannot go on, the same on all ranks whose offers these are, by coord.
+        """Raise ObjectError if the call cannot continue, the same on all ranks. offers: with the coord of each.
 
         pair: a send and a recv.
         """
@@ -365,26 +365,26 @@ class _Call:
                 "the ranks made different calls",
                 "; ".join(f"{coords}: {call}" for call, coords in calls.items()),
                 "a recv for each send" if pair else "the same call with the same root on every rank",
-                "look at the order of calls on these ranks",
+                "check the order of calls on these ranks",
             )
         if len(pickles) > 1:
             self._refuse(
                 "the ranks disagree on pickle",
                 "; ".join(f"{pickles[asked]}: {asked}" for asked in sorted(pickles, reverse=True)),
                 "the same on every rank; a pickle can run any code on its receivers",
-                "pickle=True on every rank where every sender is trusted, or on none",
+                "pickle=True on every rank if every sender is trusted, or on none",
             )
         if failed:
             _, expected, hint = next(iter(failed.values()))
             told = "\n".join(f"coord {coord}: {each[0]}" for coord, each in failed.items())
-            self._refuse(f"what {_have(failed)} cannot be sent", told, expected, hint)
+            self._refuse(f"the object of {_coords(failed)} cannot be sent", told, expected, hint)
         if over:
             places = {
                 coord: f"coord {coord}{'' if offer.target is None else f', for coord {offer.target}'}"
                 for coord, offer in over.items()
             }
             self._refuse(
-                f"what {_have(over)} is over the size cap",
+                f"the object of {_coords(over)} is over the size cap",
                 "\n".join(f"{places[coord]}: {offer.size:,} bytes" for coord, offer in over.items()),
                 f"at most {cap:,} bytes each, the max_bytes of "
                 + _coords([coord for coord, offer in offers if offer.cap == cap]),
@@ -397,9 +397,9 @@ class _Call:
 
 
 def _gathered(comm: Communicator, mine: Tensor, sizes: list[int], dst: int | None = None) -> list[Tensor]:
-    """Every rank's bytes in coord order: on coord dst, where there is one, and none on the others."""
+    """Every rank's bytes in coord order: on coord dst if there is one, otherwise on all."""
     longest = max(sizes)
-    # Padding all to the longest must not move and hold more than twice of what there is.
+    # Padding to the longest must not move and hold more than twice the actual data.
     even = longest * comm.size <= max(2 * sum(sizes), 1 << 16)
     x = pad(mine, (0, longest - mine.numel())) if even else mine
     row, root = (ALL_GATHER, -1) if dst is None else (GATHER, dst)
@@ -427,7 +427,7 @@ def _one_each(objs: Any, size: int) -> Sequence[Any]:
 
 
 def _by_coord(pairs: Iterable[tuple[str, int]]) -> dict[str, str]:
-    """By what each coord says, who says it."""
+    """The coords that sent each text."""
     found: dict[str, list[int]] = {}
     for text, coord in pairs:
         found.setdefault(text, []).append(coord)
@@ -436,7 +436,3 @@ def _by_coord(pairs: Iterable[tuple[str, int]]) -> dict[str, str]:
 
 def _coords(coords: Collection[int]) -> str:
     return f"coord {min(coords)}" if len(coords) == 1 else f"coords {fold(sorted(coords))}"
-
-
-def _have(coords: Collection[int]) -> str:
-    return f"{_coords(coords)} {'has' if len(coords) == 1 else 'have'}"

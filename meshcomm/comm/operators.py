@@ -1,12 +1,12 @@
 """The operators behind `mesh.functional`, registered with torch: eager and compiled programs call the same ones.
 
-An operator takes plain values, which a graph can hold: a tensor, where to communicate, and what to do.
-Where is told by `group`, from which the live communicator is found; by `size`, the group's, so that a graph
-says all that shapes and gradients depend on; and by `traced`, whether a compiler has written the call down.
+An operator takes plain values, which a graph can hold: a tensor, the place to communicate, and the arguments.
+The place is `group`, from which the live communicator is found; `size`, so that a graph contains everything that
+shapes and gradients depend on; and `traced`, whether a compiler recorded the call.
 
-Each operator is linear, so one row has all that its derivatives need: backward calls the adjoint, which is
-made of these operators again and so can be differentiated again; forward mode calls the operator on the
-tangent; under vmap the batch is one more axis of the same call.
+Each operator is linear, so one row is enough for all its derivatives. Backward calls the adjoint, which consists of
+these operators and so can be differentiated again. Forward mode calls the operator on the tangent. Under vmap the
+batch is one more axis of the same call.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from meshcomm.comm.torch_private import (
 from meshcomm.errors import AutogradError, MeshClosed
 from meshcomm.reductions import REDUCTIONS, with_gradient
 
-# The rule of a gather that nobody is expected to differentiate.
+# The rule of a gather without a declared gradient.
 UNDETERMINED: Final[Any] = "undetermined"
 
 Place: TypeAlias = tuple[str, int, bool]
@@ -47,14 +47,14 @@ Place: TypeAlias = tuple[str, int, bool]
 
 @final
 class Groups:
-    """The groups of one mesh, as operators find them. A graph outlives its calls: it holds a key, no group.
+    """The groups of one mesh, as operators find them. A graph may outlive its group, so it holds a key instead.
 
-    planner: makes what plans the mesh's patterns.
+    planner: the factory of plans for the mesh's patterns.
     """
 
     def __init__(self, directory: CommunicatorCache, planner: Callable[[], Any]) -> None:
         self.at, self.planner = directory, planner
-        # The same number for the same mesh on every rank, so that ranks make, and keep on disk, the same graph.
+        # The same number for the same mesh on every rank, so that ranks compile, and cache on disk, the same graph.
         self.key = f"mesh{next(_NUMBERS)}"
         _LIVE[self.key] = self
 
@@ -72,10 +72,10 @@ def groups_of(key: str, what: str) -> Groups:
     groups = _LIVE.get(key)
     if groups is None:
         raise MeshClosed(
-            f"{what} belongs to a mesh that is gone",
+            f"{what} belongs to a mesh that no longer exists",
             given=f"{key} of this process, in a compiled function or in a backward pass",
             expected="the mesh that the function was compiled with, still open",
-            hint="keep the mesh as long as what was computed with it, or compile again with the new one",
+            hint="keep the mesh as long as its results are in use, or compile again with the new one",
         )
     return groups
 
@@ -90,11 +90,11 @@ def _communicator(group: str) -> Communicator:
 class _Row:
     """One operator.
 
-    arguments: what it takes after x, group, size and traced, in torch's schema language; the first `axes` are axes of x,
+    arguments: the arguments after x, group, size and traced, in torch's schema language; the first `axes` are axes of x,
                number `op` is the reduction.
     run:       the call itself, without autograd; the result is contiguous and new.
-    shape:     of the result, from that of x, the size and the arguments; None: it is x itself, as a view.
-    adjoint:   the gradient of x, from that of the result, the place and the arguments.
+    shape:     computes the result's shape from x's shape, the size and the arguments; if None, the result is a view of x.
+    adjoint:   computes the gradient of x from the result's gradient, the place and the arguments.
     """
 
     name: str
@@ -138,7 +138,7 @@ def _all_gather_adjoint(dy: Tensor, place: Place, axis: int, grad: str) -> Tenso
             f"the gradient through the all_gather along {place[0].partition('/')[2]} is not determined",
             given="rearrange without grad=, then a gradient by torch.func",
             expected='grad="slice" or grad="reduce_scatter"',
-            hint="docs/guide/gradients.md says which is right when",
+            hint="docs/guide/gradients.md explains which one to use",
         )
     if grad == "slice":
         return call("slice", dy, place, axis)
@@ -212,15 +212,15 @@ def call(name: str, x: Tensor, place: Place, *args: int | str) -> Tensor:
 
 
 class _Linear(SingleLevelFunction):  # type: ignore[misc]
-    """An operator for autograd, whichever it is."""
+    """Any of the operators, for autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row: _Row, keys: Any, place: Place, args: tuple[Any, ...]) -> Tensor:
-        # What derivatives call has not been traced apart from them.
+        # Calls made by derivatives have not been traced on their own.
         ctx.row, ctx.place, ctx.args = row, (*place[:2], False), args
         if not transforming():
             return _below(row, keys, x, place, args)
-        # Function has switched these off for all transforms, of which this is only the innermost.
+        # Function has disabled these for all transforms, of which this is only the innermost.
         with torch.enable_grad(), set_forward_mode(True):
             return _below(row, keys, x, place, args)
 
@@ -234,12 +234,12 @@ class _Linear(SingleLevelFunction):  # type: ignore[misc]
 
 
 def _below(row: _Row, keys: Any, x: Tensor, place: Place, args: tuple[Any, ...]) -> Tensor:
-    """The operator for whatever comes after autograd: the call itself, an outer transform, or a tracer."""
+    """The operator below autograd: the call itself, an outer transform, or a tracer."""
     if only_device(keys):
         return row.run(_communicator(place[0]), x, *args)
     with below_autograd():
         if row.shape is None and not transforming():
-            return x.view_as(x)  # what a tracer knows; it has no rule for views of others' operators
+            return x.view_as(x)  # a tracer supports it, and has no rule for views from custom operators
         result: Tensor = getattr(torch.ops.meshcomm, row.name).default.redispatch(keys, x, *place, *args)
         return result
 
@@ -248,7 +248,7 @@ def _autograd(row: _Row, keyset: Any, x: Tensor, group: str, size: int, traced: 
     keys, place = keyset & after_autograd, (group, size, traced)
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     transforms, level = transforming(), forward_level()
-    # A graph opens levels of forward mode without telling Python.
+    # A graph opens levels of forward mode without Python's knowledge.
     if not (needs_grad or transforms or traced or level >= 0):
         return _below(row, keys, x, place, args)
     tangent = has_tangent(x)
@@ -256,7 +256,7 @@ def _autograd(row: _Row, keyset: Any, x: Tensor, group: str, size: int, traced: 
         raise AutogradError(
             f"forward-mode AD around a compiled function, with {_call_text(row, group)} in it",
             given="a graph that was made without tangents, which would be lost",
-            expected="the derivative inside of what is compiled, or no torch.compile",
+            expected="the derivative inside the compiled function, or no torch.compile",
             hint="torch.compile(lambda x, t: torch.func.jvp(f, (x,), (t,)))",
         )
     if row.op is not None and not _linear(op := args[row.op]) and (needs_grad or tangent):
@@ -279,7 +279,7 @@ def _call_text(row: _Row, group: str) -> str:
 
 
 def _batched(row: _Row, info: Any, in_dims: Any, x: Tensor, *given: Any) -> tuple[Tensor, int]:
-    """The same call on all of a vmap's batch at once."""
+    """One call for the whole batch of a vmap."""
     place, args = given[:3], given[3:]
     args = (*(axis + 1 for axis in args[: row.axes]), *args[row.axes :])
     return call(row.name, x.movedim(in_dims[0], 0), place, *args), 0

@@ -48,29 +48,29 @@ from meshcomm.transport.torch_private import profiling, written
 
 Envelope: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
 
-# So many kinds of messages are made without asking again; with a new tag for each there would be no end.
+# At most this many kinds of messages are kept as checked; a new tag for each message would add one each time.
 _MOST_FAST = 4096
 
 
 @final
 class Messages(Caller):
-    """Point to point along `name`; a communicator has one. Peers are coords.
+    """Point-to-point messages along `name`; each communicator has one. Peers are coords.
 
-    Every call comes down to `_start`, of one message or many, blocking or not. What was checked before, with the
-    same peer, tag and dtype, is not checked again where the tensor is `usable` as it is.
+    Every call ends in `_start`, with one message or many, blocking or not. A message with the same peer, tag and dtype
+    as one that was checked before is not checked again if its tensor is `usable`.
     """
 
     def __init__(self, name: str, transport: Transport, who: str, recorder: FlightRecorder) -> None:
         super().__init__(name, transport, who, recorder)
         self.kinds = kinds = transport.message_kinds
-        # Where what describes a message is: that of the mesh, if messages are carried there.
+        # Where the headers of messages are: in host memory, if the mesh can send from there.
         self._device = transport.device if transport.device.type in kinds else torch.device(kinds[0])
         self._fast: dict[tuple[object, ...], torch.device] = {}
         recorder.quick.append(self._fast)
 
     @property
     def ordered(self) -> bool:
-        """Whether a message waits for those before it, in either direction."""
+        """Whether a message waits for earlier ones, in either direction."""
         return self.transport.ordered
 
     def send(self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False, async_op: bool = False) -> Any:
@@ -82,9 +82,9 @@ class Messages(Caller):
         return self._start(Batch("send", ends, async_op, nbytes=end.x.nbytes))
 
     def recv(self, out: Any, src: int | None, tag: int = 0, async_op: bool = False) -> Any:
-        """Receive from coord `src`; with `async_op`, a handle, and None is any source.
+        """Receive from coord `src`, or from any source if it is None; with `async_op`, a handle.
 
-        Without `out`, a message that was sent with its handshake. See `Mesh.recv` and `Mesh.irecv`.
+        Without `out`, the message must have been sent with a handshake. See `Mesh.recv` and `Mesh.irecv`.
         """
         if self._is_fast("recv", out, src, tag):
             written([out])
@@ -105,7 +105,7 @@ class Messages(Caller):
         return self._start(Batch("recv", [end], async_op, partial(into, out, end.x), source=src))
 
     def recv_any(self, out: Tensor | None, tag: int = 0) -> tuple[Tensor, int]:
-        """Receive from whoever sends first, and say who it was. See `Mesh.recv_any`."""
+        """Receive from the rank that sends first, and return its coord too. See `Mesh.recv_any`."""
         first = blank_header(self._device) if out is None else out
         end = self._checked("recv", "recv_any", first, None, tag)
         handle = self._start(Batch("recv_any", [end], True, calls=0 if out is None else 1))
@@ -122,7 +122,7 @@ class Messages(Caller):
         async_op: bool = False,
         call: str = "exchange",
     ) -> Any:
-        """Send and receive a set of messages at once. See `Mesh.exchange`; `call` names it in errors."""
+        """Send and receive a set of messages at once. See `Mesh.exchange`; errors name it `call`."""
         if (ends := self._fast_batch(sends, recvs)) is not None:
             outs = [end.x for end in ends[: len(recvs)]]
             written(outs)
@@ -141,7 +141,7 @@ class Messages(Caller):
         return Handle((), self, call, finish) if async_op else finish()
 
     def shift(self, x: Tensor, offset: int = 1, wrap: bool = True) -> Tensor | None:
-        """Send `x` `offset` coords further, return what came from as far behind. See `Mesh.shift`."""
+        """Send `x` `offset` coords forward, and return the tensor from `offset` coords back. See `Mesh.shift`."""
         check_offset(offset, partial(self.where, "shift"))
         target, source = self.coord + offset, self.coord - offset
         if wrap:
@@ -166,7 +166,7 @@ class Messages(Caller):
     # -- inside ---------------------------------------------------------------------------------
 
     def _fast_batch(self, sends: Any, recvs: Any) -> list[P2P] | None:
-        """The messages of an exchange, receives first; None where one was not checked before, or more is to be asked."""
+        """The messages of an exchange, receives first; None if one of them still has to be checked."""
         known, ends, tensors, spans = self._fast, [], [], []
         device: Any = None
         try:
@@ -188,7 +188,7 @@ class Messages(Caller):
                 spans.append((begin, begin + end.x.nbytes, comes))
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
             return None
-        # What one message receives lies apart from all others; see check_apart.
+        # A message's receive buffer must not overlap any other; see check_apart.
         spans.sort()
         reach = received = 0
         for begin, end_, comes in spans:
@@ -199,16 +199,16 @@ class Messages(Caller):
         return ends
 
     def _is_fast(self, direction: Direction, x: Any, peer: object, tag: object) -> bool:
-        """Whether a message like this was checked before, and `x` travels as it is."""
+        """Whether a message of this kind was checked before, and `x` can be sent unchanged."""
         try:
             device = self._fast.get((direction, peer, tag, x.dtype))
         except (AttributeError, TypeError):
             return False
-        # True, 1.0 and NumPy's 1 would find what was checked for 1.
+        # True, 1.0 and NumPy's 1 hash like 1, so check types.
         return device is not None and type(peer) is type(tag) is int and unobserved() and is_plain(x, device)
 
     def _checked(self, direction: Direction, call: str, x: Any, peer: Any, tag: int = 0) -> P2P:
-        """One end of a message, of what moves for `x`; None as a peer, any source, is for irecv and recv_any."""
+        """One end of a message for `x`; a peer of None, any source, is for irecv and recv_any."""
         if self._is_fast(direction, x, peer, tag):
             return P2P(direction, x, peer, tag)
 
@@ -220,12 +220,12 @@ class Messages(Caller):
             self._check_any(call)
         else:
             any_source = peer is None and call == "recv"
-            hint = "x, src = mesh.recv_any(dims, x), for whoever sends first" if any_source else None
+            hint = "x, src = mesh.recv_any(dims, x), for the rank that sends first" if any_source else None
             end = "dst" if direction == "send" else "src"
             check_coord(peer, self.size, end, where, hint)
             if call != "exchange":
                 check_other(peer, self.coord, end, where)
-        # The library's own calls, on a line of its own, may use the tags above.
+        # The library's own calls, recorded separately, may use the reserved tags.
         if type(tag) is not int or tag < 0 or (tag >= OWN_TAGS and not self.recorder.inside):
             check_tag(tag, where)
         if direction == "recv":
@@ -235,7 +235,7 @@ class Messages(Caller):
         if (
             dense is x
             and peer not in (None, self.coord)
-            # The library's own tags stay refused where a user gives them.
+            # Reserved tags stay refused if a user passes them.
             and tag < OWN_TAGS
             and x.dtype in CARRIED
             and len(self._fast) < _MOST_FAST
@@ -247,13 +247,13 @@ class Messages(Caller):
     def _check_any(self, call: str) -> None:
         if self.size == 1:
             raise UnsupportedOp(
-                f"{self.where(call)}: there is nobody to receive from",
+                f"{self.where(call)}: there is no rank to receive from",
                 given="a dim of size 1",
                 expected="a dim with another rank",
                 hint="guard the call by mesh.size(dims) > 1",
             )
         if not self.transport.any_source:
-            check_answered(self.transport.name, "who sends first", self.where(call), "src=, a coord")
+            check_answered(self.transport.name, "which rank sends first", self.where(call), "src=, a coord")
             raise UnsupportedOp(
                 f"{self.where(call)}: {self.transport.name} cannot receive from any source",
                 given=f"backend {self.transport.name}",
@@ -262,7 +262,7 @@ class Messages(Caller):
             )
 
     def _copy_own(self, call: str, coming: Sequence[P2P], going: Sequence[P2P]) -> None:
-        """Copy the messages of this rank to itself, of which both ends are in one call."""
+        """Copy this rank's messages to itself, of which both ends are in one call."""
         sent, asked = ([end for end in ends if end.peer == self.coord] for ends in (going, coming))
         for ends in (sent, asked):
             ends.sort(key=attrgetter("tag"))
@@ -278,7 +278,7 @@ class Messages(Caller):
             into(room.x, end.x.view(room.x.shape))
 
     def _start(self, batch: Batch) -> Any:
-        """Start messages to other ranks; their result, or the handle that waits for them."""
+        """Start messages to other ranks; returns their result, or the handle that waits for them."""
         recorder, log, transport = self.recorder, self.recorder.messages, self.transport
         message = handle = None
         works: Sequence[Work] = ()
@@ -286,7 +286,7 @@ class Messages(Caller):
         if alone:
             self._check_order(batch, log)
         try:
-            # Messages of a collective that is done step by step are a part of it.
+            # Messages of a collective that runs step by step belong to it.
             message = log.begin(self.name, batch, recorder.under_way is None)
             left_s = log.confirm(message) if message.unanswered and not batch.async_op else None
             ends = batch.ends if batch.carried else _carried(batch.ends)
@@ -308,8 +308,8 @@ class Messages(Caller):
                     work.wait()
                 else:
                     self.wait_within(work, left_s)
-        except RuntimeError as error:  # the backend's; or of the store, where messages are still compared
-            works = ()  # an error that is kept keeps this frame, which must not keep the group
+        except RuntimeError as error:  # of the backend, or of the store while messages are compared
+            works = ()  # a kept error keeps this frame, which must not keep the group
             raise self.failed(batch.told, error) from error
         finally:
             log.waiting = None
@@ -332,28 +332,28 @@ class Messages(Caller):
         )
 
     def _check_order(self, batch: Batch, log: MessageLog) -> None:
-        """Refuse a message that has to wait for another one of this rank in the other direction, and may keep it waiting."""
+        """Refuse a message that would wait for another one of this rank in the other direction, and could deadlock."""
         direction = batch.ends[0].direction
         other = next((each for each in log.flying if each.parts[0][0] != direction), None)
         if other is None:
             return
         raise UnsupportedOp(
-            f"{self.where(batch.told)}: {self.transport.name} would start it when an earlier "
-            f"{'receive' if direction == 'send' else 'send'} is over, and ranks that do the same wait for ever",
+            f"{self.where(batch.told)}: {self.transport.name} would start it only after an earlier "
+            f"{'receive' if direction == 'send' else 'send'} ends, and ranks that all do this wait forever",
             given=f"{other.call} at {line_of(*other.place)} was not waited for",
             expected="messages in both directions as one call, or a wait in between",
             hint="mesh.exchange(dims, sends=[...], recvs=[...]), or mesh.shift",
         )
 
     def _served_by(self, work: Work, message: PendingMessage) -> int:
-        """The coord that a receive from any source was served by."""
+        """The coord whose message a receive from any source received."""
         src = self.transport.source_of(work)
         self.recorder.messages.arrived(message, src)
         return src
 
 
 def _carried(ends: Sequence[P2P]) -> list[P2P]:
-    """The messages in dtypes that backends carry."""
+    """The messages, with dtypes that backends support."""
     return [end if end.x.dtype in CARRIED else end._replace(x=as_bytes(end.x.view(-1))) for end in ends]
 
 

@@ -1,4 +1,4 @@
-"""The messages of one rank on one group: how many on each channel, which it waits for, and whether both ends agree."""
+"""The messages of one rank on one group: the count on each channel, the messages waited for, and whether both ends agree."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from meshcomm.transport.support import name_of
 from meshcomm.transport.torch_private import capturing, work_error
 
 _KEPT: Final = 256
-# Of so many channels the messages are counted; the oldest go first.
+# Messages are counted for this many channels; the oldest are dropped first.
 _CHANNELS: Final = 4096
-# Each of a pair's first messages costs its two ends seven operations of the job's one store.
+# Comparing a message costs its two ends seven operations of the job's one store.
 _MOST_COMPARED: Final = 4
-# How long at most, and which part of the group's timeout, the end that comes first waits to be told that the other means
-# the same, before it moves its data. It is a part of the timeout: a call with a silent peer takes no longer for it.
+# How long the end that arrives first waits for the peer to confirm the message before it moves its data: at most this
+# time, and at most this part of the group's timeout. The wait counts toward the timeout, so a silent peer adds none.
 _ANSWERED_S: Final = 5.0
 _ANSWERED_PART: Final = 0.5
 
 # Direction, the peer's coord and tag: messages of one channel arrive in the order in which they were sent.
 Channel: TypeAlias = tuple[Direction, int, int]
-# Direction, peer, tag and sequence number on that channel; None and 0 while it is not known yet from whom it comes.
+# Direction, peer, tag and sequence number on that channel; None and 0 while the source is not known.
 Part: TypeAlias = tuple[Direction, int | None, int, int]
-# What an end that came first has said and has no answer to: the store's key, and the global rank of its peer.
+# The announcement of an end that arrived first, until it is answered: the store's key, and the peer's global rank.
 Unanswered: TypeAlias = tuple[str, int]
 
 
 @final
 @dataclass(slots=True, eq=False)
 class Batch:
-    """One call that sends or receives: its messages, receives first, and what the caller gets.
+    """One call that sends or receives: its messages, receives first, and its result.
 
-    finish:  makes the result; result: the result, where there is nothing to make.
-    source:  of a receive, the coord that it is from.
-    calls:   0 where it prepares another call that counts. nbytes: for the counters; None: of all `ends`.
-    carried: every dtype is known to be one that backends carry.
+    finish:  makes the result; result: the result, if there is no `finish`.
+    source:  for a receive, the sender's coord.
+    calls:   0 if it prepares another call, which is counted. nbytes: for the counters; if None, the bytes of all `ends`.
+    carried: every dtype is known to be supported by backends.
     """
 
     call: str
@@ -63,7 +63,7 @@ class Batch:
 
     @property
     def told(self) -> str:
-        """What an error calls the call: with its peer where it has one."""
+        """The name of the call in errors: with its peer if it has one."""
         if self.call not in ("send", "recv"):
             return self.call
         peer = self.ends[-1].peer
@@ -76,13 +76,13 @@ class Batch:
 class PendingMessage(PendingCall):
     """A call that sends or receives, with the line that made it.
 
-    parts: its messages. nbytes: the larger of what it sends and what it receives. unanswered: what was said to
-    other ends that had not come. For the rest see PendingCall.
+    parts: its messages. nbytes: the larger of the bytes it sends and the bytes it receives. unanswered: the
+    announcements to peers that had not arrived. For the rest see PendingCall.
     """
 
     place: tuple[CodeType, int]
     unanswered: Sequence[Unanswered] = ()
-    # Where this counts as under way; None: nowhere.
+    # The log that lists this as under way; None if no log does.
     _log: MessageLog | None = None
 
     def __init__(
@@ -100,25 +100,25 @@ class PendingMessage(PendingCall):
         log.recent.append(self)
 
     def counts(self, total: CallCounter, calls: int) -> None:
-        """It is summed up there; calls: 0 for a part of a call that another part counts for."""
+        """Set its counter. calls: 0 for a part of a call that another part counts."""
         self._total, self._sums, self._calls = total, total.async_op, calls
 
     def started(self) -> None:
-        """The backend has the messages, and the program goes on."""
+        """The backend has the messages, and the call returns to the program."""
         now = clock()
         self._seconds = now - self.began
         if self.told is not None:
             self.told.left = now
 
     def waited(self, since: float) -> None:
-        """A wait that began at `since` is over."""
+        """A wait that began at `since` has ended."""
         super().waited(since)
         if self._log is not None:
             self._log.flying.remove(self)
             self._log = None
 
     def ended(self) -> None:
-        """A blocking call is over, whether or not it failed."""
+        """A blocking call has ended, whether or not it failed."""
         self.over = now = clock()
         total = self._total
         if total is not None:
@@ -133,13 +133,13 @@ class PendingMessage(PendingCall):
 
 @final
 class MessageLog:
-    """Counts messages by channel, so that both ends can say which is missing.
+    """Counts messages by channel, so that both ends can name a missing one.
 
-    Messages are not numbered among the group's collectives: ranks may send different numbers.
+    Messages have no sequence numbers of the group, like collectives do: ranks may send different numbers.
 
     begun:   the sequence number of the last message by channel. waiting: the call that this rank is blocked in.
-    flying:  those that are under way by themselves, see `flies`. recent: the last calls.
-    spans:   takes all while a trace is taken. check: compares the first messages between their ends.
+    flying:  the messages in flight, see `flies`. recent: the last calls.
+    spans:   takes all calls while a trace is taken. check: compares the first messages between their ends.
     """
 
     def __init__(self, counters: Counters, label: str, check: MessageCheck | None = None) -> None:
@@ -154,17 +154,17 @@ class MessageLog:
         self.waiting: PendingMessage | None = None
 
     def settled(self, direction: Direction, peer: int) -> bool:
-        """Whether messages with this peer are no longer compared, and nobody asks for each of them."""
+        """Whether messages with this peer are no longer compared, so that nothing else needs their number."""
         return self.spans is None and (self._check is None or not self._check.is_compared(direction, peer))
 
     def begin(self, name: str, batch: Batch, counted: bool) -> PendingMessage:
         """Count one call's messages and remember its line; the call is under way until it has `started` or `ended`.
 
-        counted: it is no part of a collective that is done step by step.
-        Raises CallMismatchError where the other end of one is known to mean another tensor; that
-        message is not counted.
+        counted: it is not part of a collective that runs step by step.
+        Raises CallMismatchError if the peer is known to pass a different tensor; that message
+        is not counted.
         """
-        frame = users_frame(4)  # behind those of p2p.py
+        frame = users_frame(4)  # past the frames of p2p.py
         check = self._check
         parts: list[Part] = []
         unanswered: list[Unanswered] = []
@@ -199,7 +199,7 @@ class MessageLog:
     def past(
         self, name: str, direction: Direction, peer: int | None, tensors: Sequence[Tensor], frame: FrameType
     ) -> PendingMessage:
-        """A message that was sent or is received past the mesh; torch does not tell its tag, which counts as 0."""
+        """A message that is sent or received outside the mesh; torch does not report its tag, which counts as 0."""
         if self._check is not None:
             self._check.takes_any()
         number = 0 if peer is None else self._count(direction, peer, 0)
@@ -217,12 +217,12 @@ class MessageLog:
         return message
 
     def flies(self, message: PendingMessage) -> None:
-        """`message` is under way by itself until it is waited for, on a backend that runs messages in order."""
+        """`message` is in flight until it is waited for, on a backend that runs messages in order."""
         message._log = self
         self.flying.append(message)
 
     def posted(self, message: PendingMessage, work: Any) -> None:
-        """`work` is the backend's for a message past the mesh; it is kept until it is over."""
+        """`work` is the backend's, for a message outside the mesh; it is kept until it is over."""
         if capturing():
             return
         while self._posted and self._posted[0][1].is_completed():
@@ -230,19 +230,19 @@ class MessageLog:
         self._posted.append((message, work))
 
     def unfinished(self) -> list[PendingMessage]:
-        """The messages past the mesh that are not over, the oldest first."""
+        """The messages outside the mesh that are not over, the oldest first."""
         return [message for message, work in list(self._posted) if not work.is_completed()]
 
     def failed(self) -> list[tuple[PendingMessage, RuntimeError]]:
-        """The first message past the mesh that its backend gave up, and the backend's error; [] where there is none."""
+        """The first message outside the mesh that its backend gave up, and the backend's error; [] if there is none."""
         over = ((message, work) for message, work in list(self._posted) if work.is_completed())
         found = ((message, work_error(work)) for message, work in over)
         return next(([(message, error)] for message, error in found if error is not None), [])
 
     def confirm(self, message: PendingMessage) -> float | None:
-        """Wait, for a while, until the other ends of first messages mean the same. Raises CallMismatchError.
+        """Wait, for a limited time, until the peers of first messages confirm them. Raises CallMismatchError.
 
-        Returns the seconds that are left of the group's timeout where one stayed silent; None where all answered.
+        Returns the seconds that are left of the group's timeout if a peer stayed silent; None if all answered.
         """
         if not message.unanswered or self._check is None:
             return None
@@ -250,7 +250,7 @@ class MessageLog:
         return self._check.confirm(unanswered)
 
     def arrived(self, message: PendingMessage, src: int) -> None:
-        """A receive from whoever comes first was served by coord `src`."""
+        """A receive from any source received its message from coord `src`."""
         tag = message.parts[0][2]
         number = self._count("recv", src, tag)
         if self._check is not None:
@@ -259,7 +259,7 @@ class MessageLog:
             message.told.parts = (("recv", src, tag, number),)
 
     def _count(self, direction: Direction, peer: int, tag: int) -> int:
-        """The sequence number of one more message on its channel."""
+        """The sequence number of the next message on its channel."""
         begun, channel = self.begun, (direction, peer, tag)
         begun[channel] = number = begun.get(channel, 0) + 1
         if len(begun) > _CHANNELS:
@@ -280,15 +280,15 @@ class MessageLog:
         ]
 
     def close(self) -> None:
-        """Compare no more, and let go of what the backend holds."""
+        """Stop comparing, and release the backend's objects."""
         self._check = None
         self._posted.clear()
 
     def status(self, ranks: Sequence[int]) -> dict[str, Any]:
-        """All of it as plain data, peers as global ranks; `ranks` by coord."""
+        """The log as plain data, with peers as global ranks; `ranks` by coord."""
         waiting = self.waiting
         return {
-            # A copy, as another thread may send to somebody else meanwhile.
+            # A copy, as another thread may be sending to another rank.
             "begun": [
                 [direction, ranks[peer], tag, count]
                 for (direction, peer, tag), count in list(self.begun.items())
@@ -311,14 +311,14 @@ class MessageLog:
 class MessageCheck:
     """Compares the first messages of each pair of ranks on one group, in each direction.
 
-    A receive with more room than was sent would return with part of its buffer as it was, and one
-    with less room would end the process (Gloo, tried on torch 2.13). So each end says what it is
-    about to do, and whoever comes second compares, answers, and raises where the two differ. Who came first
-    reads the answer before it waits for the data, so that both ends raise at once.
+    A receive with more room than was sent would return with part of its buffer unchanged, and one with less
+    room would end the process (Gloo, tested with torch 2.13). Therefore each end announces its message, and the end
+    that arrives second compares, answers, and raises if the two differ. The end that arrived first reads the answer
+    before it waits for the data, so that both ends raise at once.
 
-    pairs: how many messages there were in each direction with each peer, while they are compared. store: of this
-    mesh, used for nothing else. ranks: of the group, in coord order; timeout_s: its own. limit: how many messages are
-    compared, at most 4; None: all.
+    pairs: the number of messages in each direction with each peer, while they are compared. store: of this mesh, used
+    for nothing else. ranks: of the group, in coord order; timeout_s: of the group. limit: the number of messages to
+    compare, at most 4; if None, all, up to 4.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class MessageCheck:
         return self.pairs[direction, peer] < self._limit
 
     def takes_any(self) -> None:
-        """This rank receives without saying from whom, or past the mesh: others do not wait for its answer."""
+        """This rank receives from any source, or outside the mesh: others do not wait for its answer."""
         if not self._any:
             self._any = True
             self._store.set(f"{self._label}/any/{self._rank}", "1")
@@ -346,7 +346,7 @@ class MessageCheck:
     def meet(
         self, direction: Direction, peer: int, tag: int, number: int, x: Tensor, frame: FrameType
     ) -> list[Unanswered]:
-        """Say what this end is about to do; compare where the other end, coord `peer`, has said so.
+        """Announce this end's message; compare it if the other end, coord `peer`, has announced its own.
 
         Returns what `confirm` takes if the other end has not arrived. Raises CallMismatchError before the data moves.
         """
@@ -355,7 +355,7 @@ class MessageCheck:
         key = self.key(src, dst, tag, number)
         facts = [name_of(x.dtype), x.numel(), f"({', '.join(map(str, x.shape))})"]
         mine = json.dumps([direction, *facts, f"{frame.f_code.co_filename}:{frame.f_lineno}"])
-        # One step: who comes first writes, who comes second gets what the first has written.
+        # One step: the first to arrive writes, the second gets what the first has written.
         theirs = self._store.compare_set(key, "", mine).decode()
         if theirs == mine:
             return [(key, other)]
@@ -374,9 +374,9 @@ class MessageCheck:
         return []
 
     def confirm(self, waiting: Sequence[Unanswered]) -> float | None:
-        """Return when the other ends mean the same, or have been silent for some seconds; then their backend tells.
+        """Return when the peers confirm, or after some seconds without an answer; the backend then reports a difference.
 
-        Returns what is left of the timeout where one was silent. Raises CallMismatchError where one means something else.
+        Returns the rest of the timeout if a peer was silent. Raises CallMismatchError if a peer passes another tensor.
         """
         began, pause, left = time.monotonic(), 0.0005, None
         until = began + min(_ANSWERED_S, _ANSWERED_PART * self._timeout_s)
@@ -398,7 +398,7 @@ class MessageCheck:
         return left
 
     def key(self, src: int, dst: int, tag: int, number: int) -> str:
-        """Where the end that comes first says what it is about to do."""
+        """The store's key for the announcement of the end that arrives first."""
         return f"{self._label}/{src}>{dst}/{tag}/{number}"
 
     def _differs(self, key: str, told: str) -> CallMismatchError:
@@ -406,7 +406,7 @@ class MessageCheck:
         src, dst = map(int, pair.split(">"))
         return CallMismatchError(
             f"message {number} with tag {tag} from rank {src} to rank {dst} on {self._label} "
-            "means two things; nothing was sent",
+            "differs between its ends; nothing was sent",
             given=told,
             expected="the same dtype and number of elements at both ends",
             hint="handshake=True on the send and no out on the receive, where the receiver cannot know the shape",

@@ -1,4 +1,4 @@
-"""One call of a collective: what was asked for, and what each stage finds on its way to the wire and back."""
+"""One call of a collective: its arguments, and the results of each stage on the way to the wire and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshcomm.transport import P2P
 
 
 class Algorithm(Protocol):
-    """What reduces a flat tensor in place instead of the backend."""
+    """The algorithm that reduces a flat tensor in place instead of the backend."""
 
     @property
     def name(self) -> str: ...
@@ -24,18 +24,18 @@ class Algorithm(Protocol):
     def run(self, comm: Any, flat: Tensor, op: str) -> None: ...
 
 
-# Marks an option that may differ between ranks, or that `_facts` or the name of the call covers.
+# Marks an option that may differ between ranks, or that is covered by `_facts` or the call's name.
 _OWN: Final = {"own": True}
-# The fields that the fast path knows: all others that a caller can give are options.
+# The fields that the fast path supports: all others that a caller can set are options.
 _KNOWN: Final = ("comm", "row", "x", "async_op", "op", "root", "axis", "concat", "out")
 
 
 @final
 @dataclass(slots=True, eq=False)
 class Request:
-    """One call of a collective. Each stage takes it, and adds what it finds.
+    """One call of a collective. Each stage takes it, and adds its results.
 
-    | stage  | file          | finds |
+    | stage  | file          | adds |
     |---|---|---|
     | check  | check_call.py | source, axes counted from the front, plain splits, facts, problem |
     | agree  | agree.py      | whether the other ranks call the same; sizes, and the slice of a scatter |
@@ -43,20 +43,20 @@ class Request:
     | start  | wire.py       | the Works |
     | finish | wire.py       | the result |
 
-    The fields up to `out` are known to the fast path of Communicator.collective. Those behind it are options: a call
-    with any of them takes the stages, and ranks have to agree on it where it is not marked as `_OWN`.
+    The fields up to `out` are supported by the fast path of Communicator.collective. Later fields are options: a call
+    with any of them takes the stages, and ranks must agree on it unless it is marked as `_OWN`.
 
-    concat:   the axis that an all_to_all joins; `axis` is the one that it splits, and the only one of the others.
-    uneven:   sizes of `axis` may differ from rank to rank. input_split_sizes: what of `axis` goes to each coord;
-              output_split_sizes: what is known to come from each.
+    concat:   the axis that an all_to_all joins; `axis` is the one that it splits, and the only axis of other calls.
+    uneven:   sizes of `axis` may differ between ranks. input_split_sizes: the size of `axis` sent to each coord;
+              output_split_sizes: the size from each coord, if known.
 
-    source:   x with the axis that is cut or joined; None on ranks that bring nothing.
-    facts:    what has to be equal on all ranks. problem: what is wrong for this rank alone; raised when the others have
-              their part of the call.
-    header:   of a scatter, the shape of a slice as a message.
-    sizes:    what comes from each coord, where that differs.
-    call:     what the transport starts. arrived: where its result arrives, before it is put in order.
-    direct:   whether that is where it belongs.
+    source:   x, with the axis to split or join; None on ranks that contribute nothing.
+    facts:    the facts that must be equal on all ranks. problem: the error of this rank alone, raised after the others
+              have their part of the call.
+    header:   for a scatter, the shape of a slice as a message.
+    sizes:    the size from each coord, if sizes differ.
+    call:     the call for the transport. arrived: the buffer of its result, before it is reordered.
+    direct:   whether that buffer is the final one.
     repeatable: calls of this kind can be prepared for the fast path.
     """
 
@@ -87,17 +87,17 @@ class Request:
     repeatable: bool = field(default=False, init=False)
 
     def where(self) -> str:
-        """What opens an error about the call."""
+        """The beginning of an error about the call."""
         return self.comm.where(self.row.name)
 
     @property
     def name(self) -> str:
-        """As it is recorded, compared and counted: by another algorithm it is another call."""
+        """The name under which it is recorded, compared and counted: another algorithm makes it another call."""
         return self.row.name if self.algorithm is None else f"{self.row.name} by {self.algorithm.name}"
 
     @property
     def options(self) -> dict[str, object]:
-        """The options of this call that have to be equal on all ranks, where they are given."""
+        """The options of this call that must be equal on all ranks, if given."""
         kind: Any = type(self)
         return {name: value for name, usual in _compared(kind) if (value := getattr(self, name)) != usual}
 
@@ -108,7 +108,7 @@ class Request:
 
     @property
     def common(self) -> Tensor | None:
-        """What this rank brings, where all ranks bring the like; None of a scatter and of a barrier."""
+        """This rank's tensor, if all ranks contribute an equal one; None for a scatter and a barrier."""
         return None if self.row is SCATTER else self.source
 
     @property
@@ -123,12 +123,12 @@ class Request:
 
     @property
     def target(self) -> Tensor | None:
-        """The caller's tensor that becomes the result; None: it is new."""
+        """The caller's tensor that becomes the result; None if the result is new."""
         return self.x if self.row.in_place and self.row.root != "dst" else self.out
 
 
 @cache
 def _compared(kind: Any) -> list[tuple[str, object]]:
-    """The options that ranks have to agree on, with their defaults: also those that a subclass adds."""
+    """The options on which ranks must agree, with their defaults: also options that a subclass adds."""
     given = (each for each in fields(kind) if each.init and each.name not in _KNOWN)
     return [(each.name, each.default) for each in given if "own" not in each.metadata]

@@ -1,4 +1,4 @@
-"""All-reduces in several steps: over messages along a dim, as a schedule says, or dim by dim."""
+"""All-reduces in several steps: over messages along a dim, by a schedule, or dim by dim."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Scheduled: TypeAlias = Literal[
 ]
 SCHEDULED: Final[tuple[str, ...]] = get_args(Scheduled)
 
-# A user's own messages along the dim do not meet these. Gloo keeps tags apart; NCCL matches by order.
+# Keeps these messages apart from a user's own. Gloo separates tags; NCCL matches by order.
 _TAG: Final = OWN_TAGS
-# Pieces of a tree's pipeline: smaller ones cost more than they hide, docs/benchmarks.md has the figures.
+# The pieces of a tree's pipeline: smaller ones cost more than they hide, see docs/benchmarks.md.
 _CHUNK_BYTES: Final = 8 << 20
 _MOST_CHUNKS: Final = 16
-# Of larger tensors pieces of this size follow each other through the dims of `hierarchical`.
+# Larger tensors pass through the dims of `hierarchical` in pieces of this size.
 _PIECE_BYTES: Final = 4 << 20
 
 
@@ -49,11 +49,11 @@ class _Moves(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """Which schedule an all_reduce follows.
+    """The schedule of an all_reduce.
 
-    inner:  for "two_level", how many neighbouring coords form a group.
-    chunks: for the trees, in how many pieces the data of one tree follow one another; None: of 8 MiB
-            each, at most 16.
+    inner:  for "two_level", how many neighboring coords form a group.
+    chunks: for the trees, the number of pieces into which the data of one tree is split; if None, pieces of 8 MiB, and
+            at most 16 of them.
     """
 
     name: Scheduled
@@ -76,13 +76,13 @@ class Algorithm(NamedTuple):
 def all_reduce(
     comm: Communicator, x: Tensor, op: str, algorithm: Algorithm, factor: float | None = None
 ) -> Tensor:
-    """Reduce `x` in place over `comm`, as the schedule of `algorithm` says, and return it.
+    """Reduce `x` in place over `comm` by the schedule of `algorithm`, and return it.
 
-    All arguments are equal on every rank, as for `Communicator.collective`, whose checks, operations
-    and errors these are. Every rank gets bit-equal values: each sum is made by one rank and copied,
-    or by two from the same operands in the same order.
+    All arguments are equal on every rank, as for `Communicator.collective`, whose checks, operations and errors apply.
+    Every rank gets bit-equal values: each sum is computed by one rank and copied, or by two from the same operands in
+    the same order.
     """
-    # Where there is nothing to reduce, every rank still meets, so that a skipped call is noticed.
+    # With nothing to reduce, the ranks still meet, so that a skipped call is noticed.
     chosen = algorithm if x.numel() > 0 else None
     reduced: Tensor = comm.collective(ALL_REDUCE, x, False, op, factor=factor, algorithm=chosen)
     return reduced
@@ -102,7 +102,7 @@ def schedule_of(algorithm: Scheduled, n: int, inner: int = 1, chunks: int = 1) -
 def _moves(
     algorithm: Scheduled, n: int, inner: int, chunks: int, coord: int, length: int
 ) -> tuple[list[_Moves], int]:
-    """This rank's messages, without empty ones, and the most elements that one step reduces."""
+    """This rank's messages, without empty ones, and the largest number of elements that one step reduces."""
     schedule = schedule_of(algorithm, n, inner, chunks)
     cuts = bounds(length, schedule.chunks)
     found, most = [], 0
@@ -145,7 +145,7 @@ def _run(
         for out, (peer, start, stop, reduced) in zip(outs, receives, strict=True):
             if reduced:
                 mine = flat[start:stop]
-                # The lower coord's on the left, so that two partners compute the same.
+                # The lower coord's operand is on the left, so that two partners compute the same value.
                 left, right = (mine, out) if own < peer else (out, mine)
                 combine(left, right, out=mine)
 
@@ -153,17 +153,17 @@ def _run(
 def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: float | None = None) -> Tensor:
     """Reduce `x` in place over the dims of `comms`, outermost first, and return it.
 
-    Inside the innermost dim each rank gets the reduced slice number `coord`; the slices are reduced
-    over the outer dims in the same way; then the innermost dim gathers them. Across the outer dims
-    goes 1/n of the data, n the size of the innermost dim, where a flat ring sends all of it.
-    Equal to the flat result up to rounding: the order of the sums is another.
+    Inside the innermost dim each rank gets the reduced slice number `coord`; the slices are reduced over the outer dims
+    in the same way; then the innermost dim gathers them. Only 1/n of the data crosses the outer dims, where n is the
+    size of the innermost dim; a flat ring sends all of it. The result equals the flat one up to rounding, because the
+    order of summation differs.
     """
     inner = comms[-1]
     given: dict[str, Any] = {} if factor is None else {"factor": factor}
     where = partial(inner.where, "all_reduce")
     check_tensor(x, inner.kinds, where)
     if len(comms) == 1 or x.numel() == 0:
-        # An empty tensor still makes every rank meet, so that a skipped call is noticed.
+        # With an empty tensor, the ranks still meet, so that a skipped call is noticed.
         for comm in comms:
             comm.collective(ALL_REDUCE, x, False, op, **given)
         return x
@@ -176,8 +176,8 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: floa
     padded[:length] = flat
     most = max(1, _PIECE_BYTES // (inner.size * flat.element_size())) * inner.size
     pieces = padded.split(most)
-    # While two pieces cross the outer dims, which are the slow ones, the one behind them is being reduced
-    # inside and the one before them gathered.
+    # While two pieces cross the outer dims, which are the slow ones, the next piece is reduced inside and the previous
+    # one is gathered.
     crossing: deque[tuple[Handle[Tensor] | None, Tensor, Tensor]] = deque()
     gathering: list[Handle[Tensor]] = []
 
@@ -188,11 +188,11 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: floa
         across, mine, piece = crossing.popleft()
         if across is not None:
             across.wait()
-        # Into where the piece came from: what was there has been reduced.
+        # Gather into the piece's own memory: its input has been reduced already.
         gathering.append(inner.collective(ALL_GATHER, mine, True, out=piece))
 
     reducing = reduce(0)
-    # What one level has prepared is not prepared again.
+    # The inner level has already applied the preparation of the operation.
     further = REDUCTIONS[op].wire.name
     for number, piece in enumerate(pieces):
         mine = reducing.wait()

@@ -1,4 +1,4 @@
-"""Tensors as a group sees them: dense in memory, and cut or joined along one axis."""
+"""Tensors as a group sees them: dense in memory, and split or joined along one axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshcomm.errors import ShapeError
 from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.torch_private import written
 
-# What every backend carries as it is.
+# The dtypes that every backend supports directly.
 CARRIED: Final = frozenset(
     (
         torch.float32,
@@ -34,8 +34,8 @@ _INTS: Final = {
 }
 
 _MOST_AXES: Final = 14
-# A fixed order, the same on every rank of one torch version: a dtype travels as its index. float32
-# is the first, as a dry run reads zeros.
+# A fixed order, the same on every rank of one torch version: a dtype is sent as its index. float32 is first, because
+# a dry run reads zeros.
 _DTYPES: Final = sorted(
     {d for d in vars(torch).values() if isinstance(d, torch.dtype)},
     key=lambda d: (d != torch.float32, str(d)),
@@ -43,7 +43,7 @@ _DTYPES: Final = sorted(
 
 
 def materialised(x: Tensor) -> Tensor:
-    """`x` itself where its memory holds its values one after the other, else a copy that does."""
+    """`x` itself if its memory holds its values contiguously, otherwise a copy that does."""
     if x.is_complex():
         x = x.resolve_conj()
     if x.is_neg():
@@ -52,14 +52,14 @@ def materialised(x: Tensor) -> Tensor:
 
 
 def leaving(x: Tensor) -> Tensor:
-    """`x` as it is sent: dense, and out of autograd's sight; `x` itself where it is that already."""
+    """`x` as it is sent: dense and detached; `x` itself if it is both already."""
     if type(x) is Tensor and not (x.requires_grad or x.is_neg() or x.is_complex()) and x.is_contiguous():
         return x
     return materialised(x.detach())
 
 
 def buffer_for(out: Tensor) -> Tensor:
-    """`out` itself where bytes can be received into it, else new memory of its shape."""
+    """`out` itself if bytes can be received into it, otherwise new memory of its shape."""
     if out.is_contiguous() and not out.is_conj() and not out.is_neg():
         return out
     return out.new_empty(out.shape)
@@ -76,7 +76,7 @@ def into(out: Tensor, buffer: Tensor) -> Tensor:
 
 
 def unwatched(*outs: Tensor) -> AbstractContextManager[object]:
-    """Where `outs` may be written: a call is checked when it is made, and may be waited for in another mode."""
+    """Whether `outs` may be written here: a call is checked when it is made, and may be waited for in another mode."""
     return torch.inference_mode() if any(map(Tensor.is_inference, outs)) else torch.no_grad()
 
 
@@ -109,14 +109,14 @@ def without(x: Tensor, axis: int) -> Tensor:
     return x.new_empty(0).expand(0) if x.ndim == 0 else x.narrow(axis, 0, 0)
 
 
-# -- what travels for a tensor ---------------------------------------------------------------------
+# -- the form in which a tensor is sent ------------------------------------------------------------
 
 
 def wire(x: Tensor, added: bool = False) -> Tensor:
-    """The memory of `x`, which is dense, flat and in a dtype that backends carry.
+    """The memory of `x`, which is dense, as a flat tensor in a dtype that backends support.
 
-    added: in one that they add: complex numbers as pairs, bool as bytes. Else any other dtype goes as bytes, which
-    is exact.
+    added: in a dtype that they can add: complex numbers as pairs, bool as bytes. Otherwise, any other dtype is sent as
+    bytes, which is exact.
     """
     flat = x.view(-1)
     if x.dtype in CARRIED:
@@ -131,7 +131,7 @@ def wire(x: Tensor, added: bool = False) -> Tensor:
 def as_bytes(flat: Tensor) -> Tensor:
     """The same memory as bytes. `flat`: of one axis, contiguous.
 
-    One element of a slice is contiguous with any stride, and torch then finds no bytes in it.
+    One element of a slice is contiguous with any stride, and torch then cannot view it as bytes.
     """
     if flat.numel() < 2:
         flat = flat.as_strided(flat.shape, (1,))
@@ -139,27 +139,27 @@ def as_bytes(flat: Tensor) -> Tensor:
 
 
 def is_ordered(dtype: torch.dtype, op: str) -> bool:
-    """Whether `as_ordered` travels for this reduction: backends do not agree on the smaller of a number and NaN."""
+    """Whether this reduction sends `as_ordered`: backends do not agree on the smaller of a number and NaN."""
     return WIRE_OPS[op].nan is not None and dtype in _INTS
 
 
 def as_ordered(x: Tensor, op: str) -> Tensor:
-    """Whole numbers in the order of the floats in `x`, NaN the last of all: the greatest for max, the least for min.
+    """Integers in the order of the floats in `x`. NaN is the extreme: the greatest for max, the least for min.
 
-    The bits of floats, read as whole numbers, are ordered but for those below zero, whose other bits are turned
-    over. So -0.0 is below 0.0, and a NaN of any rank is in the result, as of torch.minimum and torch.maximum.
+    The bits of floats, read as integers, are ordered except below zero, where all bits but the sign are inverted. So
+    -0.0 is below 0.0, and a NaN of any rank is in the result, as for torch.minimum and torch.maximum.
     """
     kind = _INTS[x.dtype]
     bits = x.detach().view(kind)
     limits = torch.iinfo(kind)
     keys = torch.where(bits < 0, bits ^ limits.max, bits)
     keys.masked_fill_(x.isnan(), limits.max if WIRE_OPS[op].nan == "greatest" else limits.min)
-    # No backend reduces 16-bit whole numbers.
+    # No backend reduces 16-bit integers.
     return keys.to(torch.int32) if kind is torch.int16 else keys
 
 
 def from_ordered(carried: Tensor, dtype: torch.dtype, op: str) -> Tensor:
-    """The values of what has travelled; `carried` itself where it did not go as `as_ordered`."""
+    """The values of a received tensor; `carried` itself if it was not sent as `as_ordered`."""
     if not is_ordered(dtype, op):
         return carried
     kind = _INTS[dtype]
@@ -171,15 +171,15 @@ def from_ordered(carried: Tensor, dtype: torch.dtype, op: str) -> Tensor:
 
 
 def blank_header(device: torch.device) -> Tensor:
-    """Room for a header."""
+    """A buffer for a header."""
     return torch.zeros(_MOST_AXES + 2, dtype=torch.int64, device=device)
 
 
 def header_of(x: Tensor, where: str) -> Tensor:
-    """dtype, number of axes, sizes: what a receiver needs to make room. Raises ShapeError for too many axes."""
+    """dtype, number of axes, sizes: the facts that a receiver needs to allocate. Raises ShapeError for too many axes."""
     if x.ndim > _MOST_AXES:
         raise ShapeError(
-            f"{where}: a handshake cannot tell {x.ndim} axes",
+            f"{where}: a handshake cannot describe {x.ndim} axes",
             given=f"x of shape {tuple(x.shape)}, {x.dtype}",
             expected=f"at most {_MOST_AXES} axes",
             hint="x.flatten()",
@@ -191,6 +191,6 @@ def header_of(x: Tensor, where: str) -> Tensor:
 
 
 def described_by(header: Tensor) -> Tensor:
-    """New memory for what a header tells."""
+    """New memory for the tensor that a header describes."""
     kind, ndim, *sizes = header.tolist()
     return torch.empty(sizes[:ndim], dtype=_DTYPES[kind], device=header.device)

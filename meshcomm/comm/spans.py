@@ -1,4 +1,4 @@
-"""Every call of this rank while a trace is taken: when it began, when it was left, and when it was waited for."""
+"""Every call of this rank during a trace: when it began, returned, and was waited for."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from meshcomm.comm.callsite import caller
 from meshcomm.transport.support import name_of
 
-# The lane of forward and backward passes, and that of what `mesh.step` tells of.
+# The lane of forward and backward passes, and the lane of `mesh.step`.
 PASSES: Final = "passes"
 STEPS: Final = "steps"
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-# More calls than this a trace does not keep: some 500 bytes each.
+# The number of calls that a trace keeps: some 500 bytes each.
 MOST: Final = 200_000
 
 
@@ -28,8 +28,8 @@ MOST: Final = 200_000
 class Span:
     """One call, or one named stretch of the program. Times in seconds on the monotonic clock.
 
-    group: label, "" for a stretch. lane: the dim, or what a stretch belongs to. number: sequence number of a
-    collective. left: when the program went on. waits: (begin, end) of each wait; at_once: they follow the start.
+    group: label, "" for a stretch. lane: the dim, or the lane of a stretch. number: sequence number of a collective.
+    left: when the call returned to the program. waits: (begin, end) of each wait; at_once: they follow the start.
     parts: of messages: (direction, peer's coord, tag, number among those). root: a coord, -1 for none.
     """
 
@@ -50,13 +50,13 @@ class Span:
     waits: list[tuple[float, float]] = field(default_factory=list)
 
     def of(self, tensors: Sequence[Tensor]) -> None:
-        """The call was given these tensors; of one, shape and dtype are kept."""
+        """Record the tensors of the call; for a single one, shape and dtype are kept."""
         if len(tensors) == 1:
             self.shape, self.dtype = tuple(tensors[0].shape), name_of(tensors[0].dtype)
 
 
 class Spans:
-    """What a trace keeps of one rank. dropped: how many calls it did not keep. step_began: when this step, or the trace, began."""
+    """The trace of one rank. dropped: the number of calls not kept. step_began: when this step, or the trace, began."""
 
     def __init__(self, most: int = MOST) -> None:
         self.found: list[Span] = []
@@ -65,12 +65,12 @@ class Spans:
         self._most = most
 
     def step(self, number: int) -> None:
-        """A step of the program is over: a stretch from the end of the one before, or the trace's beginning."""
+        """A step of the program is over: a stretch since the end of the previous step, or since the beginning of the trace."""
         span = self.keep(Span("", STEPS, f"step {number}", caller(), self.step_began))
         span.left = self.step_began = clock()
 
     def keep(self, span: Span) -> Span:
-        """A call begins; what becomes known of it later is written to the span."""
+        """A call begins; later facts about it are written to the span."""
         if len(self.found) < self._most:
             self.found.append(span)
         else:
@@ -80,7 +80,7 @@ class Spans:
 
 @contextmanager
 def stretch(spans: Spans | None, lane: str, name: str) -> Iterator[None]:
-    """The block as a span; None: no trace is taken."""
+    """The block as a span. Does nothing if `spans` is None: no trace is taken."""
     if spans is None:
         yield
         return
@@ -92,7 +92,7 @@ def stretch(spans: Spans | None, lane: str, name: str) -> Iterator[None]:
 
 
 def host() -> int:
-    """Equal for two processes that share a monotonic clock: those of one boot of one kernel."""
+    """Equal for two processes that share a monotonic clock: those in one boot of one kernel."""
     try:
         return uuid.UUID(_BOOT.read_text().strip()).int >> 65
     except (OSError, ValueError):

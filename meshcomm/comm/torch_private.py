@@ -1,4 +1,4 @@
-"""Private names of torch that operators with derivatives need. Tried on torch 2.11, 2.13, 2.14 and 2.15."""
+"""Private names of torch that operators with derivatives need. Tested with torch 2.11, 2.13, 2.14 and 2.15."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-# Whether a transform of torch.func (vmap, grad, jvp) is under way.
+# Whether a transform of torch.func (vmap, grad, jvp) is active.
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _profiling = torch.autograd._profiler_enabled
 _forward_mode: Any = forward_ad
@@ -36,12 +36,12 @@ below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 after_autograd: Any = torch._C._after_autograd_keyset
 # Whether a tensor is a wrapper of a torch.func transform.
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-# Whether forward-mode AD is switched on, and a tensor's value and tangent (None) at its only level, 0.
+# Whether forward-mode AD is enabled, and a tensor's value and tangent (or None) at its only level, 0.
 is_fwd_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 unpack_dual: Any = torch._VF._unpack_dual
 _DEVICES = tuple(getattr(torch._C.DispatchKey, name) for name in ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1"))
 
 
 def only_device(keys: Any) -> bool:
-    """Whether nothing comes after autograd but the call itself, on a device's dense tensor."""
+    """Whether only the call itself remains below autograd, on a device's dense tensor."""
     return keys.remove(torch._C.DispatchKey.ADInplaceOrView).highestPriorityTypeId() in _DEVICES

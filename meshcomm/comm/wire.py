@@ -1,4 +1,4 @@
-"""The last stages of a collective: what travels for its tensors, the start, and the result of what arrives."""
+"""The last stages of a collective: the tensors to send, the start, and the result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from meshcomm.transport.support import WIDENED
 
 
 def load(request: Request) -> None:
-    """Make the call that the transport is given: its tensors dense, and of dtypes that backends carry."""
+    """Make the call for the transport, with dense tensors of dtypes that backends support."""
     if request.sizes is None:
         _load_even(request)
     elif request.input_split_sizes is None and request.root < 0 and request.comm.size > 1:
@@ -45,7 +45,7 @@ def _load_even(request: Request) -> None:
         sent = dense = split(source, request.axis, comm.size) if row.splits else materialised(source)
         if row.reduces:
             sent, op = _prepared(request, dense)
-        # By the fast path x goes as it is, and nothing before it: the others hear of the size of a scatter's slices.
+        # The fast path sends x unchanged and nothing before it. A scatter sends its slices' size first.
         unchanged = (
             request.common is x
             and sent is dense
@@ -53,7 +53,7 @@ def _load_even(request: Request) -> None:
         )
         along_0 = request.axis == request.concat == 0
         request.repeatable = unchanged and along_0 and request.algorithm is None and materialised(x) is x
-        # Backends leave partial results in the tensors of the other ranks; x stays as it was.
+        # Backends leave partial results in the tensors of the other ranks, but x must stay unchanged.
         if row is REDUCE and sent is x:
             sent = x.clone()
     request.arrived = room = sent if row.in_place else _room(request, sent)
@@ -68,7 +68,7 @@ def _load_even(request: Request) -> None:
 
 
 def _prepared(request: Request, dense: Tensor) -> tuple[Tensor, str]:
-    """What travels for a dense tensor that is reduced, and what the backend does to it; the same memory where that will do."""
+    """The tensor to send for a dense one that is reduced, and the backend's operation; the same memory if possible."""
     reduction, x = REDUCTIONS[request.op], request.x
     op = reduction.wire.name
     if reduction.prepare is not None:
@@ -83,11 +83,11 @@ def _prepared(request: Request, dense: Tensor) -> tuple[Tensor, str]:
 
 
 def _room(request: Request, sent: Tensor | None) -> Tensor | None:
-    """Where the result arrives: `out`, where the parts lie there as they come, else new memory; None for no result."""
+    """The buffer of the result: `out` if the parts arrive in its order, otherwise new memory; None if there is no result."""
     row, comm, out = request.row, request.comm, request.out
     if row is BARRIER or not request.gets:
         return None
-    # The result of a join along axis 0, and of a cut, lies as it comes.
+    # A join along axis 0, and a split, arrive in the result's order.
     straight = row.splits != row.joins and not (row.joins and request.axis)
     if out is not None and request.problem is None and straight and (sent is None or sent.dtype == out.dtype):
         request.direct = True
@@ -101,7 +101,7 @@ def _room(request: Request, sent: Tensor | None) -> Tensor | None:
 
 
 def _flat(request: Request) -> tuple[Tensor, int]:
-    """What this rank brings, flat, the axis that differs in front; and how many elements one index of it has."""
+    """This rank's input, flat, with the uneven axis in front; and the number of elements in one index of that axis."""
     source = request.source
     assert source is not None
     return materialised(source.movedim(request.axis, 0)).view(-1), prod(
@@ -110,10 +110,10 @@ def _flat(request: Request) -> tuple[Tensor, int]:
 
 
 def _load_uneven_gather(request: Request, sizes: list[int]) -> None:
-    """An all_gather needs no copy of what it sends for each of the others.
+    """An all_gather without a copy of the input for each other rank.
 
-    Where a backend queues its calls, all parts are padded to the longest and gathered as one kernel: a row for each
-    coord arrives. Else each part is a message straight to its place.
+    If the backend queues its calls, all parts are padded to the longest and gathered by one kernel, which delivers a row
+    per coord. Otherwise, each part is a message straight to its place.
     """
     comm, transport = request.comm, request.comm.transport
     sent, count = _flat(request)
@@ -135,7 +135,7 @@ def _load_uneven_gather(request: Request, sizes: list[int]) -> None:
 
 
 def _load_uneven(request: Request, sizes: list[int]) -> None:
-    """An all_to_all with lengths; of a gather only its root gets anything."""
+    """An all_to_all with lengths; for a gather, only the root receives."""
     comm, input_split_sizes = request.comm, request.input_split_sizes
     sent, count = _flat(request)
     coming = [size * count if request.gets else 0 for size in sizes]
@@ -143,7 +143,7 @@ def _load_uneven(request: Request, sizes: list[int]) -> None:
     if input_split_sizes is not None:
         leaving = [size * count for size in input_split_sizes]
     request.arrived, source = sent.new_empty(sum(coming)), wire(sent)
-    # Lengths count what is carried: bytes where the dtype travels as bytes.
+    # Lengths are in units of the sent dtype: bytes if the tensor is sent as bytes.
     unit = 1 if source.dtype == sent.dtype else sent.element_size()
     lengths = ([n * unit for n in coming], [n * unit for n in leaving])
     request.call = Call(
@@ -151,7 +151,7 @@ def _load_uneven(request: Request, sizes: list[int]) -> None:
     )
 
 
-# -- the last stages: start what was loaded, and make the result of what has arrived -----------------
+# -- the last stages: start the loaded call, and make the result of the received data ---------------
 
 
 def start(request: Request) -> Sequence[Work]:
@@ -168,7 +168,7 @@ def start(request: Request) -> Sequence[Work]:
 
 
 def carry_out(request: Request) -> Tensor | None:
-    """Start the call, wait for it, and make its result. Apart, as an error that is kept must not keep the Works."""
+    """Start the call, wait for it, and make its result. A function of its own, so that a kept error does not keep the Works."""
     for work in start(request):
         work.wait()
     if request.row is BARRIER:
@@ -177,7 +177,7 @@ def carry_out(request: Request) -> Tensor | None:
 
 
 def finish(request: Request) -> Tensor | None:
-    """The result, once the Works are over. Raises what is wrong for this rank alone."""
+    """The result, after the Works have completed. Raises the error of this rank alone."""
     row, came, target, call = request.row, request.arrived, request.target, request.call
     if request.problem is not None:
         raise request.problem
@@ -201,7 +201,7 @@ def _joined_uneven(request: Request, came: Tensor, sizes: list[int]) -> Tensor:
     assert source is not None
     rest = [*source.shape[:axis], *source.shape[axis + 1 :]]
     if came.ndim > 1:
-        # Padded parts are cut to what they are.
+        # Remove the padding of the parts.
         came = torch.cat([row[: size * prod(rest)] for row, size in zip(came, sizes, strict=True)])
     if joined == axis:
         return came.view(sum(sizes), *rest).movedim(0, axis)

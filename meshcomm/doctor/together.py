@@ -116,7 +116,7 @@ def _gather(store: Any, world_size: int, wait: timedelta) -> tuple[list[Facts], 
                 f"{ranks_text(gone)} of {world_size} never came",
                 given=f"{ranks_text(here)} within {wait.total_seconds():g} s",
                 expected=f"all of ranks 0 to {world_size - 1}",
-                hint="look at how the missing ranks were started and at their first error",
+                hint="check how the missing ranks were started, and their first error",
             )
         )
     rows = [json.loads(store.get(keys[rank])) for rank in here]

@@ -1,4 +1,4 @@
-"""Which processes are the ranks of a mesh, where some are lost: whole copies of the model along one dim go on."""
+"""Which processes are the ranks of a mesh after some are lost: complete copies of the model along one dim continue."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(settings: Config, world_size: int) -> Sizes | None:
-    """The sizes that `[elastic]` allows and training can have; None where the mesh keeps its own.
+    """The sizes that `[elastic]` allows and training supports; None if the mesh keeps its size.
 
-    Raises ConfigError where no smaller one can be had.
+    Raises ConfigError if no smaller size is possible.
     """
     wanted = settings.elastic.min
     if not wanted:
@@ -42,7 +42,7 @@ def sizes_of(settings: Config, world_size: int) -> Sizes | None:
             fewer.append(size)
     if not fewer:
         raise ConfigError(
-            f"the mesh cannot go on with fewer along {dim}: no size from {least} to {dims[dim] - 1} fits",
+            f"the mesh cannot continue with fewer ranks along {dim}: no size from {least} to {dims[dim] - 1} fits",
             given=f"elastic.min = {toml_dims(wanted)}, mesh.dims = {toml_dims(dims)}; with {dims[dim] - 1}: {refused}",
             expected=f"a smaller {dim} that the rest of the configuration fits",
             hint="a train.global_batch_size that smaller sizes divide; -1 in a view; or remove elastic.min",
@@ -53,9 +53,9 @@ def sizes_of(settings: Config, world_size: int) -> Sizes | None:
 @final
 @dataclass(frozen=True)
 class Places:
-    """The processes of a job by their ranks: they are numbered by the ranks that they have first.
+    """The processes of a job by their ranks: each process is numbered by its first rank.
 
-    count: of the job. sizes: None where the mesh keeps its own. processes, size: of the present mesh.
+    count: of the job. sizes: None if the mesh keeps its size. processes, size: of the present mesh.
     """
 
     count: int
@@ -70,15 +70,15 @@ class Places:
 
     @property
     def dims(self) -> dict[str, int]:
-        """The sizes of the mesh; {} where they are those of the configuration."""
+        """The sizes of the mesh; {} if they are those of the configuration."""
         sizes = self.sizes
         whole = sizes is None or self.size == sizes.dims[sizes.dim]
         return {} if sizes is None or whole else {**sizes.dims, sizes.dim: self.size}
 
     def filled(self, alive: Collection[int]) -> Places | None:
-        """The largest mesh of these processes; None where they are too few.
+        """The largest mesh of these processes; None if they are too few.
 
-        Copies of the model that are whole stay, and then those that lack the fewest, whose gaps others fill.
+        Complete copies of the model stay, then the copies that miss the fewest processes; processes of other copies fill gaps.
         """
         sizes = self.sizes
         if len({*alive}) == self.count:
@@ -99,7 +99,7 @@ class Places:
         for copy in copies:
             for at, each in enumerate(copy):
                 if each is None:
-                    # One that has had this place in another copy holds the same parts.
+                    # A process that had this position in another copy holds the same parts.
                     taken = next((one for one in free if place[one] == at), free[0])
                     free.remove(taken)
                     copy[at] = taken
@@ -109,7 +109,7 @@ class Places:
 
 
 def _coords(dims: Mapping[str, int], dim: str) -> list[tuple[int, int]]:
-    """Of each rank, row-major: its coord along `dim`, which is its copy of the model, and its place in that."""
+    """For each rank, row-major: its coord along `dim`, which numbers the copies of the model, and its position in the copy."""
     names = list(dims)
     along, found, seen = names.index(dim), [], dict.fromkeys(range(dims[dim]), 0)
     for coords in product(*(range(size) for size in dims.values())):
@@ -119,7 +119,7 @@ def _coords(dims: Mapping[str, int], dim: str) -> list[tuple[int, int]]:
 
 
 def _copies(processes: Sequence[int], dims: Mapping[str, int], dim: str) -> list[list[int]]:
-    """By the coord along `dim`, the processes that share it."""
+    """The processes of each copy, by the coord along `dim`."""
     found: list[list[int]] = [[] for _ in range(dims[dim])]
     for process, (copy, _) in zip(processes, _coords(dims, dim), strict=True):
         found[copy].append(process)

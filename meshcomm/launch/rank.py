@@ -1,4 +1,4 @@
-"""One rank's life under a launcher: it ends with its launcher, and its error is printed once."""
+"""One rank under a launcher: it ends with its launcher, and its error is printed once."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from meshcomm.mesh.watchdogs import explained, latest_label, leave_all
 
 
 def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) -> None:
-    """Run `body`; where it raises, see to it that the job prints one error, and end the process.
+    """Run `body`; if it raises, make the job print one error, and end the process.
 
     label: this rank with its coords, if it has opened no mesh; only called for an error.
 
     meshcomm's own launcher prints the error of the root cause; under another launcher the first rank that fails prints
     its own. Under an agent of torch, and under meshcomm's launcher, this process ends when the launcher does.
     """
-    # Several ranks share one pipe: unbuffered, their lines run into each other; buffered, they come at the end.
+    # Several ranks share one pipe: unbuffered output mixes lines, and fully buffered output only appears at the end.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     if launch.rank:
-        # Only rank 0 has something to say about an interrupt.
+        # Only rank 0 reports an interrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         body()

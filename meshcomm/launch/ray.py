@@ -38,23 +38,23 @@ from meshcomm.mesh.rank_failure import Failure
 from meshcomm.mesh.rendezvous import of_this_attempt
 from meshcomm.mesh.source import with_sizes
 
-# How long the cause may take to be told after errors that follow from it.
+# How long to wait for the causing error after errors that follow from it.
 _CAUSE_S: Final = 5.0
-# How long Ray may take to see that a node is dead.
+# How long Ray may take to detect that a node is dead.
 _ANNOUNCED_S: Final = 60
 _LOOK_S: Final = 0.1
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
 _LOOPBACK: Final = "127.0.0.1"
 
 Label = Callable[[int, Mapping[str, int]], str]
-"""The name of a rank, with its coords; in a mesh with these sizes, where they are not those of the configuration."""
+"""The name of a rank with its coords, in a mesh with these sizes if they differ from the configuration."""
 
 
 class _Rank:
-    """The actor: one rank is a process that it starts, and that ends with it."""
+    """The actor of a rank: it starts the rank's process, which ends with it."""
 
     def where(self) -> tuple[str, str, int]:
-        """Node, its address, and a port that is free there."""
+        """Node, its address, and a free port there."""
         import ray
 
         with socket.socket() as listener:
@@ -63,11 +63,11 @@ class _Rank:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
 
     def run(self, words: Sequence[str], variables: Mapping[str, str], cwd: str) -> Iterator[Any]:
-        """Each line that `meshcomm WORDS` prints; at last its exit code and the text of its failure, "" where it has left none.
+        """The lines that `meshcomm WORDS` prints, then its exit code and the text of its failure, "" if it has left none.
 
-        Imports no torch, which would take longer than the actor's own start.
+        Does not import torch, which would take longer than the actor's own start.
         """
-        # Its name is the job's: as under meshcomm's own launcher, the rank leaves its error there.
+        # The folder's name is the job's: as under meshcomm's own launcher, the rank leaves its error there.
         folder = Path(tempfile.mkdtemp(prefix="meshcomm-")) / variables["TORCHELASTIC_RUN_ID"]
         folder.mkdir()
         reaper = start_reaper(folder)
@@ -103,14 +103,14 @@ def launch(
 ) -> int:
     """Run `meshcomm WORDS` as `world_size` actors of a placement group; return the job's exit code.
 
-    cpus, gpus: of each rank. timeout_s: how long the cluster may take to have room for them, and for each new one.
-    replace: in place of elastic.replace of the configuration.
+    cpus, gpus: of each rank. timeout_s: how long the cluster may take to have room for them, and for each new actor.
+    replace: overrides elastic.replace of the configuration.
 
-    Joins the cluster of RAY_ADDRESS, or starts one on this host. What ranks print is printed here. Where a rank fails, or
-    its actor dies, a new actor takes its place, or the others go on with fewer, as `[elastic]` says; else all actors are
-    killed, and the last lines on stderr name the root cause, as under `meshcomm run`.
-    Every host has config and script at the same path.
-    Raises LaunchError without Ray, and where the cluster has no room; ConfigError for a wrong configuration.
+    Joins the cluster of RAY_ADDRESS, or starts one on this host. The output of ranks is printed here. If a rank fails, or
+    its actor dies, a new actor takes its place, or the others continue with fewer ranks, as configured in `[elastic]`.
+    Otherwise all actors are killed, and the last lines on stderr name the root cause, as under `meshcomm run`.
+    Every host needs config and script at the same path.
+    Raises LaunchError without Ray, and if the cluster has no room; ConfigError for a wrong configuration.
     """
     try:
         import ray
@@ -153,18 +153,18 @@ def launch(
 
 
 def _read(words: Sequence[str], replace: int | None) -> tuple[list[str], Config | None, ElasticConfig]:
-    """The words with `--replace`, the configuration that they name where they name one, and what is done after a loss."""
+    """The words with `--replace`, the configuration that they name, if any, and the policy after a loss."""
     command, *rest = words or [""]
     if command not in ("train", "run"):
         raise LaunchError(
-            f"meshcomm.launch.ray starts no {command or 'ranks without a command'}",
+            f"meshcomm.launch.ray cannot start {command or 'ranks without a command'}",
             given=" ".join(words) or "no words",
             expected="train CONFIG, or run [CONFIG] SCRIPT",
             hint="python -m meshcomm.launch.ray --world-size 8 train CONFIG",
         )
     if replace is not None:
         rest = ["--replace", str(replace), *rest]
-    # What follows a script's name is the script's.
+    # Words after a script's name belong to the script.
     script = next((at for at, word in enumerate(rest) if word.endswith(".py")), len(rest))
     parser = argparse.ArgumentParser(prog=f"meshcomm {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
@@ -202,7 +202,7 @@ def _serve(address: str) -> dist.TCPStore:
         )
     except (OSError, RuntimeError) as error:
         raise LaunchError(
-            f"the driver can serve no store at {address}",
+            f"the driver cannot serve a store at {address}",
             given=str(error).splitlines()[0],
             expected="a free port of this node, chosen by the system",
             hint="meshcomm doctor shows the limits of this host",
@@ -210,7 +210,7 @@ def _serve(address: str) -> dist.TCPStore:
 
 
 class _Place(NamedTuple):
-    """Where a rank runs."""
+    """The place of a rank: its node and address."""
 
     node: str
     address: str
@@ -219,10 +219,10 @@ class _Place(NamedTuple):
 
 @final
 class _Ranks:
-    """The ranks of a job: processes that actors start. replacing: what is done where some are lost.
+    """The ranks of a job: processes that actors start. replacing: the policy after a loss.
 
-    make: a new actor with a place in the job's group. patience_s: how long it may take to be there. served: the address
-    of the driver's host, the job's store there, None where rank 0 is to serve it; and how many nodes the cluster has.
+    make: creates a new actor with a place in the job's group. patience_s: how long it may take to start. served: the
+    address of the driver's host, the job's store there, None if rank 0 serves it, and the number of nodes of the cluster.
     """
 
     def __init__(
@@ -239,14 +239,14 @@ class _Ranks:
         self._common: dict[str, str] = {}
         self._actors: dict[int, Any] = {}
         self._places: dict[int, _Place] = {}
-        # By what is waited for: the process that prints it, and the one whose actor is not there yet, since when.
+        # By awaited reference: the process whose output it is; the process whose actor has not started, and since when.
         self._streams: dict[Any, int] = {}
         self._coming: dict[Any, tuple[int, float]] = {}
         self._well: set[int] = set()
         self._several_nodes = False
 
     def run(self) -> int:
-        """Start all, and follow them until all have ended, or one has failed that nobody replaces. Returns the exit code."""
+        """Start all, and follow them until all have ended, or one has failed and is not replaced. Returns the exit code."""
         self._start()
         failures = self._follow()
         return self._told(failures) if failures else 0
@@ -263,7 +263,7 @@ class _Ranks:
         self._actors = {process: self._make() for process in range(count)}
         asked = [actor.where.remote() for actor in self._actors.values()]
         places = ray.get(asked, timeout=self._patience_s)
-        # Ranks of one node are neighbours.
+        # Place ranks of one node next to each other.
         nodes = list(dict.fromkeys(node for node, _, _ in places))
         order = sorted(range(count), key=lambda at: nodes.index(places[at][0]))
         self._actors = {process: self._actors[at] for process, at in enumerate(order)}
@@ -286,7 +286,7 @@ class _Ranks:
             self._common |= {
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 ANNOUNCED_VARIABLE: str(_ANNOUNCED_S),
-                # What a loss ends, torch's store tells of by a trace through C++ from each rank.
+                # After a loss, torch's store prints a C++ trace from each rank.
                 "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             }
             self._replacing.store = of_this_attempt(store, self._common)
@@ -299,7 +299,7 @@ class _Ranks:
         self._places[process] = _Place(node, address, local_rank)
 
     def _run(self, process: int, generation: int) -> None:
-        """Start a rank in its actor. generation: that it joins."""
+        """Start a rank in its actor. generation: the one that it joins."""
         own = self._variables(process)
         if self._replacing.store is not None:
             own[VARIABLE] = str(generation)
@@ -307,10 +307,10 @@ class _Ranks:
         self._streams[stream] = process
 
     def _variables(self, process: int) -> dict[str, str]:
-        """What torchrun would set for this rank alone."""
+        """The variables that torchrun would set for this rank alone."""
         place, count = self._places[process], self._replacing.places.count
         here = sum(each.node == place.node for each in self._places.values())
-        # Gloo takes the loopback where all ranks are on one host, which later ones need not be.
+        # Gloo chooses the loopback if all ranks are on one host, but later ranks may be on other hosts.
         local = max(1, min(max(here, place.local_rank + 1), count - 1)) if self._several_nodes else count
         return {
             "RANK": str(process),
@@ -319,7 +319,7 @@ class _Ranks:
         }
 
     def _end(self, process: int) -> None:
-        """End the actor of a process; its part of the placement group is free then."""
+        """End the actor of a process, which frees its part of the placement group."""
         import ray
 
         if (actor := self._actors.pop(process, None)) is not None:
@@ -329,7 +329,7 @@ class _Ranks:
         self._coming = {asked: each for asked, each in self._coming.items() if each[0] != process}
 
     def _follow(self) -> dict[int, Failure]:
-        """Print what ranks print until all have ended well, {}, or one has failed that nobody replaces."""
+        """Print the ranks' output until all have ended well, {}, or until one has failed and is not replaced."""
         replacing, failures, last = self._replacing, dict[int, Failure](), float("inf")
         while True:
             for process in replacing.starts():
@@ -338,10 +338,10 @@ class _Ranks:
             members = replacing.places.processes
             found = self._heard()
             well = self._well & {*members}
-            # Ranks that were asked to end, and have saved what they have, end together.
+            # Ranks that were asked to end, and have saved their state, end together.
             saved = any(failure.code == SAVED for failure in found.values())
             for process in found:
-                # Ray also calls an actor lost that it cannot reach: its rank must not meet the new one.
+                # Ray also reports an actor as lost if it cannot reach it: its rank must not meet the new one.
                 self._end(process)
             if found and not failures and not saved and replacing.lost(found, bool(well)):
                 continue
@@ -360,7 +360,7 @@ class _Ranks:
             replacing.grow(bool(well))
 
     def _heard(self) -> dict[int, Failure]:
-        """Print what ranks have printed within a moment; the failures of those that are lost."""
+        """Print the ranks' output of the next moment; return the failures of lost ranks."""
         import ray
 
         if not (waited := [*self._streams, *self._coming]):
@@ -376,7 +376,7 @@ class _Ranks:
             except ray.exceptions.RayError as error:
                 reason = str(error).strip().splitlines()[0]
                 gone = without_error(process, 1, time.time(), self._name)
-                what = f"found no place: {reason}"
+                what = f"could not be placed: {reason}"
                 if place := self._places.get(process):
                     what = f"lost its actor on {place.address}: {reason}"
                 failure = dataclasses.replace(gone, what=what)
@@ -387,7 +387,7 @@ class _Ranks:
         return failures
 
     def _hear(self, ready: Any, process: int) -> Failure | None:
-        """Take one line of a rank, its end, or the place of its actor; its failure. Raises RayError where its actor is lost."""
+        """Take one line of a rank, its end, or the place of its actor; return its failure. Raises RayError if its actor is lost."""
         import ray
 
         if ready in self._coming:
@@ -410,11 +410,11 @@ class _Ranks:
         return without_error(process, code, time.time(), self._name)
 
     def _without_room(self) -> dict[int, Failure]:
-        """The processes that the others wait for, and that have found no place for too long; where fewer can go on, nobody."""
+        """The processes that the others wait for, and that have had no place for too long; none if fewer can continue."""
         replacing, until = self._replacing, time.monotonic() - self._patience_s
         if replacing.places.sizes is not None:
             return {}
-        what = f"{{}}; for {self._patience_s:g} s the cluster has had no room for a new process"
+        what = f"{{}}; for {self._patience_s:g} s the cluster had no room for a new process"
         return {
             process: dataclasses.replace(
                 replacing.last[process], what=what.format(replacing.last[process].what)
@@ -424,14 +424,14 @@ class _Ranks:
         }
 
     def _name(self, process: int) -> str:
-        """A process, as the rank that it is in the present mesh."""
+        """A process, named by its rank in the present mesh."""
         places = self._replacing.places
         if process in places.processes:
             return self._label(places.processes.index(process), places.dims)
         return self._label(process, {})
 
     def _told(self, failures: Mapping[int, Failure]) -> int:
-        """Name the root cause, on stderr; the exit code."""
+        """Print the root cause on stderr; return the exit code."""
         replacing, members = self._replacing, self._replacing.places.processes
         if all(failure.follows for failure in failures.values()):
             failures = {**replacing.last, **failures}
@@ -459,7 +459,7 @@ def _main() -> NoReturn:
         "--replace",
         type=int,
         metavar="N",
-        help="give so many ranks that are lost a new process; the others run on. In place of elastic.replace, see "
+        help="replace this many lost ranks by new processes, while the others continue; overrides elastic.replace, see "
         "docs/guide/elastic.md",
     )
     parser.add_argument(

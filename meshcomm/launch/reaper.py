@@ -1,6 +1,6 @@
-"""The orphan reaper: what keeps a job's processes from outliving the job.
+"""The orphan reaper: it keeps a job's processes from outliving the job.
 
-Standard library alone, and runnable as a file: the reaper is a process that must be there at once.
+Uses only the standard library and can run as a file: the reaper is a process that must start immediately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-# The job's folder: every process that a rank starts inherits this variable, and is found by it.
+# The job's folder: every process that a rank starts inherits this variable, by which it is found.
 JOB_VARIABLE: Final = "MESHCOMM_JOB"
 
 DISMISSED: Final = b"dismissed"
@@ -25,9 +25,9 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
-    """A process that ends all of the job, unless it is sent DISMISSED before its stdin closes.
+    """A process that ends all processes of the job, unless it receives DISMISSED before its stdin closes.
 
-    folder: the job's, unique to it. The reaper removes it where it has to act.
+    folder: the job's, unique to it. The reaper removes the folder when it acts.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(folder)],
@@ -36,19 +36,19 @@ def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         cwd="/",
         env={name: value for name, value in os.environ.items() if name != JOB_VARIABLE},
-        # A signal for the launcher's process group is not for the reaper.
+        # Signals for the launcher's process group must not reach the reaper.
         start_new_session=True,
     )
 
 
 def end_all(folder: Path, within_s: float = 10.0) -> None:
-    """End by SIGKILL every process of the job with this folder.
+    """Send SIGKILL to every process of the job with this folder.
 
-    Ranks and all they have started, in whatever session or process group, except those that were
-    given another environment. Where the system has no /proc, nobody is found.
+    This includes ranks and all processes that they have started, in any session or process group, except processes with
+    another environment. On a system without /proc, no process is found.
     """
     deadline = time.monotonic() + within_s
-    # A process that is just being started shows its environment a moment later: two looks must find nothing.
+    # A starting process shows its environment only a moment later: two looks must find nothing.
     quiet = 0
     while quiet < 2 and time.monotonic() < deadline:
         found = _members(folder)
@@ -64,7 +64,7 @@ def _members(folder: Path) -> list[int]:
     mark = f"{JOB_VARIABLE}={folder}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
-        # Processes that have ended meanwhile, and those of other users, cannot be read.
+        # Processes that have ended meanwhile, and processes of other users, cannot be read.
         with contextlib.suppress(OSError):
             if mark in entry.read_bytes().split(b"\0"):
                 found.append(int(entry.parent.name))
@@ -72,9 +72,9 @@ def _members(folder: Path) -> list[int]:
 
 
 def end_with_parent(poll: bool = False) -> None:
-    """From now on this process ends, by SIGKILL, when the one that started it has ended.
+    """From now on this process ends, by SIGKILL, when its parent has ended.
 
-    poll: look once a second instead of asking the kernel, which only Linux lets one do.
+    poll: look once a second instead of asking the kernel, which is only possible on Linux.
     """
     parent = os.getppid()
     if not poll and sys.platform.startswith("linux"):

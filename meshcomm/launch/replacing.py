@@ -1,4 +1,4 @@
-"""What a launcher does when processes of ranks are lost: new ones, or a smaller mesh until they come."""
+"""A launcher's policy when processes of ranks are lost: new processes, or a smaller mesh until these start."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from meshcomm.mesh.generation import Announcement, announce, have_met, is_waitin
 from meshcomm.mesh.rank_failure import Failure
 from meshcomm.mesh.rendezvous import state_of_rank
 
-# Exit codes that a new process would end with too: a misused library, or an interrupt.
+# Exit codes with which a new process would end too: a misused library, or an interrupt.
 _FINAL: Final = (2, 130)
 
 
 @final
 class Replacing:
-    """The processes of a job while some are lost. It starts none: a launcher asks what is to be done.
+    """The processes of a job, of which some are lost. It starts none: a launcher asks which to start.
 
-    count: of the job's ranks, by which the processes are numbered. sizes: that the mesh may have instead; None: its own.
-    store: the job's; None: nothing can be announced, and the first loss ends the job. now: seconds of a clock. say: prints
-    lines; None: on stderr.
-    due: by process that has ended, when a new one is started. coming: by new one that takes no part yet, the generation that
+    count: of the job's ranks, by which the processes are numbered. sizes: alternative sizes of the mesh; None if it keeps
+    its size. store: the job's; if None, nothing can be announced, and the first loss ends the job. now: seconds of a clock.
+    say: prints lines; None for stderr.
+    due: by ended process, when to start a new one. coming: by new process that does not take part yet, the generation that
     it was started for.
     """
 
@@ -43,7 +43,7 @@ class Replacing:
         self._left = elastic.replace
         self._alive = set(range(count))
         self.due: dict[int, float] = {}
-        # By one that the others wait for: until when, and the generation that says so.
+        # By awaited process: until when, and the generation that announces it.
         self._awaited: dict[int, tuple[float, int]] = {}
         self.coming: dict[int, int] = {}
         self._how: dict[int, str] = {}
@@ -54,20 +54,20 @@ class Replacing:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the job can go on without a rank that is lost."""
+        """Whether the job can continue without a lost rank."""
         return bool(self._elastic.replace or self.places.sizes)
 
     @property
     def down(self) -> Collection[int]:
-        """Those that have ended, and that no new process stands for yet."""
+        """The processes that have ended and have no new process yet."""
         return {*range(self.places.count)} - self._alive - {*self.coming}
 
     def lost(self, failures: Mapping[int, Failure], ended: bool) -> bool:
-        """These processes have ended: whether the job goes on. What is to be started, `starts` gives.
+        """Handle the end of these processes; whether the job continues. `starts` returns the processes to start.
 
-        ended: whether a rank has ended well: it could not meet the others again.
+        ended: whether a rank has completed: it could not meet the others again.
         """
-        # One that gave up as it lost a peer, or that was misused, would do so again.
+        # A process that gave up because it lost a peer, or because of misuse, would do so again.
         if (
             ended
             or self.store is None
@@ -96,16 +96,16 @@ class Replacing:
         self.due |= dict.fromkeys(returning, self._now() + elastic.delay_s)
         if waits:
             self._awaited |= dict.fromkeys(members, (self._now() + elastic.patience_s, self.number))
-        what = f"replaced, {self._left} more can be" if waits else f"goes on with {self._size()}"
+        what = f"replaced, replacements left: {self._left}" if waits else f"continues with {self._size()}"
         if not members:
-            what = "it took no part"
+            what = "it was not in the mesh"
         for failure in failures.values():
             lines = [failure.text] if failure.text else []
             self._say(*lines, f"meshcomm: {failure.summary}; {what}")
         return True
 
     def starts(self) -> list[int]:
-        """The processes to start now. A launcher calls `started` for each when it is there."""
+        """The processes to start now. A launcher calls `started` for each once it has started it."""
         now = self._now()
         found = [each for each, due in self.due.items() if due <= now]
         for each in found:
@@ -113,7 +113,7 @@ class Replacing:
         return found
 
     def started(self, process: int) -> int:
-        """A new process stands for one that was lost: the generation that it is started for, which it is told."""
+        """A new process replaces a lost one: returns the generation that it is started for, to be passed to it."""
         number = self._awaited.pop(process, (0.0, 0))[1]
         if number:
             self._alive.add(process)
@@ -122,62 +122,62 @@ class Replacing:
         return number
 
     def lose_patience(self) -> None:
-        """Have the others go on without new processes that have not come in time."""
+        """Make the others continue without new processes that have not started in time."""
         late = [each for each, (until, _) in self._awaited.items() if until < self._now()]
         if late and (places := self.places.filled(self._ready() - {*late})) is not None:
             self._announce(places, {each: self._how[each] for each in late}, ())
             self._say(
-                f"meshcomm: no new process for {ranks_text(sorted(late))} in time; goes on with {self._size()}"
+                f"meshcomm: no new process for {ranks_text(sorted(late))} in time; continues with {self._size()}"
             )
 
     def unmet(self, ended: Collection[int]) -> Mapping[int, Failure]:
-        """The processes that were lost last, where nobody can meet the new ones, as others have ended before; else {}.
+        """The processes that were lost last, if no rank can meet the new ones because others had ended before; otherwise {}.
 
-        ended: those that have ended well. One that has opened no mesh is not waited for.
+        ended: the processes that have completed. A process that has opened no mesh is not waited for.
         """
         if not ended or not self.number or have_met(self.store, self.number):
             return {}
         return self.last if any(state_of_rank(self.store, each) for each in ended) else {}
 
     def grow(self, ended: bool) -> None:
-        """Have the mesh grow where new processes wait for it. ended: as of `lost`."""
+        """Let the mesh grow if new processes wait for it. ended: as in `lost`."""
         if ended or not self.coming or self.store is None:
             return
         places = self.places.filled(self._ready())
         if places is not None and places.size > self.places.size and may_grow(self.store, self.number + 1):
             self._announce(places, {}, ())
             new = sorted(places.processes.index(each) for each in self._last_new)
-            self._say(f"meshcomm: new processes for {ranks_text(new)}; goes on with {self._size()}")
+            self._say(f"meshcomm: new processes for {ranks_text(new)}; continues with {self._size()}")
 
     def numbered(self, failures: Mapping[int, Failure]) -> list[Failure]:
-        """Those of the present mesh, by its ranks."""
+        """The failures in the present mesh, numbered by its ranks."""
         ranks = {process: rank for rank, process in enumerate(self.places.processes)}
         return [
             replace(failure, rank=ranks[process]) for process, failure in failures.items() if process in ranks
         ]
 
     def notes(self, failed: Collection[Failure], ended: Collection[int], root: int) -> list[str]:
-        """Lines on why the job has ended and did not go on. failed: as of `numbered`. ended: ranks that had ended well."""
+        """Lines on why the job has ended and did not continue. failed: as from `numbered`. ended: ranks that had completed."""
         lines = []
         if self.is_elastic and ended and root not in ended:
             lines.append(
-                f"{ranks_text(sorted(ended))} had ended well: no new process can meet all ranks any more"
+                f"{ranks_text(sorted(ended))} had already completed: new processes can no longer meet all ranks"
             )
         if left := sorted(failure.rank for failure in failed if failure.what.startswith("RankLost")):
-            way = "a program goes on by mesh.reopen(error), a Trainer by itself"
+            way = "a program continues with mesh.reopen(error), a Trainer by itself"
             lines.append(f"{ranks_text(left)} ended by RankLost: {way}")
         if self.number and not any(state_of_rank(self.store, each) for each in range(self.places.count)):
             lines.append("no rank had opened a mesh: only a program that reopens one, or a Trainer, can continue")
         return lines
 
     def _announce(self, places: Places, lost: Mapping[int, str], again: Collection[int]) -> None:
-        """again: those of `lost` that are replaced in it."""
+        """again: the processes of `lost` that this generation replaces."""
         coming = {each for each in self.coming if each in places.processes}
         new = {each: self._how[each] for each in places.processes if each in coming or each in again}
         for each in coming:
             del self.coming[each]
         self._alive |= coming
-        # One that a smaller mesh has no place for any more is waited for by nobody.
+        # A process that has no place in a smaller mesh any more is not waited for.
         self._awaited = {each: told for each, told in self._awaited.items() if each in places.processes}
         self.places, self.number, self._last_new = places, self.number + 1, [*new]
         whole = places.processes == tuple(range(places.count))
@@ -185,7 +185,7 @@ class Replacing:
         announce(self.store, self.number, announcement)
 
     def _ready(self) -> set[int]:
-        """Those that could take part now."""
+        """The processes that could take part now."""
         return self._alive | {
             each for each, number in self.coming.items() if is_waiting(self.store, number, each)
         }

@@ -1,4 +1,4 @@
-"""The root cause among the failures of a job, and the lines about the others."""
+"""Finds the root cause among the failures of a job, and makes the lines about the others."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def root_cause(
 ) -> tuple[Failure, list[str]]:
     """The root cause among `failures`, at least one, of ranks that were not asked to end; and lines on the others.
 
-    label: the name of a rank, with its coords. ended: ranks that ended with exit code 0 before.
+    label: the name of a rank, with its coords. ended: ranks that had ended with exit code 0.
 
-    First: errors that do not follow from another rank's, and ranks that a signal or an unknown error ended; the one that
-    an error calls mismatched, else the earliest. A rank ended by SIGABRT, as by its backend's watchdog, is none of these
-    if an error names who is missing. Then errors that follow: of the rank whose operation differs at one sequence number
-    of a group; else of one that waited for ranks of which none, or not all, has failed; else of a circle of ranks that waited for each
-    other, with a line for each; else the earliest. A rank that had ended while others waited for it is the cause, with
-    the error of the one that waited.
+    First choice: errors that do not follow from another rank's, and ranks that a signal or an unknown error ended. Among
+    these, the rank that an error calls mismatched, otherwise the earliest. A rank ended by SIGABRT, as by its backend's
+    watchdog, does not count if an error names missing ranks. Second choice: errors that follow. Among these, in order: the
+    rank whose operation differs at one sequence number of a group; a rank that waited for ranks of which none, or not all,
+    have failed; a cycle of ranks that waited for each other, with a line for each; the earliest. If others waited for a rank
+    that had already ended, that rank is the cause, with the error of the one that waited.
     """
     failures = sorted(failures, key=attrgetter("rank"))
     failed = {failure.rank for failure in failures}
@@ -92,14 +92,14 @@ def root_cause(
 
 
 def _circle(failures: Iterable[Failure]) -> list[Failure]:
-    """The failures of ranks that waited for each other all around, the earliest first; [] where there are none."""
+    """The failures of a cycle of ranks that waited for each other, the earliest first; [] if there is none."""
     of_rank = {failure.rank: failure for failure in failures if failure.missing and failure.follows}
     ranks = find_circle({rank: each.missing for rank, each in of_rank.items()})
     return sorted((of_rank[rank] for rank in ranks), key=attrgetter("time"))
 
 
 def without_error(rank: int, code: int, alive_at: float, label: Callable[[int], str]) -> Failure:
-    """The failure of a rank that left no error. code: as it ended, negative for a signal."""
+    """The failure of a rank that left no error. code: its exit code, negative for a signal."""
     if code >= 0:
         return Failure(rank, label(rank), alive_at, f"ended with exit code {code}", code=code, raised=False)
     what = f"was ended by {signal_text(-code)}"
@@ -111,7 +111,7 @@ def _aborted(failure: Failure) -> bool:
 
 
 def _calls_beside(failures: Sequence[Failure]) -> list[str]:
-    """The calls that ranks were in when another was ended by SIGABRT, and what they have to do with it."""
+    """The calls that ranks were in when another was ended by SIGABRT, and how they may be related."""
     made: dict[str, list[int]] = {}
     for failure in failures:
         if (call := failure.call) is not None and failure.follows:
@@ -120,16 +120,16 @@ def _calls_beside(failures: Sequence[Failure]) -> list[str]:
     lines = [f"{_ranks(ranks)}: in {text}" for text, ranks in made.items()]
     if lines:
         lines.append(
-            "Gloo ends a process by SIGABRT that is sent more than its own call takes: compare the sizes"
+            "Gloo ends a process with SIGABRT if it receives more data than its own call expects: compare the sizes"
         )
     return lines
 
 
 def _differing_calls(failures: Sequence[Failure], label: Callable[[int], str]) -> tuple[list[int], list[str]]:
-    """The ranks whose failed call on a group is not that of most ranks there, and lines that say so.
+    """The ranks whose failed call on a group differs from that of most ranks there, and lines about them.
 
-    At one sequence number of a group all ranks make the same call. That the numbers differ says
-    something only where nobody is missing: a lost peer may have ended between two calls.
+    At one sequence number of a group all ranks make the same call. Differing numbers are conclusive only if no rank is
+    missing: a lost peer may have ended between two calls.
     """
     calls = {failure.rank: failure.call for failure in failures if failure.call is not None}
     someone_missing = any(failure.missing for failure in failures)
@@ -155,7 +155,7 @@ def _differing_calls(failures: Sequence[Failure], label: Callable[[int], str]) -
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """The ranks in few words.
+    """The ranks in a compact form.
 
     >>> _ranks([3]), _ranks([0, 1]), _ranks([7, 0, 1, 2, 3, 4, 6])
     ('rank 3', 'ranks 0 1', 'ranks 0-4 6 7')

@@ -1,4 +1,4 @@
-"""Start one process per rank on this host, around a store on the loopback, and end all of them together."""
+"""Starts one process per rank on this host, around a store on the loopback, and ends all of them together."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from meshcomm.mesh.rank_failure import Failure, collect, forget, names_of_ranks
 from meshcomm.mesh.rendezvous import of_this_attempt
 
 SAVED: Final = os.EX_TEMPFAIL
-"""The exit code of a rank that a signal ended behind a checkpoint, and of a job of such ranks: 75, "try again"."""
+"""The exit code of a rank that a signal ended after a checkpoint, and of a job of such ranks: 75, "try again"."""
 
 _LOOPBACK: Final = "127.0.0.1"
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
 _POLL_S: Final = 0.05
 
-# What ranks get between being asked to end and SIGKILL; the variable is torch's, in seconds.
+# The time between asking ranks to end and SIGKILL; the variable is torch's, in seconds.
 GRACE_S: Final = 10.0
 _GRACE_VARIABLE: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-# How long the others may take to say what they called, where a rank was ended by SIGABRT.
+# How long the others may take to report their calls, if a rank was ended by SIGABRT.
 _SPEAKS_S: Final = 5.0
-# After Ctrl-C somebody waits at the terminal.
+# After Ctrl-C, a user waits at the terminal.
 _INTERRUPT_GRACE_S: Final = 3.0
 Exits = dict[int, tuple[int, float]]
 """By rank that failed by itself: its exit code, negative for a signal, and the time it was last seen alive."""
 
 
 class _Signalled(BaseException):
-    """The launcher itself was sent a signal."""
+    """The launcher itself has received a signal."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -63,17 +63,19 @@ def launch(
 ) -> int:
     """Run `python ARGUMENTS` as `world_size` ranks; return the job's exit code.
 
-    elastic: what is done when ranks are lost, while the others run on: see `Mesh.reopen`. sizes: that the mesh may have then.
-    label: the name of a rank, with its coords, where the program has opened no mesh; only called after a failure.
-    grace_s: what ranks get between a signal to this process and being killed; ten seconds where one of them has failed.
-        TORCH_ELASTIC_SHUTDOWN_TIMEOUT says another number for both.
+    elastic: the policy when ranks are lost while the others continue: see `Mesh.reopen`. sizes: the sizes that the mesh may
+        have then.
+    label: the name of a rank, with its coords, if the program has opened no mesh; only called after a failure.
+    grace_s: the time that ranks get between a signal to this process and SIGKILL; ten seconds if one of them has failed.
+        TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides both.
     Called by: the main thread, as signals are handled until the job ends.
 
-    The code is 0 if all ranks ended well, SAVED if some ended behind a checkpoint, that of the rank whose failure caused
-    the others' (128 + signal if a signal ended it), or 128 + signal if this process was sent one. SIGUSR1 goes on to the
-    ranks. No process of the job outlives the call, nor this process: ranks that do not end in time (three seconds after
-    Ctrl-C) are killed, and so is everything that ranks have started. The last lines on stderr name the root cause and those that
-    followed. After a failure all are started again, up to `max_restarts` times; the code is that of the last time.
+    The code is 0 if all ranks ended well, SAVED if some ended after a checkpoint, the exit code of the root cause's rank if
+    ranks failed (128 + signal if a signal ended it), or 128 + signal if this process received one. SIGUSR1 is passed on to
+    the ranks. No process of the job outlives the call, nor this process: ranks that do not end in time (three seconds after
+    Ctrl-C) are killed, and so are all processes that ranks have started. The last lines on stderr name the root cause and
+    the failures that followed. After a failure all ranks are started again, up to `max_restarts` times; the code is the one
+    of the last attempt.
     """
     if world_size > 4096:
         raise LaunchError(
@@ -86,7 +88,7 @@ def launch(
     reaper = start_reaper(folder)
     handled = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        # By nohup.
+        # Set by nohup.
         handled.remove(signal.SIGHUP)
     before = {each: signal.signal(each, _signalled) for each in handled}
     try:
@@ -97,7 +99,7 @@ def launch(
             if not exits:
                 return 0 if len(ended) == len(replacing.places.processes) else SAVED
             failures = ranks.failures(exits)
-            # By the ranks of the present mesh, as in what they say themselves.
+            # Number them by the ranks of the present mesh, as their own messages do.
             failed = replacing.numbered(failures)
             names = ranks.name_of_rank if failed else ranks.name
             ended = [rank for rank, process in enumerate(replacing.places.processes) if process in ended]
@@ -127,7 +129,7 @@ def _signalled(number: int, _: object) -> NoReturn:
 
 @final
 class _Ranks:
-    """The processes of one attempt. replacing: what is done where some are lost."""
+    """The processes of one attempt. replacing: the policy after a loss."""
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class _Ranks:
         self._label, self._replacing = label, replacing
         self._processes: list[Popen[bytes]] = []
         self._unmet: Mapping[int, Failure] = {}
-        # A new store for each attempt, which no rank's end takes away and no other host reaches.
+        # A new store for each attempt, which survives the ranks and which no other host can reach.
         store = serve_on_loopback(_LOOPBACK, 0, _STORE_TIMEOUT)
         if store is None:
             raise LaunchError(
@@ -153,7 +155,7 @@ class _Ranks:
                 hint="meshcomm doctor shows the limits of this host",
             )
         self._store = store
-        # What torchrun sets on one host.
+        # The variables that torchrun sets on one host.
         self._common = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -172,15 +174,15 @@ class _Ranks:
         }
         self._common.pop(VARIABLE, None)
         if replacing.is_elastic:
-            # What a loss ends, torch's store tells of by a trace through C++ from each rank.
+            # After a loss, torch's store prints a C++ trace from each rank.
             self._common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             self._common[VARIABLE] = "0"
             replacing.store = of_this_attempt(store, self._common)
 
     def run(self, grace_s: float) -> tuple[Exits, list[int]]:
-        """Start all; return when none is left: who has failed, and who had ended well."""
+        """Start all; return when none is left: the failed processes, and those that had ended well."""
         said = os.environ.get(_GRACE_VARIABLE)
-        # Of ranks beside one that has failed; they have nothing to finish.
+        # For ranks next to a failed one, which have nothing to finish.
         ending, within_s = int(signal.SIGTERM), float(said or GRACE_S)
         signalled: _Signalled | None = None
         ranks = self._processes
@@ -190,7 +192,7 @@ class _Ranks:
             return self._await_exits()
         except _Signalled as received:
             signalled, ending, within_s = received, received.number, float(said or grace_s)
-            # Schedulers repeat it while ranks save what they have.
+            # Schedulers repeat the signal while ranks save their state.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if ending == signal.SIGINT:
                 within_s = min(within_s, _INTERRUPT_GRACE_S)
@@ -212,7 +214,7 @@ class _Ranks:
         return self.name(self._replacing.places.processes[rank])
 
     def failures(self, exits: Exits) -> dict[int, Failure]:
-        """How processes have failed; where all of them only lost a peer, with those that were lost last."""
+        """How processes have failed; if all of them only lost a peer, including the processes that were lost last."""
         found = {
             each: self._unmet.get(each) or without_error(each, code, alive_at, self.name)
             for each, (code, alive_at) in exits.items()
@@ -235,13 +237,13 @@ class _Ranks:
             return False
         for each in exits:
             forget(self._folder, self._attempt, each)
-            # What the rank has started must not stay beside what the new one starts.
+            # The processes that the rank has started must not run in parallel with those of the new one.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._processes[each].pid, signal.SIGKILL)
         return True
 
     def _await_exits(self) -> tuple[Exits, list[int]]:
-        """Return when all ranks have ended well, or one has failed: who has failed, and who had ended well."""
+        """Return when all ranks have ended well, or one has failed: the failed processes, and those that had ended well."""
         ranks, replacing = self._processes, self._replacing
         alive_at = [time.time()] * len(ranks)
         failed: Exits = {}
@@ -268,8 +270,8 @@ class _Ranks:
             replacing.lose_patience()
             replacing.grow(bool(well))
             if failed and deadline is None:
-                # One that its backend ended by SIGABRT cannot say why: the others are asked what they called, which takes
-                # them a moment.
+                # A rank that its backend ended by SIGABRT cannot report why. The others report their calls instead, which takes
+                # a moment.
                 aborted = all(code == -signal.SIGABRT for code, _ in failed.values())
                 deadline = now + (_SPEAKS_S if aborted else 0.0)
             left = sum(codes[each] is None for each in members)
@@ -286,11 +288,11 @@ def _send(ranks: Sequence[Popen[bytes]], number: int) -> None:
 
 
 def _end(ranks: Sequence[Popen[bytes]], signals: Mapping[int, float]) -> None:
-    """Send each signal to the process groups of ranks that run, and wait so many seconds for their end."""
+    """Send each signal to the process groups of running ranks, and wait for their end up to the given seconds."""
     for number, within_s in signals.items():
-        # A rank that is stopped takes the signal when it goes on.
+        # A stopped rank handles the signal only after SIGCONT.
         for each in (number, signal.SIGCONT):
-            # Not to one that has been reaped: its number may be another process's by now.
+            # Not to a process that has been reaped: its number may belong to another process by now.
             for process in ranks:
                 if process.poll() is None:
                     with contextlib.suppress(ProcessLookupError, PermissionError):

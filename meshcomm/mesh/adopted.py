@@ -48,14 +48,14 @@ class Adopted:
 
     def __init__(self) -> None:
         self.asked = self.made = self.shared = self.solo = 0
-        # Neither the default group nor a group outlives the program's use of it because of this.
+        # Weak, so that this keeps neither the default group nor any other group alive.
         self._world: Callable[[], Any] = lambda: None
         self._names: dict[tuple[Any, ...], str | None] = {}
         self._end = instead_of_new_group(self._new_group)
 
     def __repr__(self) -> str:
         return (
-            f"{self.asked} groups asked for: {self.made} made, {self.shared} shared, {self.solo} of one rank"
+            f"{self.asked} groups requested: {self.made} made, {self.shared} shared, {self.solo} of one rank"
         )
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Adopted:
         sort_ranks: bool = True,
         **others: Any,
     ) -> Any:
-        """As torch's `_new_group_with_tag`; every rank takes the same way, as they pass the same arguments."""
+        """As torch's `_new_group_with_tag`. Every rank takes the same branch, as all pass the same arguments."""
         world = default_group()
         if world is not self._world():
             self._world, self._names = ref(world), {}
@@ -85,7 +85,7 @@ class Adopted:
         inside = dist.get_rank() in order
         given = {} if sort_ranks else {"sort_ranks": False}
         self.asked += inside
-        # Names of groups are counted on all ranks: those of a group that only its ranks make are none of these.
+        # All ranks count group names. The group of a single rank must not take one of these names.
         backed = str(backend or backend_of(world)).lower()
         key = tuple(order), timeout, backed, use_local_synchronization, str(device_id)
         if len(order) == 1 and 0 <= order[0] < world.size():
@@ -100,10 +100,10 @@ class Adopted:
                 return dist.GroupMember.NON_GROUP_MEMBER
             if name not in groups_by_name():
                 raise CommunicationError(
-                    f"rank {dist.get_rank()} asked again for a group that it had destroyed",
+                    f"rank {dist.get_rank()} requested a group again that it had destroyed",
                     given=f"ranks {fold(order)}, {group_desc or 'no description'}",
                     expected="groups that live as long as the default group, after meshcomm.adopt()",
-                    hint="leave out its destroy_process_group, or adopt",
+                    hint="remove its destroy_process_group, or meshcomm.adopt()",
                 )
             self.shared += 1
             return group_named(name)

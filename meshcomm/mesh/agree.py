@@ -19,19 +19,19 @@ from meshcomm.errors import MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.store import SLICE_S, Interrupted, interrupted, store_failed
 
-# In the number that counts who has come: above these bits, the sum of the sizes that they expect, n * n for n ranks.
-# The store adds 64-bit numbers with a sign: worlds of up to two million ranks fit.
+# The counter of arrived ranks has their number in its lower bits and, above these, the sum of the world sizes that
+# they expect: n * n for n ranks. The store adds signed 64-bit numbers: worlds of up to two million ranks fit.
 _COUNT_BITS: Final = 21
 _COUNT: Final = (1 << _COUNT_BITS) - 1
-# How long the rank that waits for the others where sizes differ leaves the store alone.
+# The pause of the watching rank between two looks at the store, if world sizes differ.
 _PAUSE_S: Final = 0.01
 
-# The verdict, with the time of the host that gave it, the ranks of each host, and `nodes`, packed: see Agreed.
+# The verdict, with the time of the host that decided it, the ranks per host, and `nodes`, packed: see Agreed.
 AGREED: Final = "agree %Y%m%d-%H%M%S"
 
-# How long ranks wait for the one that reads who came.
+# How long ranks wait for the rank that reads the list of arrivals.
 _TELL_S: Final = 10.0
-# How long the rank that holds the store waits for the others to know: one that has ended never says so.
+# How long the rank that hosts the store waits for the others to read the error: a rank that has ended never confirms it.
 _LEAVES_S: Final = 3.0
 
 
@@ -43,26 +43,26 @@ def agree(
     timeout_s: float,
     what: str = "the mesh",
 ) -> Agreed:
-    """Return when every rank of `ranks` has come with equal `facts`; else raise on every rank.
+    """Return when every rank of `ranks` has arrived with equal `facts`; otherwise raise on every rank.
 
     store: under a prefix of this agreement. facts: name -> plain data that must be equal.
 
-    Costs three store operations per rank. Who is mismatched is decided by majority, among equals by the
-    lowest rank. Raises MeshMismatchError naming the mismatched ranks, the fact and both values, or, after
-    `timeout_s`, the ranks that never came and the hosts of those that did; also on a rank that comes
-    after the others gave up. StoreError if the store fails.
+    Costs three store operations per rank. The majority decides which ranks are mismatched; between equal shares, the
+    lowest rank decides. Raises MeshMismatchError with the mismatched ranks, the fact and both values or, after
+    `timeout_s`, with the missing ranks and the hosts of the ranks that arrived; also on a rank that arrives after
+    the others gave up. Raises StoreError if the store fails.
     """
     world_size = len(ranks)
     text = json.dumps({"world": world_size, **facts}, separators=(",", ":"))
     mine = hashlib.sha256(text.encode()).hexdigest()[:16]
     deadline = time.monotonic() + timeout_s
     try:
-        # One number holds how many have come and the sum of how many they expect.
+        # One number holds the count of arrived ranks and the sum of the world sizes that they expect.
         total = store.add("come", 1 + (world_size << _COUNT_BITS))
         count, expected = total & _COUNT, total >> _COUNT_BITS
         _announce(store, count, _Arrival(rank, mine, world_size, socket.gethostname()))
         if expected != count * world_size:
-            # One rank watches for all, as every watcher reads the list.
+            # A single rank watches for all, as every watcher reads the full list.
             if store.add("watchers", 1) == 1:
                 _watch(store, deadline)
         elif count == world_size:
@@ -72,7 +72,7 @@ def agree(
         except Interrupted:
             raise
         except RuntimeError:
-            # A rank that comes later reads that it is too late.
+            # A rank that arrives later reads this and knows that it is too late.
             verdict = store.compare_set("verdict", "", "gave up")
         if verdict == b"gave up":
             raise _same_error(store, rank, partial(_absent, store, ranks, timeout_s, what))
@@ -87,9 +87,9 @@ def agree(
 
 
 def leave_together(store: Any, stays: bool) -> None:
-    """Called by every rank of an agreement that failed, when it knows why.
+    """Called by every rank of an agreement that failed, after it has read the error.
 
-    stays: on the rank whose process may hold the store: it waits three seconds at most until the others know why too.
+    stays: this rank's process may host the store: it waits up to three seconds until the others have read it too.
     """
     deadline = time.monotonic() + _LEAVES_S
     with contextlib.suppress(RuntimeError):
@@ -100,25 +100,26 @@ def leave_together(store: Any, stays: bool) -> None:
 
 
 def _same_error(store: Any, rank: int, find: Callable[[], MeshMismatchError]) -> MeshMismatchError:
-    """The same error on every rank: one rank reads the list and publishes the error; if each of 131,072 ranks read the list, that would be 741 GB."""
+    """The same error on every rank: one rank reads the list and publishes the error. If each of 131,072 ranks read the
+    list, 741 GB would be read."""
     if store.add("tellers", 1) == 1:
         error = find()
         store.set("told", json.dumps(vars(error)))
         return error
     try:
         told = json.loads(_get(store, "told", _TELL_S))
-    except RuntimeError:  # the one that was to tell is gone
+    except RuntimeError:  # the rank that was to publish it is gone
         return find()
     lists = {name: tuple(told.get(name, ())) for name in ("mismatched_ranks", "missing")}
-    if rank in lists["missing"]:  # it has come since
+    if rank in lists["missing"]:  # it has arrived since
         return find()
     return MeshMismatchError(**{**told, **lists})
 
 
 class Agreed(NamedTuple):
     """moment: the time, as in `20261122-142530`. ranks_per_host: ranks r with equal r // ranks_per_host are on one host;
-    0 if hosts have unequal numbers of ranks, or ranks that are not neighbours. nodes: then the host of each rank, as a
-    number, hosts in the order of their first ranks."""
+    0 if hosts have different numbers of ranks, or if the ranks of a host are not consecutive. nodes: in that case, the host
+    of each rank, as a number; hosts are numbered in the order of their first ranks."""
 
     moment: str
     ranks_per_host: int
@@ -133,7 +134,7 @@ class _Arrival(NamedTuple):
 
 
 def _announce(store: Any, number: int, arrival: _Arrival) -> None:
-    """Say who came as `number`. One key for all ranks where the store can append in one step."""
+    """Publish the arrival `number`. If the store can append atomically, one key for all ranks."""
     line = " ".join(map(str, arrival)) + "\n"
     if store.has_extended_api():
         store.append("here", line)
@@ -142,7 +143,7 @@ def _announce(store: Any, number: int, arrival: _Arrival) -> None:
 
 
 def _announced(store: Any) -> dict[int, _Arrival]:
-    """Who has come so far, by rank. Called by ranks that have come themselves."""
+    """The ranks that have arrived so far. Called by ranks that have arrived themselves."""
     if store.has_extended_api():
         lines = store.get("here").decode().splitlines()
     else:
@@ -154,7 +155,7 @@ def _announced(store: Any) -> dict[int, _Arrival]:
 
 
 def _conclude(store: Any, count: int, deadline: float) -> int:
-    """Give the verdict if no more ranks are expected; return the count at which to look again. count: how many have come."""
+    """Decide if no more ranks are expected; return the count at which to look again. count: the number of arrived ranks."""
     while len(arrivals := _announced(store)) < count:
         if time.monotonic() >= deadline:
             return count
@@ -169,7 +170,7 @@ def _conclude(store: Any, count: int, deadline: float) -> int:
 
 
 def _watch(store: Any, deadline: float) -> None:
-    """Give the verdict where sizes differ, once all have come that most ranks expect."""
+    """Decide if world sizes differ, once as many ranks have arrived as most ranks expect."""
     enough = 0
     while time.monotonic() < deadline and not store.check(["verdict"]):
         count = store.add("come", 0) & _COUNT
@@ -190,7 +191,7 @@ def _ranks_per_host(hosts: Sequence[str]) -> int:
 
 
 def _packed(hosts: Sequence[str]) -> str:
-    """Every rank reads it: of 131,072 ranks that hosts get in turn it is 2 kB.
+    """The host of each rank, run-length encoded: 2 kB for 131,072 ranks that are dealt to hosts in turn.
 
     >>> _unpacked(_packed("baab"))
     (0, 1, 1, 0)
@@ -204,7 +205,7 @@ def _unpacked(text: str) -> tuple[int, ...]:
 
 
 def _get(store: Any, key: str, timeout_s: float) -> bytes:
-    """The value of `key`, waited for: one trip to the store where wait and get are two."""
+    """Wait for `key` and return its value, in one round trip instead of two."""
     usual, ends = store.timeout, time.monotonic() + timeout_s
     try:
         while True:
@@ -227,7 +228,7 @@ def _mismatch(store: Any, timeout_s: float, what: str) -> MeshMismatchError:
     arrivals = _announced(store)
     present = sorted(arrivals)
     prints = {rank: arrivals[rank].fingerprint for rank in present}
-    # Most ranks first; of equally many, the one with the lowest rank.
+    # Most ranks first; between equal numbers, the one with the lowest rank.
     common = Counter(prints.values()).most_common(1)[0][0]
     odd = tuple(rank for rank in present if prints[rank] != common)
     usual = json.loads(_get(store, f"facts/{common}", timeout_s))
@@ -241,7 +242,7 @@ def _mismatch(store: Any, timeout_s: float, what: str) -> MeshMismatchError:
     return MeshMismatchError(
         f"{what} differs between ranks: {ranks_text(odd)} of {len(present)} {'is' if len(odd) == 1 else 'are'} mismatched",
         given="\n".join(lines),
-        expected=f"what {ranks_text(usual_ranks)} {'has' if len(usual_ranks) == 1 else 'have'}",
+        expected=f"the values of {ranks_text(usual_ranks)}",
         hint=f"start {ranks_text(odd)} with the same config, code and package versions",
         mismatched_ranks=odd,
     )
@@ -253,26 +254,26 @@ def _absent(store: Any, ranks: Sequence[int], timeout_s: float, what: str) -> Me
     for rank in sorted(arrivals):
         hosts.setdefault(arrivals[rank].host, []).append(rank)
     missing = tuple(rank for rank in ranks if rank not in arrivals)
-    came = "there came, by host: " + "; ".join(f"{host}: {ranks_text(own)}" for host, own in hosts.items())
+    came = "arrived, by host: " + "; ".join(f"{host}: {ranks_text(own)}" for host, own in hosts.items())
     expected = f"all of {ranks_text(sorted(ranks))}"
     if not missing:
         return MeshMismatchError(
-            f"all {len(ranks)} ranks have come by now to agree on {what}, but some gave up before",
+            f"all {len(ranks)} ranks have arrived by now to agree on {what}, but some gave up earlier",
             given=f"a timeout of {timeout_s:g} s; {came}",
             expected=expected,
-            hint="start the ranks closer together, or a longer timeout_s",
+            hint="start the ranks closer together, or set a longer timeout_s",
         )
     return MeshMismatchError(
-        f"{ranks_text(missing)} of {len(ranks)} never came to agree on {what}",
+        f"{ranks_text(missing)} of {len(ranks)} never arrived to agree on {what}",
         given=f"after {timeout_s:g} s {came}",
         expected=expected,
-        hint="look at how the missing ranks were started and at their first error",
+        hint="check how the missing ranks were started, and their first error",
         missing=missing,
     )
 
 
 def _differences(ours: Any, theirs: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """What differs, by dotted name, two levels deep; names in another order differ as a whole."""
+    """The differing facts, by dotted name, two levels deep; names in another order differ as a whole."""
     if not (isinstance(ours, dict) and isinstance(theirs, dict)) or path.count(".") == 2:
         return [(path, ours, theirs)]
     if path and list(ours) != list(theirs) and set(ours) == set(theirs):

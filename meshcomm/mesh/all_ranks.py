@@ -1,4 +1,4 @@
-"""One exchange of plain records of every rank of a mesh, and what is read from it: failures, sums of calls, stragglers."""
+"""Exchanges plain records between all ranks of a mesh: failures, sums of calls, stragglers."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
 
 
 def on_all_ranks(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
-    """Do `action` on this rank and return its result once every rank of the mesh has succeeded.
+    """Run `action` on this rank and return its result once every rank of the mesh has succeeded.
 
     what:      "resume from runs/x", for the text "rank 3 could not ...".
-    Called by: every rank of the mesh. The action communicates with nobody.
-    Raises:    where it fails: its own MeshcommError, or TrainingError for what else it raised. On
-               the ranks where it did not: TrainingError with the same words and the lowest rank's name.
+    Called by: every rank of the mesh. The action must not communicate.
+    Raises:    if it fails: its own MeshcommError, or TrainingError for any other exception. On the
+               other ranks: TrainingError with the same text and the name of the lowest rank that failed.
     """
     failure: MeshcommError | None = None
     result: T | None = None
@@ -187,7 +187,7 @@ class Stragglers:
 
     def __rich__(self) -> RenderableType:
         """A table with a line for each coord of each dim."""
-        names = ("dim", "coord", "rank", "mean ms", "worst ms", "last to come")
+        names = ("dim", "coord", "rank", "mean ms", "worst ms", "last to arrive")
         rows = [
             (
                 f"{dim}, {group.calls} calls",
@@ -203,7 +203,7 @@ class Stragglers:
         latest = "; ".join(
             f"{dim}: rank {at.rank}, {at.mean_s * 1e3:.3f} ms" for dim, at in self.latest.items()
         )
-        below = f"latest of the whole mesh along {latest}" if latest else "no dim of two ranks or more"
+        below = f"latest of the mesh along {latest}" if latest else "no dim of two ranks or more"
         head = Line("arrival after the first rank of the group")
         return page_view([head, Cells(names, tuple(rows), frozenset(names[1:]), once=1), Line(below)])
 
@@ -212,14 +212,14 @@ class Stragglers:
 
 
 def arrivals(began: Sequence[Mapping[int, int]], ranks: Sequence[int]) -> Arrivals:
-    """began: by coord, the nanosecond by sequence number of the call. Only calls that every rank remembers count.
+    """began: by coord, the start in nanoseconds by sequence number. Only calls in every rank's record count.
 
     >>> found = arrivals([{1: 0, 2: 0}, {2: 10**6, 1: 3 * 10**6, 3: 9}], ranks=[4, 5])
     >>> found.mean_s, found.worst_s, found.last, found.calls
     ((0.0, 0.002), (0.0, 0.003), (0.0, 1.0), 2)
     """
     shared = sorted(set.intersection(*map(set, began)))
-    # By call, then by coord.
+    # First by call, then by coord.
     times = [[of_coord[number] for of_coord in began] for number in shared]
     late = [[(when[coord] - min(when)) / 1e9 for when in times] for coord in range(len(ranks))]
     last = [when.index(max(when)) for when in times]
@@ -239,13 +239,13 @@ def stragglers(mesh: Mesh, recorders: Mapping[str, FlightRecorder]) -> Straggler
     recorders: of this rank's groups, in the same order on all ranks.
     """
     ahead = time.time_ns() - time.perf_counter_ns()
-    # All of it before the first exchange, which is recorded as well.
+    # Collect everything before the first exchange, which is recorded as well.
     began = {
         dim: {number: round(recorder.began(number) * 1e9) for number in recorder.remembered()}
         for dim, recorder in recorders.items()
     }
     hosts = len(set(of_every_rank(mesh, host())))
-    # On one host the monotonic clock is the same for all; across hosts only the wall clock is.
+    # All processes of a host share the monotonic clock; hosts share only the wall clock.
     shift = ahead if hosts > 1 else 0
     groups = {}
     for dim, recorder in recorders.items():

@@ -23,9 +23,9 @@ def monitored_barrier(
 ) -> None:
     """Return when every rank of `ranks` has arrived; after `timeout_s` raise with the missing ranks.
 
-    Costs five store operations per rank, if all come at once. The last rank to leave deletes the keys.
-    store: under a prefix that this call alone uses. coord: this rank's place in `ranks`. calls: gives the calls of ranks
-    that did not come, in lines. Raises BarrierTimeout on every rank that arrives, also after the others gave up; without
+    Costs five store operations per rank, if all arrive at once. The last rank to leave deletes the keys.
+    store: under a prefix that only this call uses. coord: this rank's position in `ranks`. calls: returns lines with the
+    calls of missing ranks. Raises BarrierTimeout on every rank that arrives, also after the others gave up; without
     missing ranks if a TCPStore's server does not answer.
     """
     meet = partial(_meet, store, coord, len(ranks), timeout_s)
@@ -36,7 +36,7 @@ def monitored_barrier(
             f"{where}: the job's store has not answered for {timeout_s:g} s",
             given="a TCPStore whose server was cut off, is stopped or is overloaded",
             expected=f"a store that answers; nothing is known of ranks {fold(ranks)}",
-            hint="look at rank 0 or the launcher, which holds the store, and at the network between",
+            hint="check rank 0 or the launcher, which holds the store, and the network in between",
         ) from None
     if absent is None:
         return
@@ -44,12 +44,12 @@ def monitored_barrier(
     came = [rank for rank in ranks if rank not in missing]
     made = calls(missing) if calls is not None and missing else ""
     raise BarrierTimeout(
-        f"{where}: {len(missing)} of {len(ranks)} ranks did not come within {timeout_s:g} s",
-        given=f"missing: rank {fold(missing)}; came: rank {fold(came)}" + (f"\n{made}" if made else "")
+        f"{where}: {len(missing)} of {len(ranks)} ranks did not arrive within {timeout_s:g} s",
+        given=f"missing: rank {fold(missing)}; arrived: rank {fold(came)}" + (f"\n{made}" if made else "")
         if missing
-        else f"came: {fold(came)}; all have come by now, but some gave up before",
+        else f"arrived: {fold(came)}; all have arrived by now, but some gave up earlier",
         expected=f"ranks {fold(ranks)}",
-        hint="ranks that differ in their number of calls: mesh.step() after each step names the call that one left out"
+        hint="if ranks differ in their number of calls, mesh.step() after each step names the call that one left out"
         if made
         else "look at what the missing ranks are doing; a longer timeout_s helps only if they are slow",
         missing=tuple(missing),
@@ -60,7 +60,7 @@ def _meet(store: Any, coord: int, size: int, timeout_s: float) -> list[int] | No
     """The coords of the missing ranks; None if all ranks met."""
     store.set(f"here/{coord}", "1")
     if store.add("come", 1) == size:
-        # A rank that gave up has written "gave up" before: then no rank may continue.
+        # A rank that gives up writes "gave up" first: no rank may continue after that.
         store.compare_set("outcome", "", "all here")
     came_in_time = wait_for(store, ["outcome"], timeout_s)
     outcome = store.get("outcome") if came_in_time else store.compare_set("outcome", "", "gave up")

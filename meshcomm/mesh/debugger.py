@@ -12,14 +12,14 @@ from typing import IO, final
 
 
 def stop_at(frame: FrameType, label: str, meet: Callable[[], None]) -> None:
-    """Let the user look around at `frame`, then meet the ranks that wait, then go on.
+    """Open the debugger at `frame`, then release the waiting ranks, then continue.
 
-    meet: called once, whatever the user says but quit. After `n`, `s` or another stepping command the
-        debugger stops again at the frame's next line; the others run on and wait in their next call.
-    Raises BdbQuit after `q`, and where there is nobody to ask (no terminal, the end of a file).
+    meet: called once, after any command except quit. After `n`, `s` or another stepping command the debugger
+        stops again at the frame's next line; the other ranks continue and wait in their next call.
+    Raises BdbQuit after `q`, and if there is no input to read (no terminal, or end of file).
     """
     debugger = _Debugger(stdin=_terminal())
-    debugger.message(f"{label} stopped; the others wait until it goes on. c: go on, n: step, q: end")
+    debugger.message(f"{label} stopped; the others wait until it continues. c: go on, n: step, q: end")
     debugger.reset()
     debugger.interaction(frame, None)
     if debugger.quitting:
@@ -32,7 +32,7 @@ def stop_at(frame: FrameType, label: str, meet: Callable[[], None]) -> None:
 
 @final
 class _Debugger(pdb.Pdb):
-    """pdb, which remembers whether the user wanted to go on."""
+    """pdb that records whether the user chose to continue."""
 
     goes_on = False
 
@@ -47,6 +47,6 @@ class _Debugger(pdb.Pdb):
 
 
 def _terminal() -> IO[str] | None:
-    """The process's own stdin, where multiprocessing has put nothing in its place; None: sys.stdin will do."""
+    """The process's own stdin, if multiprocessing has not replaced it; None to use sys.stdin."""
     replaced = sys.stdin is None or getattr(sys.stdin, "name", "") == os.devnull
     return open(0, closefd=False) if replaced else None

@@ -1,4 +1,4 @@
-"""Do the ranks make the same calls in each step? Compared through the job's store, in a thread."""
+"""Compares the ranks' calls in each step through the job's store, in a thread."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from meshcomm.errors import CallMismatchError
 from meshcomm.mesh.rank_record import RankRecord
 from meshcomm.mesh.store import kind_of
 
-# How often a rank posts and looks, where the world is small.
+# The period of a rank's posts and comparisons in small worlds.
 _PERIOD_S: Final = 1.0
-# What all ranks together may ask of the store in a second.
+# The store operations per second of all ranks together.
 _MOST_PER_S: Final = 2_000
-# A store that is a file grows with everything that is posted.
+# The same for a file store, whose file grows with each post.
 _FILE_PERIOD_S: Final = 30.0
-# How long a rank that leaves waits until its last steps have been compared.
+# How long a leaving rank waits until its last steps have been compared.
 _LEAVES_S: Final = 2.0
 _PAUSE_S: Final = 0.01
 
@@ -36,13 +36,13 @@ def period_s(world_size: int) -> float:
 
 @final
 class DesyncMonitor:
-    """Posts the sums of this rank's steps; the first rank of each group compares those of its group.
+    """Posts the checksums of this rank's steps; the first rank of each group compares the checksums of its group.
 
-    A period with a step costs the store two operations of each rank, a third if steps differ from those before, and
-    one multi_get of each group. Keys, under the mesh's prefix, deleted by the last rank to leave: `steps/RANK`, the sums
-    of its groups; `calls/RANK`, see `StepHistory.data`; `desync`, the difference, which ends the comparison.
+    Each period with a step costs the store two operations per rank, a third if its steps have changed, and one multi_get
+    per group. Keys, under the mesh's prefix, deleted by the last rank to leave: `steps/RANK`, the checksums for its groups;
+    `calls/RANK`, see `StepHistory.data`; `desync`, the difference, which ends the comparison.
 
-    found: the difference between ranks of the mesh, see `find_desync`; None while none is known.
+    found: the difference between ranks of the mesh, see `find_desync`; None while no difference is known.
     """
 
     def __init__(self, store: Any, record: RankRecord, world_size: int) -> None:
@@ -55,10 +55,10 @@ class DesyncMonitor:
         self._due = 0.0
         self._step = 0
         self._raised = False
-        # The last posts, by key; and up to which step a group is compared, by label, once all its ranks have posted.
+        # The last posts, by key; and the last compared step of each group, by label, once all its ranks have posted.
         self._posted: dict[str, str] = {}
         self._compared: dict[str, int] = {}
-        # Between the thread of `look` and that of a rank that leaves.
+        # Shared by the thread of `look` and the thread of a leaving rank.
         self._lock = threading.Lock()
 
     # -- the program's thread -------------------------------------------------------------------
@@ -70,23 +70,23 @@ class DesyncMonitor:
             raise self._error(self.found)
 
     def before_leaving(self) -> CallMismatchError | None:
-        """The error that the last steps give, if any; waits two seconds at most for the other ranks of each group."""
+        """The error from the last steps, if any; waits at most two seconds for the other ranks of each group."""
         if self._step and self.found is None:
-            # A store that is gone may hold its callers for minutes.
+            # Calls to a store that is gone may block for minutes.
             leaving = threading.Thread(target=self._leave, name="meshcomm-leave", daemon=True)
             leaving.start()
             leaving.join(2 * _LEAVES_S)
         return None if self.found is None or self._raised else self._error(self.found)
 
     def cause(self, statuses: Mapping[int, Any]) -> CallMismatchError | None:
-        """The error for a call that failed, if ranks had called differently in a step before.
+        """The error for a failed call, if the ranks had made different calls in an earlier step.
 
         statuses: of the ranks that answered, by rank; see RankRecord.data.
         """
         self.found = self.found or next((s["differs"] for s in statuses.values() if s.get("differs")), None)
         coords = {rank: status["coords"] for rank, status in statuses.items()}
         for recorder in list(self._record.recorders):
-            # In the group's order, as of equally many ranks those of the first count as right: on every rank the same.
+            # In the group's order, because between equal numbers the first ranks count as right: the same on every rank.
             histories = {
                 rank: group.get("steps")
                 for rank in recorder.ranks
@@ -99,11 +99,11 @@ class DesyncMonitor:
 
     @property
     def linger_s(self) -> float:
-        """How long a rank that knows of a difference keeps the store for the others."""
+        """How long a rank that knows of a difference keeps the store available for the others."""
         return 0.0 if self.found is None else 1.25 * self._period_s
 
     def let_go(self) -> None:
-        """Keep no connection to the store."""
+        """Drop the connection to the store."""
         self._store = dist.HashStore()
 
     def _error(self, found: Mapping[str, Any]) -> CallMismatchError:
@@ -113,7 +113,7 @@ class DesyncMonitor:
     # -- other threads ----------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Post and compare, where that is due; now in seconds. Costs the store nothing before the first step."""
+        """Post and compare when due; now in seconds. Costs the store nothing before the first step."""
         if now >= self._due and self._step and self.found is None:
             self._due = now + self._period_s
             self._exchange()
@@ -129,16 +129,16 @@ class DesyncMonitor:
                     self._store.delete_key(key)
 
     def _exchange(self, leaving: bool = False) -> bool:
-        """Post and compare; whether there is nothing left to compare up to this rank's last step."""
+        """Post and compare; whether everything up to this rank's last step has been compared."""
         with self._lock:
             step, through = self._step, True
             self._post()
             if self._store.check(["desync"]):
                 self.found = json.loads(self._store.get("desync"))
                 return True
-            # Groups outside of the mesh have no steps: other threads may call on them at their own pace.
+            # Groups outside the mesh have no steps: other threads may call on them at their own pace.
             for recorder in [each for each in self._record.recorders if each.steps.step]:
-                # A rank that leaves does not know whether the first one of its group is still to compare.
+                # A leaving rank does not know whether the first rank of its group has compared already.
                 first = recorder.ranks[0] == self._record.rank
                 if first or leaving:
                     peers = recorder.ranks[1:] if first else recorder.ranks[:1]
@@ -149,7 +149,7 @@ class DesyncMonitor:
         histories = {recorder.label: recorder.steps.data() for recorder in list(self._record.recorders)}
         groups = {label: history for label, history in histories.items() if history is not None}
         sums = {label: history.pop("sums") for label, history in groups.items()}
-        # First, so that who sees a difference in the sums finds the calls.
+        # Post the calls first, so that a rank that sees a difference in the checksums finds them.
         calls = json.dumps({"coords": self._record.coords, "groups": groups})
         for key, text in (("calls", calls), ("steps", json.dumps(sums))):
             if text != self._posted.get(key):
@@ -161,11 +161,11 @@ class DesyncMonitor:
         return [json.loads(zlib.decompress(each)) for each in posted]
 
     def _compare_with(self, peers: Sequence[int], recorder: FlightRecorder, step: int) -> bool:
-        """Compare the posts that are there; whether those are all up to `step`. Publishes a difference."""
+        """Compare the existing posts; whether all of them reach `step`. Publishes a difference."""
         label = recorder.label
         if self._compared.get(label, 0) >= step:
             return True
-        # Before all ranks have posted, a get would wait.
+        # Until all ranks have posted, a get would block.
         if label not in self._compared and not self._store.check(
             [f"steps/{rank}" for rank in recorder.ranks]
         ):
@@ -191,7 +191,7 @@ class DesyncMonitor:
             for rank in ranks
             if label in calls[rank]["groups"]
         }
-        # Where others are too far behind to be compared with these two, these two alone.
+        # If the other ranks are too far behind to be compared with these two, compare these two alone.
         two = {rank: histories[rank] for rank in ranks if rank in (self._record.rank, peer)}
         found = find_desync(label, histories, coords) or find_desync(label, two, coords)
         if found is not None:

@@ -1,4 +1,4 @@
-"""Which device and which backends does this process use, and does this host have them?"""
+"""The device and the backends of this process, and whether this host has them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from meshcomm.transport.torch_private import bound_device
 
 
 def choose_device(wanted: str, launch: Launch) -> torch.device:
-    """The device of this process: cuda where there is one, else cpu.
+    """The device of this process: cuda if there is one, otherwise cpu.
 
-    Its index: of the device to which torch's default group is bound; else of the program's current device, if set;
-    else the local rank, modulo the devices that this process sees.
+    Its index is that of the device to which torch's default group is bound; otherwise the program's current device, if set;
+    otherwise the local rank, modulo the number of visible devices.
     """
     kind = wanted
     if wanted == "auto":
@@ -61,7 +61,7 @@ def refuse_shared(store: dist.Store, rank: int, plan: Plan, device: torch.device
         return
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None:
-        return  # then nothing says which device it is
+        return  # then the device has no identity to compare
     identity = f"{socket.gethostname()}/{uuid}"
     first = store.compare_set(f"device/{identity}", "", str(rank)).decode()
     if first != str(rank):
@@ -69,12 +69,12 @@ def refuse_shared(store: dist.Store, rank: int, plan: Plan, device: torch.device
             f"ranks {first} and {rank} share one {device.type} device",
             given=f"{identity}, which rank {rank} calls {device}",
             expected="one device for each rank: NCCL refuses two ranks on one device",
-            hint='a launcher that sets LOCAL_RANK, CUDA_VISIBLE_DEVICES by rank, or mesh.device = "cpu"',
+            hint='a launcher that sets LOCAL_RANK, CUDA_VISIBLE_DEVICES per rank, or mesh.device = "cpu"',
         )
 
 
 def choose_backend(device: torch.device) -> str:
-    """What "auto" means: the backend of the default group where there is one, else torch's own for the device."""
+    """The meaning of "auto": the backend of the default group if there is one, otherwise torch's own for the device."""
     if dist.is_initialized():
         backend = str(dist.get_backend_config()) if dist.get_backend() == "undefined" else dist.get_backend()
         if ":" in backend or dist.is_backend_available(backend):
@@ -83,7 +83,7 @@ def choose_backend(device: torch.device) -> str:
 
 
 def check_backends(plan: Plan) -> None:
-    """Refuse a backend that this torch lacks, also for a device that is not used or a dim of one rank. Raises LaunchError."""
+    """Refuse a backend that this torch lacks, even for an unused device or a dim of one rank. Raises LaunchError."""
     chosen = {plan.defaults.backend: ("the default group", "mesh.backend")}
     for family in plan.families:
         key = f"mesh.options.{family.name}.backend"
@@ -119,7 +119,7 @@ def check_backends(plan: Plan) -> None:
 
 
 def check_devices(settings: Settings, device: torch.device, backend: str, launch: Launch) -> None:
-    """Refuse settings that the chosen device cannot follow, and two ranks of NCCL on one device. Raises LaunchError."""
+    """Refuse settings that the chosen device does not support, and two NCCL ranks on one device. Raises LaunchError."""
     if device.type == "cpu":
         useless = {
             "process.device_id = true": settings.process.device_id is True,
@@ -131,19 +131,19 @@ def check_devices(settings: Settings, device: torch.device, backend: str, launch
                     f"{setting} has no effect: this host has no accelerator",
                     given=f"{setting}, device auto = cpu, backend {backend}",
                     expected="a cuda device, or the setting left out",
-                    hint=f"take {setting} out",
+                    hint=f"remove {setting}",
                 )
     if "nccl" not in backend or device.type != "cuda":
         return
     if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
         raise LaunchError(
-            "TORCH_NCCL_BLOCKING_WAIT makes a wait abort its communicator at the timeout, before anybody is asked",
+            "TORCH_NCCL_BLOCKING_WAIT makes a wait abort its communicator at the timeout, before any rank is asked",
             given=f"TORCH_NCCL_BLOCKING_WAIT={os.environ['TORCH_NCCL_BLOCKING_WAIT']}",
             expected="the variable unset: meshcomm names who is missing at the timeout",
             hint="unset TORCH_NCCL_BLOCKING_WAIT",
         )
     present = torch.cuda.device_count()
-    # Who sees one device may have been given one of its own: `refuse_shared` knows.
+    # A process that sees a single device may have its own: `refuse_shared` checks that.
     if present > 1 and (launch.local_rank >= present or launch.local_size > present):
         raise LaunchError(
             f"{max(launch.local_size, launch.local_rank + 1)} ranks on a host with {present} cuda device(s)",
@@ -157,5 +157,5 @@ def _devices(kind: str) -> int:
     """How many devices of a kind this process sees."""
     try:
         return int(torch.get_device_module(kind).device_count())
-    except RuntimeError:  # torch has never heard of it
+    except RuntimeError:  # torch does not know this kind
         return 0

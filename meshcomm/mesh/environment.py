@@ -1,4 +1,4 @@
-"""Environment variables: those of launchers, and those that torch's backends read when a group is created."""
+"""Environment variables: those that launchers set, and those that torch's backends read when a group is created."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshcomm.layout.names import nearest_name
 
 
 class _Variables(NamedTuple):
-    """What a launcher calls rank, world size, local rank and local size, and its job: the first of these that is set."""
+    """A launcher's variables for rank, world size, local rank and local size, and for its job: the first that is set counts."""
 
     launcher: str
     rank: str
@@ -29,7 +29,7 @@ class _Variables(NamedTuple):
     job: str
 
 
-# Most set Hydra's variables as well. PMI_JOBID is Slurm's and Cray's. mpirun of MPICH names its job nowhere.
+# Most set Hydra's variables as well. PMI_JOBID is Slurm's and Cray's. MPICH's mpirun does not name its job.
 _MPI: Final = tuple(
     _Variables._make([*names.split(), job])
     for names, job in {
@@ -43,15 +43,16 @@ _MPI: Final = tuple(
     }.items()
 )  # fmt: skip
 
-# What each kind of MPI's launcher calls a rank.
+# The rank variable of each kind of MPI launcher.
 MPI_RANKS: Final = tuple(each.rank for each in _MPI)
 
-# Ports for jobs without a given one: below the ports that systems give to connections.
+# Ports for jobs without a given port: below the range that systems use for outgoing connections.
 _PORTS: Final = range(20_000, 32_000)
 _CANDIDATES: Final = 8
 
-# What the backends of one group must read alike: else they choose different algorithms or protocols, connect at
-# different times, or check calls that the others do not. What names a host's own parts is left out.
+# Variables that the backends of one group must read identically: otherwise they choose different algorithms or
+# protocols, connect at different times, or check calls that the others do not. Variables that name parts of a host
+# are left out.
 SHARED: Final = (
     "GLOO_DEVICE_TRANSPORT", "TORCH_DISTRIBUTED_DEBUG", "TORCH_GLOO_LAZY_INIT", "NCCL_ALGO", "NCCL_BUFFSIZE",
     "NCCL_COLLNET_ENABLE", "NCCL_COMM_BLOCKING", "NCCL_CROSS_NIC", "NCCL_CUMEM_ENABLE", "NCCL_IB_DISABLE",
@@ -60,20 +61,20 @@ SHARED: Final = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_USE_COMM_NONBLOCKING",
 )  # fmt: skip
 
-# Every rank of a group that connects while it is made holds a socket to every other rank.
+# Every rank of a group that connects at creation holds a socket to every other rank.
 EAGER_RANKS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the launcher says.
+    """The launcher's facts about this process.
 
     kind: "torchrun" (any launcher that sets RANK and WORLD_SIZE), "slurm", "mpi", "torch" (its default group),
-        "given" (nobody but the program says it) or "single".
+        "given" (by the program alone) or "single".
     local_rank: number of this process on its host. local_size: processes on this host.
-    address, port: where rank 0 can be met; None where nothing says so. Without a port the job's name leads to one.
-    placed: the launcher has said the local rank.
-    job: what the launcher calls the job, the same on all its ranks and on no other job's; "" where it does not say.
+    address, port: the address of rank 0; None if unknown. Without a port, a port is derived from the job's name.
+    placed: whether the launcher has set the local rank.
+    job: the launcher's name of the job, the same on all its ranks and different for every other job; "" if unknown.
     """
 
     kind: str
@@ -96,11 +97,11 @@ _SINGLE: Final = Launch("single", rank=0, world_size=1, local_rank=0, local_size
 
 
 def find_launch(env: Mapping[str, str]) -> Launch:
-    """Read the launcher's variables: torchrun's first, as Slurm or MPI may start it. LaunchError for half a set of them."""
+    """Read the launcher's variables: torchrun's first, as Slurm or MPI may start it. LaunchError for an incomplete set."""
     if "RANK" in env or "WORLD_SIZE" in env:
         return _torchrun(env)
     mpi, step = _mpi(env), "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
-    # mpirun inside an allocation starts its ranks, or its daemons, by srun: then the ranks are those of MPI.
+    # Inside an allocation, mpirun starts its ranks, or its daemons, by srun: then MPI's variables name the ranks.
     if step and (
         mpi is None or _world(env, mpi.rank, mpi.size) == _world(env, "SLURM_PROCID", "SLURM_NTASKS")
     ):
@@ -113,7 +114,7 @@ def find_launch(env: Mapping[str, str]) -> Launch:
         return Launch("mpi", rank, world, local_rank, local_size, address, _port(env), job=_job(env, mpi))
     if "SLURM_PROCID" in env and (tasks := _number(env, "SLURM_NTASKS", 1)) > 1:
         raise LaunchError(
-            f"this is the batch script of Slurm job {env.get('SLURM_JOB_ID', '?')}, and none of its {tasks} tasks",
+            f"this is the batch script of Slurm job {env.get('SLURM_JOB_ID', '?')}, not one of its {tasks} tasks",
             given=f"SLURM_NTASKS={tasks} and no SLURM_STEP_ID: sbatch starts a script once, without srun",
             expected=f"{tasks} tasks, each a process that srun starts",
             hint="put srun in front: srun python script.py; for one process, #SBATCH --ntasks=1",
@@ -122,7 +123,7 @@ def find_launch(env: Mapping[str, str]) -> Launch:
 
 
 def launch_by_arguments(env: Mapping[str, str]) -> Launch:
-    """The launch of a process whose program gives rank and world size, which `meet` sets: by Ray or multiprocessing."""
+    """The launch of a process whose program passes rank and world size to `meet`: started by Ray or multiprocessing."""
     local = "LOCAL_RANK" in env
     local_rank = _number(env, "LOCAL_RANK") if local else 0
     address, job = env.get("MASTER_ADDR"), _ray_job(env)
@@ -135,7 +136,7 @@ def _slurm(env: Mapping[str, str]) -> Launch:
         return _SINGLE
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
     one_node = "1" in (env.get("SLURM_STEP_NUM_NODES"), env.get("SLURM_NNODES"))
-    # As in 8(x2),4: of the nodes in order.
+    # A list such as 8(x2),4: for the nodes in order.
     counts = [
         int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))
     ]
@@ -143,16 +144,16 @@ def _slurm(env: Mapping[str, str]) -> Launch:
     local_size = world if one_node else counts[node] if node < len(counts) else 1
     local_rank = _number(env, "SLURM_LOCALID", 0)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    # On one host nobody else need reach it.
+    # On one host, no other host has to reach it.
     host = "127.0.0.1" if local_size == world else first_host(nodes) if nodes else None
     address = env.get("MASTER_ADDR") or host
     return Launch("slurm", rank, world, local_rank, local_size, address, _port(env), job=_step(env))
 
 
 def _step(env: Mapping[str, str]) -> str:
-    """The name of a Slurm step; a job that was requeued has the same number, and another one here."""
+    """The name of a Slurm step. A requeued job keeps its number, but gets another name here."""
     again = _number(env, "SLURM_RESTART_COUNT", 0)
-    # The parts of a heterogeneous job have a number each.
+    # Each part of a heterogeneous job has its own number.
     job = env.get("SLURM_JOB_ID_HET_GROUP_0") or env.get("SLURM_JOB_ID", "?")
     return f"Slurm step {job}.{env.get('SLURM_STEP_ID')}" + (f", requeued {again} times" if again else "")
 
@@ -185,7 +186,7 @@ def _port(env: Mapping[str, str]) -> int | None:
 
 
 def ports_of(job: str) -> list[int]:
-    """Where the ranks of a job look for its store, in this order: the same on all of them, others for another job.
+    """The ports at which the ranks of a job look for its store, in this order: equal on all its ranks, different for other jobs.
 
     >>> ports_of("Slurm step 17.0")[:3], ports_of("Slurm step 17.1")[0], ports_of("")
     ([31041, 30979, 23700], 23035, [29500])
@@ -201,7 +202,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
     for name in ("RANK", "WORLD_SIZE"):
         if name not in env:
             raise LaunchError(
-                f"the environment has half of a launcher's variables: {name} is missing",
+                f"the environment has only some of a launcher's variables: {name} is missing",
                 given=", ".join(f"{n}={env[n]}" for n in ("RANK", "WORLD_SIZE") if n in env),
                 expected="both RANK and WORLD_SIZE, or neither",
                 hint="torchrun --nproc-per-node N script.py, or meshcomm run CONFIG script.py",
@@ -209,12 +210,12 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
     rank, world = _world(env, "RANK", "WORLD_SIZE")
     if not 0 <= rank < world:
         raise LaunchError(
-            f"RANK={rank} is not a rank of a world of {world}",
+            f"RANK={rank} is not a rank in a world of {world}",
             given=f"RANK={rank}, WORLD_SIZE={world}",
             expected=f"RANK from 0 to {world - 1}",
-            hint="look at what sets these variables",
+            hint="check what sets these variables",
         )
-    # Launchers other than torchrun may not say how many processes a host has; then claim nothing.
+    # Launchers other than torchrun may not set the number of processes on a host; then it stays unknown.
     local_size = _number(env, "LOCAL_WORLD_SIZE", 1)
     # A script that exports RANK and WORLD_SIZE under Slurm or MPI need not export this.
     names = ("LOCAL_RANK", "SLURM_LOCALID", *(names.local_rank for names in _MPI))
@@ -227,9 +228,9 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
 
 
 def _job_of_ranks(env: Mapping[str, str], rank: int, world: int) -> str:
-    """The job of a process that has RANK: of torchrun, or of the launcher whose ranks a script exports as RANK.
+    """The job of a process that has RANK: torchrun's run, or the launcher whose ranks a script exports as RANK.
 
-    A torchrun in each task of a Slurm step is no rank of the step.
+    The processes of a torchrun in each task of a Slurm step are not ranks of the step.
     """
     if (run := env.get("TORCHELASTIC_RUN_ID", "none")) not in ("", "none"):
         return f"torchrun's run {run}"
@@ -241,7 +242,7 @@ def _job_of_ranks(env: Mapping[str, str], rank: int, world: int) -> str:
 
 
 def _ray_job(env: Mapping[str, str]) -> str:
-    """The name of Ray's job, asked of Ray: a worker that was started ahead of its job has the variable of none."""
+    """The name of Ray's job, requested from Ray: a worker that was started before its job does not have the variable."""
     job = env.get("RAY_JOB_ID", "")
     if job and (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
         job = ray.get_runtime_context().get_job_id()
@@ -253,7 +254,7 @@ def _same(env: Mapping[str, str], rank_name: str, size_name: str, rank: int, wor
 
 
 def attempt_of(env: Mapping[str, str]) -> int:
-    """How often torch's agent has started its ranks again; 0 under other launchers."""
+    """The number of times that torch's agent has restarted its ranks; 0 under other launchers."""
     text = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(text) if text.isdecimal() else 0
 
@@ -261,8 +262,8 @@ def attempt_of(env: Mapping[str, str]) -> int:
 def attempt_prefix(env: Mapping[str, str]) -> str:
     """A prefix that separates the keys of this attempt from the keys of earlier ones; "" for the first.
 
-    torch's agents keep their store when they restart the ranks. One agent's count is the same for all its ranks; each
-    of several counts its own failures, and only the size of the world is the same for all.
+    torch's agents keep their store when they restart the ranks. With one agent, its restart count is the same for all
+    ranks. Several agents each count their own failures, and only the world size is the same for all.
 
     >>> attempt_prefix({"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "2", "WORLD_SIZE": "4"})
     'attempt2'
@@ -295,17 +296,17 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
         raise LaunchError(
             f"{name} is not a number" if text is not None else f"{name} is not set",
             given=f"{name}={text!r}",
-            expected="a whole number, set by the launcher",
+            expected="an integer, set by the launcher",
             hint="start with torchrun, srun, mpirun, or meshcomm run",
         ) from None
 
 
 def how_many_ranks(command: str) -> LaunchError:
-    """The error where neither a config nor the user says how many ranks a script has."""
+    """The error if neither a config nor the user gives the number of ranks of a script."""
     return LaunchError(
         "how many ranks?",
         given="a script without CONFIG, and no --world-size",
-        expected="--world-size, or a CONFIG whose dims say it",
+        expected="--world-size, or a CONFIG whose dims give it",
         hint=f"meshcomm {command} --world-size 8 SCRIPT",
     )
 
@@ -331,20 +332,20 @@ def with_variables(variables: Mapping[str, str], *, keep: bool = False) -> Itera
 
 
 def refuse_conflict(variables: Mapping[str, str]) -> None:
-    """Raise LaunchError where the user has set one of `variables`, which a config says, to something else."""
+    """Raise LaunchError if the user has set one of `variables`, which come from a config, to another value."""
     for name, value in variables.items():
         given = os.environ.get(name)
         if given not in (None, value):
             raise LaunchError(
-                f"{name} is set twice, differently",
+                f"{name} is set twice, to different values",
                 given=f"{name}={given} in the environment, {value} by the config",
                 expected="one value",
-                hint=f"unset {name}, or take it out of [network]",
+                hint=f"unset {name}, or remove it from [network]",
             )
 
 
 def check_interfaces(plan: Plan, network: NetworkConfig) -> None:
-    """Raise LaunchError if `[network]`, whose variables are set by now, or GLOO_SOCKET_IFNAME names a missing interface."""
+    """Raise LaunchError if `[network]`, whose variables are already set, or GLOO_SOCKET_IFNAME names a missing interface."""
     source = "[network] interfaces" if network.interfaces else "GLOO_SOCKET_IFNAME"
     reads = ["gloo", *["nccl"] * bool(network.interfaces)]
     backends = {plan.defaults.backend, *(family.options.backend for family in plan.families)}
@@ -364,12 +365,12 @@ def no_interface(name: str, source: str, present: Sequence[str]) -> LaunchError:
         f"this host has no interface {name}",
         given=f"{name} in {source}",
         expected="one of " + ", ".join(present),
-        hint=f'did you mean "{near}"?' if near else f"take it out of {source}",
+        hint=f'did you mean "{near}"?' if near else f"remove it from {source}",
     )
 
 
 def network_variables(network: NetworkConfig) -> dict[str, str]:
-    """What `[network]` means to Gloo and NCCL."""
+    """The environment variables of Gloo and NCCL for `[network]`."""
     listed = ",".join(network.interfaces)
     variables = {
         "GLOO_SOCKET_IFNAME": listed,
@@ -384,15 +385,15 @@ def network_variables(network: NetworkConfig) -> dict[str, str]:
 
 
 def nccl_defaults(world_size: int) -> dict[str, str]:
-    """How often each rank's NCCL watchdog asks the store: once a second, or 1,000 questions a second of all ranks."""
+    """The interval at which each rank's NCCL watchdog polls the store: one second, or 1,000 operations a second for all ranks."""
     return {"TORCH_NCCL_COORD_CHECK_MILSEC": str(max(1_000, world_size))}
 
 
 def gloo_defaults(one_host: bool, ranks: int | None = None) -> dict[str, str]:
-    """How the ranks of a Gloo group connect unless the user says otherwise: on one host by the loopback interface.
+    """How the ranks of a Gloo group connect by default: on one host, by the loopback interface.
 
-    All ranks connect when the group is created, as Gloo then ends every call at its timeout. In a group of more than 64
-    ranks, and in the default group (ranks: None), two ranks connect at their first message.
+    All ranks connect when the group is created, because Gloo then ends every call at its timeout. In a group of more than
+    64 ranks, and in the default group (ranks: None), two ranks connect at their first message.
     """
     lazy = ranks is None or ranks > EAGER_RANKS
     variables = {"TORCH_GLOO_LAZY_INIT": "1" if lazy else "0"}

@@ -1,4 +1,4 @@
-"""A mesh over process groups that the program has made: DeviceMeshes, or this rank's groups by name."""
+"""A mesh over process groups that the program has created: DeviceMeshes, or this rank's groups by name."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _DECIDED: Final = ("dims", "rank_order", "ranks")
 
 
 class Existing(NamedTuple):
-    """The `[mesh]` that existing groups amount to, and this rank's groups by name; names without a usable one get new groups."""
+    """The `[mesh]` that existing groups form, and this rank's groups by name. Names without a usable group get new ones."""
 
     mesh: MeshConfig
     groups: Mapping[str, dist.ProcessGroup]
 
 
 def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> Existing:
-    """The first gives the dims, each further one a view; dims that were flattened are merged dims.
+    """The first DeviceMesh gives the dims, each further one a view; flattened dims become merged dims.
 
-    given: further keys of `[mesh]`. Raises LayoutError where they are slices, or do not fit each other.
+    given: further keys of `[mesh]`. Raises LayoutError if they are slices, or do not fit each other.
     """
     _refuse(given, (*_DECIDED, "device"), "a DeviceMesh")
     if not meshes or not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
         raise LayoutError(
-            "init was given a list that is not one of DeviceMeshes",
+            "init was given a list of other objects than DeviceMeshes",
             given=f"{list(meshes)!r}",
             expected="one or more torch DeviceMeshes",
-            hint='meshcomm.init(dims={"dp": 2, "tp": 4}) for a mesh with groups of its own',
+            hint='meshcomm.init(dims={"dp": 2, "tp": 4}) for a mesh with its own groups',
         )
     with without_modes():
         grids = [mesh.mesh.flatten().tolist() for mesh in meshes]
@@ -52,7 +52,7 @@ def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> 
     for mesh, grid in zip(meshes[1:], grids[1:], strict=True):
         if tuple(grid) != order or mesh.device_type != first.device_type:
             raise LayoutError(
-                "the DeviceMeshes are not factorisations of the same ranks",
+                "the DeviceMeshes are not factorizations of the same ranks",
                 given=f"{first} of ranks {fold(order)}, and {mesh} of ranks {fold(grid)}",
                 expected="the same ranks in the same order, and one device type",
                 hint="a mesh each: meshcomm.init(first), meshcomm.init(second)",
@@ -74,18 +74,18 @@ def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> 
 
 
 def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any]) -> Existing:
-    """Dims, merged dims and views from the ranks that this rank shares each group with.
+    """Dims, merged dims and views, derived from the ranks of each of this rank's groups.
 
-    Every rank finds the same, or the ranks' comparison before the mesh is opened names those that differ.
-    Raises LayoutError where the groups are not those of a grid of all ranks.
+    Every rank derives the same; otherwise the comparison before the mesh opens names the ranks that differ.
+    Raises LayoutError if the groups do not form a grid of all ranks.
     """
     _refuse(given, _DECIDED, "groups")
     if not dist.is_initialized():
         raise LaunchError(
-            "from_groups came before torch's default group, or after its end",
-            given="torch.distributed is not initialised",
+            "from_groups was called before torch's default group existed, or after its end",
+            given="torch.distributed is not initialized",
             expected="groups of dist.new_group, of a DeviceMesh or of a framework",
-            hint="dist.init_process_group first; meshcomm.init(dims=...) makes groups of its own",
+            hint="dist.init_process_group first; meshcomm.init(dims=...) creates its own groups",
         )
     world = dist.get_world_size()
     lists = {name: _ranks(name, group) for name, group in groups.items()}
@@ -95,7 +95,7 @@ def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any])
             raise LayoutError(
                 f'the ranks along "{name}" are not evenly spaced',
                 given=f"ranks {fold(lists[name])}",
-                expected="ranks that one or more dims of a row-major grid of all ranks lead through",
+                expected="ranks along one or more dims of a row-major grid of all ranks",
                 hint="meshcomm.init(DeviceMesh(...)) takes ranks in any order",
             )
     single = {name: found[0] for name, found in digits.items() if found is not None and len(found) == 1}
@@ -124,7 +124,7 @@ def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any])
 
 
 def _existing(keys: dict[str, Any], groups: Mapping[str, dist.ProcessGroup]) -> Existing:
-    """With those groups that carry their calls: torch sorts the ranks of a group, and a backend may be "fake" by request."""
+    """Adds the groups if they can carry the calls: torch sorts a group's ranks, and a backend may be "fake" by request."""
     mesh = mesh_of({name: value for name, value in keys.items() if value is not None})
     layout = mesh.layout(dist.get_world_size())
     fake = dist.get_backend() == "fake"
@@ -139,7 +139,7 @@ def _existing(keys: dict[str, Any], groups: Mapping[str, dist.ProcessGroup]) -> 
 def _refuse(given: Mapping[str, Any], decided: Iterable[str], source: str) -> None:
     if both := [name for name in decided if name in given]:
         raise LaunchError(
-            f"init got {source}, and arguments that say the same things",
+            f"init got {source}, and arguments that set the same values",
             given=f"{source} and {', '.join(both)}",
             expected="merge, views, options, timeout_s, validate_calls or warm_up in addition",
             hint=f"leave out {', '.join(both)}",
@@ -147,7 +147,7 @@ def _refuse(given: Mapping[str, Any], decided: Iterable[str], source: str) -> No
 
 
 def _groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
-    # A rank outside of a DeviceMesh has no groups of it.
+    # A rank outside a DeviceMesh has no groups of it.
     names = mesh.mesh_dim_names or ()
     return {} if mesh.get_coordinate() is None else {name: mesh.get_group(name) for name in names}
 
@@ -167,10 +167,10 @@ def _check(device_mesh: DeviceMesh) -> None:
             f"{name}={size}" for name, size in zip(root.mesh_dim_names or (), root.shape, strict=False)
         )
         raise LayoutError(
-            "the DeviceMesh is a slice: each rank's holds other ranks, and a mesh is the same on all of them",
+            "the DeviceMesh is a slice, which has other ranks on each rank; a mesh is the same on all ranks",
             given=f"a slice along {', '.join(names)} of the DeviceMesh {sizes}; here it has the ranks "
             f"{fold(device_mesh.mesh.flatten().tolist())}",
-            expected="the DeviceMesh that it was cut from",
+            expected="the DeviceMesh that it was sliced from",
             hint="mesh = meshcomm.init(device_mesh), without [...]; "
             f'its calls take the dims by name: mesh.all_reduce("{names[0]}", x)',
         )
@@ -182,13 +182,13 @@ def _ranks(name: str, group: Any) -> list[int]:
             f'this rank has no process group along "{name}"',
             given=f"{group!r}, a {type(group).__name__}, on rank {dist.get_rank()}",
             expected="a torch ProcessGroup that this rank is in",
-            hint="name only groups that every rank has one of; dist.group.WORLD is the default group",
+            hint="name only groups that exist on every rank; dist.group.WORLD is the default group",
         )
     return ranks_of(group)
 
 
 def _digits(ranks: Iterable[int]) -> Digits | None:
-    """The (size, stride) pairs that lead through `ranks`, canonical; None where there are none such."""
+    """The canonical (size, stride) pairs that generate `ranks`; None if there are none."""
     places = np.array(sorted(ranks))
     digits: list[tuple[int, int]] = []
     while len(places) > 1:
@@ -206,7 +206,7 @@ def _digits(ranks: Iterable[int]) -> Digits | None:
 
 
 def _parts(layout: Layout, digits: Digits | None) -> tuple[str, ...] | None:
-    """The dims of the base that together lead through the same ranks, in the base's order."""
+    """The dims of the base that together generate the same ranks, in the base's order."""
     names = [name for name, size in layout.dims.items() if size > 1]
     for count in range(len(names) + 1):
         for parts in combinations(names, count):
@@ -216,7 +216,7 @@ def _parts(layout: Layout, digits: Digits | None) -> tuple[str, ...] | None:
 
 
 def _chains(single: Mapping[str, tuple[int, int]], world: int, stride: int = 1) -> Iterator[tuple[str, ...]]:
-    """Names whose strides follow from each other's sizes, outermost first, from `stride` to all ranks."""
+    """Names whose strides follow from each other's sizes, outermost first, from `stride` up to all ranks."""
     if stride == world:
         yield ()
     for name, (size, own) in single.items():
@@ -241,10 +241,10 @@ def _incomplete(
     along = f'along "{name}" and its neighbours' if name is not None else "named"
     missing = world // stride
     return LayoutError(
-        f"the groups {along} do not lead through all {world} ranks",
+        f"the groups {along} do not reach all {world} ranks",
         given="; ".join(f"{each}: ranks {fold(ranks)}" for each, ranks in lists.items()),
         expected=f"groups along dims whose sizes multiply to {world}",
-        hint=f"name the groups of the other dims, too; {missing} ranks that are {stride} apart, say"
+        hint=f"name the groups of the other dims, too; for example {missing} ranks that are {stride} apart"
         if missing > 1
         else "name the groups of the other dims of its view, too",
     )

@@ -1,7 +1,7 @@
-"""Who else could reach the place where the processes meet? On one host: nobody, or a warning.
+"""Whether other hosts or users can reach the rendezvous of the processes. For a job on one host, only local access, or a warning.
 
-Tried on torch 2.13: a TCPStore server listens on every address of its host, also when it was told
-127.0.0.1, and it asks nobody who they are: whoever reaches the port can read, change and delete keys.
+Tested with torch 2.13: a TCPStore server listens on every address of its host, even if it was given 127.0.0.1, and has
+no authentication: anyone who reaches the port can read, change and delete keys.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from meshcomm.errors import LaunchError
 
 _OPEN: Final = (
-    "an address that only this host reaches, 127.0.0.1: torch's TCPStore has no authentication,\n"
-    "who reaches it can read and change all that the ranks tell each other"
+    "an address that only this host can reach, 127.0.0.1: torch's TCPStore has no authentication,\n"
+    "anyone who reaches it can read and change everything that the ranks exchange"
 )
 
 
@@ -30,7 +30,7 @@ class ExposedRendezvous(UserWarning):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` can only mean this host: not by the host's own name, which elsewhere means another address.
+    """Whether `host` can only mean this host. The host's own name does not count, as other hosts may resolve it differently.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "[::1]", "::ffff:127.0.0.1")]
     [True, True, True, True, True]
@@ -49,7 +49,7 @@ def is_loopback(host: str) -> bool:
 
 
 def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore | None:
-    """A store server that listens on the loopback address `host` and on nothing else; None if that is none, or taken.
+    """A store server that listens only on the loopback address `host`; None if it is not a loopback address, or is taken.
 
     Called by: the rank that hosts the store, before `torch.distributed.rendezvous`, which finds a server of its own
     process by the port; keep the result until then.
@@ -62,7 +62,7 @@ def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore
         listener = socket.create_server((bare, port), family=family, backlog=2048)
     except OSError:
         return None
-    # The server owns the socket from here on.
+    # From here on the server owns the socket.
     return dist.TCPStore(
         bare,
         listener.getsockname()[1],
@@ -75,7 +75,7 @@ def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore
 
 
 def listening(port: int) -> list[str]:
-    """The addresses of this host on which someone listens at `port`; none where the system does not say."""
+    """The addresses of this host with a listener at `port`; empty if the system does not report them."""
     import psutil
 
     with suppress(psutil.AccessDenied):
@@ -85,7 +85,7 @@ def listening(port: int) -> list[str]:
 
 
 def exposed_store(host: str, port: int, setting: str, world_size: int) -> LaunchError | None:
-    """What is wrong with a job of this host alone whose store is at `host`. setting: what to write to change it."""
+    """The problem of a single-host job whose store is at `host`. setting: the setting that changes it."""
     outside = [address for address in listening(port) if not is_loopback(address)]
     if is_loopback(host) and not outside:
         return None
@@ -103,7 +103,7 @@ def exposed_store(host: str, port: int, setting: str, world_size: int) -> Launch
 
 
 def exposed_file(path: str) -> LaunchError | None:
-    """What is wrong with the folder of a rendezvous file; None where nothing is, or nothing is known."""
+    """The problem of a rendezvous file's folder; None if there is none, or if nothing is known."""
     folder = Path(path).absolute().parent
     try:
         mode = os.stat(folder).st_mode
@@ -112,8 +112,8 @@ def exposed_file(path: str) -> LaunchError | None:
     if not mode & stat.S_IWOTH or mode & stat.S_ISVTX:
         return None
     return LaunchError(
-        f"everybody can replace the rendezvous file {path}",
+        f"any user can replace the rendezvous file {path}",
         given=f"the folder {folder} with mode {stat.S_IMODE(mode):04o}",
-        expected="a folder that others cannot write, or a sticky one as /tmp is",
+        expected="a folder that others cannot write to, or one with the sticky bit, like /tmp",
         hint=f"chmod o-w {folder}, or another process.path",
     )

@@ -1,7 +1,7 @@
-"""Generations of a job: each time that ranks are lost and their processes replaced, the ranks meet again in a new one.
+"""Generations of a job: each time that ranks are lost and replaced, all ranks meet again in a new generation.
 
-A launcher that starts a new process for a rank that was lost announces a generation in the job's store and tells the
-process its number. Everything that belongs to one generation lies under its prefix.
+A launcher that starts a new process for a lost rank announces a generation in the job's store and passes its number to
+the process. All keys of a generation are under its prefix.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from meshcomm.transport.connections import Connections
 from meshcomm.transport.torch_private import interruptible_waits
 
 VARIABLE: Final = "MESHCOMM_GENERATION"
-"""Set by a launcher that replaces lost ranks: "0" for the first processes, for others the generation that they join."""
+"""Set by a launcher that replaces lost ranks: "0" for the first processes, otherwise the generation to join."""
 
 _KEY: Final = "meshcomm/generation/{}"
 _MET: Final = "meshcomm/generation/{}/met"
-# Set by a process that waits for a generation: its number, and the process's.
+# Set by a process that waits for a generation: the generation's number, and the process's.
 WAITS: Final = "meshcomm/waits/{}/{}"
-# What comes after a generation: a larger mesh, or the end of the program.
+# The decision about the end of a generation: a larger mesh, or the end of the program.
 _NEXT: Final = "meshcomm/next/{}"
 
 ANNOUNCED_VARIABLE: Final = "MESHCOMM_ANNOUNCED_S"
-"""How many seconds a launcher may take to see that a process has ended, and to announce the next generation."""
+"""How many seconds a launcher may take to notice that a process has ended, and to announce the next generation."""
 
 _ANNOUNCED_S: Final = 5.0
-# How long from one cut to the next, while a newer generation is not joined.
+# The pause between two cuts, until a newer generation is joined.
 _CUTS_S: Final = 0.02
 _CUTS_MOST_S: Final = 0.5
-# How long a backend may hold a call whose connections were cut.
+# How long a backend may keep a call whose connections were cut.
 _HOLDS_S: Final = 1.0
 _FOREVER: Final = timedelta(days=30)
-# What the thread that waits for announcements may take to end.
+# How long the thread that waits for announcements may take to end.
 _LEAVES_S: Final = 5.0
 
 
@@ -53,10 +53,9 @@ _LEAVES_S: Final = 5.0
 class Generation:
     """The generation of the job that a mesh belongs to. It changes each time that ranks are lost and replaced.
 
-    number: 0 before any rank was lost. replaced: the ranks with new processes, each with how the previous
-            process
-    ended. processes: the launcher's number of the process of each rank, which is RANK in its environment; if
-    empty, these are the ranks. dims: the sizes that differ from the configuration.
+    number: 0 before any rank was lost. replaced: the ranks with new processes, each with how the previous process
+            ended. processes: the launcher's number of the process of each rank, which is RANK in its environment; if
+            empty, these are the ranks. dims: the sizes that differ from the configuration.
     """
 
     number: int = 0
@@ -69,7 +68,7 @@ class Generation:
         return self.processes[rank] if self.processes else rank
 
     def ranks_of(self, processes: Mapping[int, str]) -> dict[int, str]:
-        """By rank, what is said of processes; without those that have none."""
+        """The facts about processes, by rank; ranks without any are left out."""
         if not self.processes:
             return dict(processes)
         return {rank: processes[each] for rank, each in enumerate(self.processes) if each in processes}
@@ -77,10 +76,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The next generation, as a launcher says it. processes, dims: as of Generation.
+    """The next generation, as a launcher announces it. processes, dims: as in Generation.
 
-    lost: the processes that have ended since the last one, each with how. new: those that take part for the first time, each
-    with how the one before it ended.
+    lost: the processes that have ended since the last generation, each with how. new: the processes that join, each with
+    how the previous process ended.
     """
 
     lost: Mapping[int, str] = field(default_factory=dict)
@@ -90,20 +89,20 @@ class Announcement:
 
 
 def announce(store: Any, number: int, announcement: Announcement) -> None:
-    """Have the ranks of the job meet again. Called by a launcher, before it starts the new processes.
+    """Make the ranks of the job meet again. Called by a launcher, before it starts the new processes.
 
-    store: the job's, as `of_this_attempt` has it. number: that of the last one and one.
+    store: the job's, as `of_this_attempt` returns it. number: the last generation's number plus one.
     """
     store.set(_KEY.format(number), json.dumps(asdict(announcement)))
 
 
 def is_waiting(store: Any, number: int, process: int) -> bool:
-    """Whether a process that was started for a generation to come is there, and waits for it."""
+    """Whether a process that was started for a future generation is running and waits for it."""
     return bool(store.check([WAITS.format(number, process)]))
 
 
 def may_grow(store: Any, number: int) -> bool:
-    """Whether the ranks meet in a generation in which nobody was lost; not once they have said `all_done` of the one before.
+    """Whether the ranks will meet in generation `number` though no rank was lost; False after `all_done` of the previous one.
 
     Called by a launcher, which then announces it.
     """
@@ -111,29 +110,29 @@ def may_grow(store: Any, number: int) -> bool:
 
 
 def have_met(store: Any, number: int) -> bool:
-    """Whether the ranks of the job, old and new, have all come to the generation. Called by a launcher."""
+    """Whether all ranks of the job, old and new, have arrived in the generation. Called by a launcher."""
     return bool(store.check([_MET.format(number)]))
 
 
 def all_done(store: Any, number: int) -> bool:
-    """Whether a generation is the last one, as its ranks have nothing more to do; not once `may_grow` of the next was true."""
+    """Whether a generation is the last one, because its ranks are done; False after `may_grow` of the next was true."""
     return bool(store.compare_set(_NEXT.format(number + 1), "", "done") == b"done")
 
 
 class Generations:
-    """What one rank knows of the generations of its job: joined, the one that its meshes are of, and newer ones.
+    """One rank's view of the generations of its job: `joined`, the generation of its meshes, and newer ones.
 
-    process: the number by which the launcher knows this one. number: of the generation that it was started for.
-    announced: each one until then, from 1 on.
+    process: the launcher's number of this process. number: the generation that it was started for.
+    announced: the announcements up to that one, from 1 on.
     """
 
     announced_s = _ANNOUNCED_S
-    """How long a rank that has lost a peer waits for the next one."""
+    """How long a rank that has lost a peer waits for the next generation."""
 
     def __init__(self, process: int, number: int, announced: Sequence[Announcement]) -> None:
         self._process = process
         self._announced = [Announcement(), *announced]
-        # The last one in which this process has opened a mesh.
+        # The last generation in which this process has opened a mesh.
         self._opened = number - 1
         self.joined = self._generation(number)
 
@@ -143,7 +142,7 @@ class Generations:
         return len(self._announced) - 1
 
     def join(self) -> Generation:
-        """The latest generation: what is opened from now on is of it. Returns when this process takes part in one."""
+        """Join the latest generation, to which new meshes belong. Returns once this process takes part in a generation."""
         if self.latest > self.joined.number or not self._takes_part():
             self._await_part()
             self.joined = self._generation(self.latest)
@@ -155,24 +154,24 @@ class Generations:
         return self._opened < self.joined.number
 
     def met(self) -> None:
-        """All ranks have come to the joined generation."""
+        """All ranks have arrived in the joined generation."""
 
     def opened(self) -> None:
-        """A mesh is open in the joined generation: ranks that are lost from now on are others."""
+        """A mesh is open in the joined generation: ranks lost from now on count for the next one."""
         self._opened = self.joined.number
 
     def add(self, announcement: Announcement) -> None:
-        """One more generation is announced."""
+        """Another generation has been announced."""
         self._announced.append(announcement)
 
     def newer(self, within_s: float = 0.0) -> bool:
-        """Whether there is a newer generation than the joined one, or one is announced within so many seconds."""
+        """Whether a generation newer than the joined one exists, or is announced within this many seconds."""
         return self.latest > self.joined.number
 
     def lost(self, what: str, waits: bool) -> RankLost | None:
-        """The error where ranks were lost since this process joined. waits: a peer is gone; the launcher may still see it.
+        """The error if ranks were lost since this process joined. waits: a peer is gone; the launcher may yet notice it.
 
-        what: the call that this ends, and the rank that makes it.
+        what: the call that this ends, and its rank.
         """
         if not self.newer(self.announced_s if waits else 0.0):
             return None
@@ -182,33 +181,33 @@ class Generations:
         sizes = ", ".join(f"{name}={size}" for name, size in (latest.dims or joined.dims).items())
         lost = f"{ranks_text(sorted(ranks))} {'was' if len(ranks) == 1 else 'were'} lost"
         if not ranks:
-            text = "new processes have come, and the mesh grows"
+            text = "new processes have joined, and the mesh grows"
         elif latest.dims == joined.dims:
             text = f"{lost} and replaced"
         else:
-            text = f"{lost}, and the others go on {f'with {sizes}' if latest.dims else 'with new ones'}"
+            text = f"{lost}, and the others continue {f'with {sizes}' if latest.dims else 'with new ones'}"
         return RankLost(
             f"{what}: {text}",
             given="\n".join(f"rank {rank} {why}" for rank, why in sorted(ranks.items()))
             or f"{len(latest.new)} new processes",
-            expected="every rank to meet the new processes, and to make the unfinished step again"
+            expected="every rank to meet the new processes, and to repeat the unfinished step"
             if latest.new
-            else "every other rank to meet again, and to make the unfinished step again",
-            hint="except RankLost as error: mesh.reopen(error); a Trainer does so by itself",
+            else "every other rank to meet again, and to repeat the unfinished step",
+            hint="except RankLost as error: mesh.reopen(error); a Trainer does this itself",
             missing=tuple(sorted(ranks)),
         )
 
     def all_done(self) -> bool:
-        """Whether the mesh is the last one, as the program has nothing more to do; False where it is about to grow.
+        """Whether the mesh is the last one, because the program is done; False if it is about to grow.
 
         Called by: one rank.
         """
         return True
 
     def cuts(self, connections: Connections) -> None:
-        """Cut `connections` when a newer generation is announced, again and again until it is joined.
+        """Cut `connections` when a newer generation is announced, repeatedly until it is joined.
 
-        What opens a mesh makes one connection after the other.
+        Repeatedly, because opening a mesh makes one connection after the other.
         """
 
     def _generation(self, number: int) -> Generation:
@@ -226,12 +225,12 @@ class Generations:
         return not processes or self._process in processes
 
     def _await_part(self) -> None:
-        """Return when the latest generation has this process."""
+        """Return when the latest generation includes this process."""
 
 
 @final
 class AnnouncedGenerations(Generations):
-    """Those that a launcher announces in the job's store, where a connection of its own waits for them."""
+    """Generations that a launcher announces in the job's store. A separate connection waits for the announcements."""
 
     def __init__(self, store: dist.Store, process: int, number: int) -> None:
         self._store: Any = store
@@ -278,7 +277,7 @@ class AnnouncedGenerations(Generations):
             self._changed.wait_for(self._takes_part)
 
     def _at_exit(self) -> None:
-        # A thread that comes back from C++ while Python ends would end this process by SIGABRT.
+        # A thread that returns from C++ while Python shuts down would abort this process with SIGABRT.
         self._waits.cut()
         self._waiting.join(_LEAVES_S)
 
@@ -311,7 +310,7 @@ class AnnouncedGenerations(Generations):
 
 
 def announcement_of(store: Any, number: int) -> Announcement:
-    """What a launcher has announced of a generation."""
+    """A launcher's announcement of a generation."""
     found = json.loads(store.get(_KEY.format(number)))
     lost, new = ({int(each): why for each, why in found[name].items()} for name in ("lost", "new"))
     return Announcement(lost, new, tuple(found["processes"]), found["dims"])
@@ -321,7 +320,7 @@ _HERE: dict[str, Generations] = {}
 
 
 def generations_of(store: dist.Store, process: int) -> Generations | None:
-    """Those of this process; None where its launcher does not replace ranks. store: the job's. process: its rank there."""
+    """The generations of this process; None if its launcher does not replace ranks. store: the job's. process: its rank there."""
     number = os.environ.get(VARIABLE, "")
     if not number.isdecimal():
         return None

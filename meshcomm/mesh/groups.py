@@ -36,9 +36,9 @@ def create_transports(
 ) -> dict[str, Transport]:
     """One transport for every name of the plan, in plan order.
 
-    Called by: every rank of the plan's layout. create: makes one group; its second argument says whether NCCL may split
-    the world for it. existing: groups that are used instead of new ones, by name; the same names on all ranks.
-    Raises CommunicationError naming the group.
+    Called by: every rank of the plan's layout. create: creates one group; its second argument says whether NCCL may split
+    it from the world. existing: groups to use instead of new ones, by name; the same names on all ranks.
+    Raises CommunicationError with the group's name.
     """
     mine = {group.name: group for group in plan.for_rank(rank).groups}
     transports: dict[str, Transport] = {}
@@ -56,7 +56,7 @@ def create_transports(
     return transports
 
 
-# Gloo's word for an address that a coord of the group has not put into the store.
+# Gloo's text if a coord of the group has not stored its address.
 _AWAITED: Final = re.compile(r"wait timeout after .*, keys: \S*/(\d+)\s*$", re.MULTILINE)
 
 
@@ -73,7 +73,7 @@ def open_group(
             ranks=group.ranks,
             coord=group.ranks.index(rank),
             backend=options.backend,
-            # A backend that ends the process where a call does not end comes after our own diagnosis.
+            # The backend's own timeout, which ends the process, must expire after our own diagnosis.
             timeout=timedelta(seconds=options.timeout_s + (MARGIN_S if ordered else 0.0)),
             store=store,
             options=_backend_options(options, split),
@@ -85,7 +85,7 @@ def open_group(
         if awaited is not None and int(awaited[1]) < len(group.ranks):
             missing = group.ranks[int(awaited[1])]
             raise PeerLost(
-                f"rank {rank} could not create the group {group.label}: rank {missing} has not come to it",
+                f"rank {rank} could not create the group {group.label}: rank {missing} has not joined it",
                 given=f"{options.backend} on ranks {list(group.ranks)}: {first_line(error)}",
                 expected=f"every rank of the group to create it within {options.timeout_s:g} s",
                 hint=f"look at the first error of rank {missing}",
@@ -124,14 +124,14 @@ def _backend_options(options: GroupOptions, split: bool) -> Any:
             f"{' and '.join(extra)} has no effect on {options.backend}",
             given=f"{', '.join(f'{name} = {toml(value)}' for name, value in extra.items())}, backend {options.backend}",
             expected="an NCCL group, and a torch that has NCCL",
-            hint=f'take {", ".join(extra)} out, or backend = "nccl"',
+            hint=f'remove {", ".join(extra)}, or set backend = "nccl"',
         )
     if extra.get("split_share") and not split:
         raise UnsupportedOp(
-            "split_share has no effect: the group has a communicator of its own",
+            "split_share has no effect: the group has its own communicator",
             given="split_share = true, and a default group that NCCL does not split for this group",
             expected="a default group of NCCL with a bound device",
-            hint="process.device_id = true, or take split_share out",
+            hint="process.device_id = true, or remove split_share",
         )
     made: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(extra.pop("high_priority", False)))
     for name, value in extra.items():
@@ -140,7 +140,7 @@ def _backend_options(options: GroupOptions, split: bool) -> Any:
                 f"torch {torch.__version__} was built with an NCCL that has no {name}",
                 given=f"{name} = {toml(value)}",
                 expected="NCCL 2.17 or newer",
-                hint=f"take {name} out",
+                hint=f"remove {name}",
             )
         setattr(made.config, name, int(value))
     return made

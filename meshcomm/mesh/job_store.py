@@ -1,4 +1,4 @@
-"""The store of this job, where several jobs may use one host and one port."""
+"""The store of this job. Several jobs may use the same host and port."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from meshcomm.mesh.environment import MPI_RANKS, Launch
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.store import within
 
-# What a client that is about to succeed gets beyond its timeout.
+# The extra time of a client that is about to succeed, after its timeout.
 _GRACE_S: Final = 0.5
 _LOOK_S: Final = 1.0
-# How long one of several stores may take to answer, and when a silent port is asked again.
+# How long one of several stores may take to answer, and the pause before a silent port is tried again.
 _ANSWERS_S: Final = 2.0
 _SILENT_S: Final = 10.0
 _PAUSE_S: Final = 0.02
 
 _NAME: Final = re.compile(r"process (\d+) of (.*), started at (\S+)")
-# In a store that a rank 0 serves: the name of its job, of its process, and of the process that started that one.
+# A key in a store that rank 0 serves: the names of its job, of its process, and of the process that started that one.
 _JOB: Final = "meshcomm/job"
-# Processes that are a rank which another process is as well.
+# The processes that have the same rank as another process.
 TWICE: Final = "meshcomm/twice"
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose store it is. job: see Launch, "" if nobody knows; process: the name of its rank 0."""
+    """The owner of a store. job: see Launch, "" if unknown; process: the name of its rank 0."""
 
     job: str
     process: str
@@ -50,9 +50,9 @@ class Owner:
         return f"{self.job or 'a job without a name'}, whose rank 0 is {self.process}"
 
     def may_be(self, job: str) -> bool:
-        """Whether nothing says that `job` is another one."""
+        """Whether `job` may be this one: no known fact contradicts it."""
         theirs, ours = _NAME.search(self.job), _NAME.search(job)
-        # A host knows the process that started its own ranks alone, and that may be rank 0 itself.
+        # A host knows only the process that started its own ranks, which may be rank 0 itself.
         elsewhere = theirs is not None and ours is not None and theirs[2] != ours[2]
         by_rank_0 = ours is not None and ours[0] == self.process
         return self.job == job or elsewhere or by_rank_0 or not (self.job and job)
@@ -60,7 +60,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The finding at a port. owner, client: of a store with a job. free: no program listens."""
+    """The finding at a port. owner, client: of a store that belongs to a job. free: no program listens."""
 
     what: str
     owner: Owner | None = None
@@ -72,10 +72,10 @@ class _Found:
 def find_job(
     host: str, ports: Sequence[int], job: str, rank: int, world_size: int, timeout: timedelta
 ) -> dist.TCPStore:
-    """The store of `job` ("": unknown): rank 0 serves it at the first free one of `ports`; the others look for it there.
+    """The store of `job` ("": unknown): rank 0 serves it at the first free port of `ports`; the others look for it there.
 
-    A rank writes nothing to a store before that has named its job. Raises LaunchError: at once if another job has the
-    only port; else, with a line for each port, if no store of this job answers within the timeout.
+    A rank writes nothing to a store that has not named its job. Raises LaunchError: immediately if another job has the only
+    port; otherwise, with a line for each port, if no store of this job answers within the timeout.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     found: dict[int, _Found] = {}
@@ -87,12 +87,12 @@ def find_job(
             left_s = max(deadline - now, 0.1)
             alone = rank != 0 and len(ports) == 1
             found[port] = here = _look(host, port, left_s if alone else min(left_s, _ANSWERS_S), alone)
-            # Only rank 0 can tell a store of its job from the store of the program before.
+            # Only rank 0 can tell its job's store from the store of an earlier program.
             mine = here.owner and (
                 here.owner.may_be(job) if rank else here.owner == Owner(job, process_name())
             )
             if mine and rank == 0:
-                # Its server ends with the last store of this process that holds it.
+                # The server ends with the last store object of this process that holds it.
                 return find_tcp_store(host, port, world_size, hosts=True, timeout=timeout)
             if mine and here.client is not None:
                 here.client.set_timeout(timeout)
@@ -101,7 +101,7 @@ def find_job(
                 again[port] = now + _SILENT_S
         for port in (port for port in ports if rank == 0 and found[port].free):
             try:
-                # What is made here is found by the next line, by its port.
+                # `find_tcp_store` finds this server by its port.
                 server = serve_on_loopback(host, port, timeout)
                 store = find_tcp_store(host, port, world_size, hosts=True, timeout=timeout)
                 del server
@@ -110,7 +110,7 @@ def find_job(
                 continue
             store.set(_JOB, f"{job}\n{process_name()}\n{process_name(os.getppid())}")
             return store
-        # With one port a job that has it will not go.
+        # With a single port, a job that has it will not leave.
         taken = [here for here in found.values() if here.owner is not None]
         if rank == 0 or len(taken) == len(ports) == 1 or time.monotonic() >= deadline:
             errors = (here.error for here in found.values() if here.error is not None)
@@ -124,7 +124,7 @@ def find_job(
 def find_agent(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
     """The store of torchrun's agent. Raises LaunchError where it does not answer."""
     try:
-        # Whoever does not come is named by the agreement that follows, so nobody waits here.
+        # The agreement that follows names missing ranks, so do not wait for them here.
         return find_tcp_store(host, port, world_size, hosts=False, timeout=timeout)
     except (OSError, RuntimeError, ValueError) as error:
         found = {port: _Found(first_line(error))}
@@ -132,20 +132,20 @@ def find_agent(host: str, port: int, rank: int, world_size: int, timeout: timede
 
 
 def _look(host: str, port: int, within_s: float, patient: bool) -> _Found:
-    """What is at an address now. patient: wait until somebody listens there."""
+    """Probe an address. patient: wait until a program listens there."""
     deadline = time.monotonic() + within_s
     try:
         if not patient:
             with socket.create_connection((host, port), timeout=min(within_s, _LOOK_S)):
                 pass
     except OSError as error:
-        return _Found(f"nobody to be reached: {error.strerror or error}", free=True, error=error)
+        return _Found(f"not reachable: {error.strerror or error}", free=True, error=error)
     try:
         client = find_tcp_store(host, port, None, hosts=False, timeout=timedelta(seconds=within_s))
-        # Rank 0 says so as soon as it serves.
+        # Rank 0 writes its name as soon as it serves.
         while (owner := owner_of(client)) is None:
             if time.monotonic() >= deadline:
-                return _Found("a store of torch that is of no job of meshcomm")
+                return _Found("a store of torch that belongs to no meshcomm job")
             time.sleep(_PAUSE_S)
     except (OSError, RuntimeError, ValueError) as error:
         return _Found(first_line(error), error=error)
@@ -153,12 +153,12 @@ def _look(host: str, port: int, within_s: float, patient: bool) -> _Found:
 
 
 def owner_of(store: dist.Store) -> Owner | None:
-    """Whose store it is; None where no rank 0 has said so."""
+    """The owner of the store; None if no rank 0 has written its name."""
     return Owner(*store.get(_JOB).decode().split("\n")) if store.check([_JOB]) else None
 
 
 def note_twice(store: Any, rank: int, first: str) -> None:
-    """Leave for the other ranks that this process is `rank`, as the one called `first` is."""
+    """Report to the other ranks that this process is `rank`, like the process `first`."""
     line = f"{rank}\t{first}\t{process_name()}\t{process_name(os.getppid())}\n"
     if store.has_extended_api():
         store.append(TWICE, line)
@@ -174,16 +174,16 @@ def _not_found(
     given = "\n".join(f"{host}:{port}: {here.what}" for port, here in found.items())
     if len(owners) == len(found):
         return LaunchError(
-            f"rank {rank} of {world_size} cannot meet the others at {where}: another job meets there",
+            f"rank {rank} of {world_size} cannot meet the others at {where}: another job uses this address",
             given=f"{given}\nthis is {Owner(job, process_name()) if rank == 0 else job or f'rank {rank}, {process_name()}'}",
-            expected="another address for each job, or a launcher that gives each job a name",
+            expected="a different address for each job, or a launcher that gives each job a name",
             hint="another MASTER_PORT, or none under mpirun and srun; TORCHELASTIC_RUN_ID, equal on all ranks, names a job",
         )
     return LaunchError(
         f"rank {rank} of {world_size} could not meet the others at {where}",
         given=given,
         expected=f"the store of rank 0 to answer within {timeout.total_seconds():g} s",
-        hint="look whether rank 0 is running, and who has the port on its host: "
+        hint="check whether rank 0 is running, and which program has the port on its host: "
         f"ss -ltnp 'sport = :{next(iter(found))}'",
     )
 
@@ -202,7 +202,7 @@ def find_tcp_store(
         return within(timeout.total_seconds() + _GRACE_S, make)
     except TimeoutError as late:
         raise TimeoutError(
-            "no store of torch answers: another program has the port, or the store is stopped"
+            "no torch store answers: another program has the port, or the store is stopped"
         ) from late
 
 
@@ -216,14 +216,14 @@ def process_name(number: int | None = None) -> str:
 
 
 def is_running(name: str) -> bool | None:
-    """Whether the process with this `process_name` runs, as far as its host can tell; None on another host."""
+    """Whether the process with this `process_name` runs, as far as this host can tell; None on another host."""
     parts = _NAME.fullmatch(name)
     if parts is None or parts[2] != socket.gethostname():
         return None
     if parts[3] != "?":
         return _started(parts[1]) == parts[3]
     if sys.platform == "win32":
-        return False  # there, a signal of 0 would be Ctrl-C
+        return False  # on that system, signal 0 would be Ctrl-C
     try:
         os.kill(int(parts[1]), 0)
     except ProcessLookupError:
@@ -240,23 +240,23 @@ def is_stopped(name: str) -> bool:
 
 
 def _started(process: str) -> str | None:
-    """When a process of this host was started, in the kernel's ticks; None where it has ended or nobody says."""
+    """The start time of a process of this host, in the kernel's ticks; None if it has ended or is unknown."""
     numbers = _status(process)
     return None if numbers is None or numbers[0] in "ZX" else numbers[19]
 
 
 def _status(process: str) -> list[str] | None:
-    """The state of a process of this host, and the kernel's numbers of it; None where it has ended or nobody says."""
+    """The state of a process of this host, and the kernel's numbers of it; None if it has ended or is unknown."""
     try:
-        # The name in parentheses may hold anything.
+        # The name in parentheses may contain any character.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
 
 
 def started_by(launch: Launch) -> str:
-    """The name of a job whose launcher gives it none, by the process that started the ranks of this host, or by Hydra's
-    mpiexec, equal on all hosts of the job; "" if unknown."""
+    """The name of a job without a name from its launcher: derived from the process that started this host's ranks, or from
+    Hydra's mpiexec, which is equal on all hosts of the job; "" if unknown."""
     parent = multiprocessing.parent_process()
     variable = next((name for name in MPI_RANKS if name in os.environ), None)
     if launch.kind == "mpi" and variable is not None:
@@ -275,5 +275,5 @@ def started_by(launch: Launch) -> str:
 
 
 def known_everywhere(job: str) -> bool:
-    """Whether all hosts of a job call it so: not where it is named by the process that started the ranks of one host."""
+    """Whether all hosts of a job use this name: not if it comes from the process that started one host's ranks."""
     return _NAME.search(job) is None

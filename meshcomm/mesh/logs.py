@@ -29,14 +29,14 @@ def prefix(layout: Layout, rank: int) -> str:
     ('[r5 pp1 dp0 tp1]', '[r9]')
     """
     coords = layout.coords(rank) if rank in layout else {}
-    # A name that ends in a digit would run into its coord.
+    # The `=` separates a name that ends in a digit from its coord.
     parts = (f"{name}{'=' if name[-1].isdigit() else ''}{coord}" for name, coord in coords.items())
     return f"[{' '.join((f'r{rank}', *parts))}]"
 
 
 @final
 class CoordsFormatter(logging.Formatter):
-    """logging.Formatter whose every line, those of a traceback too, begins with `prefix`."""
+    """logging.Formatter that begins every line, including traceback lines, with `prefix`."""
 
     def __init__(self, layout: Layout, rank: int, fmt: str = _FORMAT) -> None:
         super().__init__(fmt)

@@ -66,10 +66,10 @@ if TYPE_CHECKING:
     from meshcomm.pattern.apply import GatherRules, Rearranger
     from meshcomm.show.grid import RankGrid
 
-# How long the groups of NCCL may take to abort their calls, where a program leaves a mesh by an error.
+# How long NCCL groups may take to abort their calls, if a program leaves a mesh by an error.
 _ABORTS_S: Final = 10.0
 
-# How long they may take to close, where CUDA graphs have captured their calls.
+# How long they may take to close, if CUDA graphs have captured their calls.
 _GRAPHS_S: Final = 10.0
 
 
@@ -93,7 +93,7 @@ class Mesh(AlongDims):
         self._launch = runtime.launch
         self._topology = runtime.topology
         self._data_dims = runtime.data_dims
-        # On torch's fake backend: there are no other ranks, and results have a shape and no values.
+        # Whether this is torch's fake backend: no other ranks exist, and results have a shape but no values.
         self.is_fake = runtime.is_fake
         self._store = prefixed("mesh", runtime.store)
         user = prefixed("user", self._store)
@@ -102,7 +102,7 @@ class Mesh(AlongDims):
         # The last result of `warm_up`; empty before the first call.
         self.warm_up_s: Mapping[str, float] = {}
         self.closed = False
-        # The process that opened the mesh, in a process that was forked from it since.
+        # The process that opened the mesh; differs from this process after a fork.
         self._parent: int | None = None
         self._process = os.getpid()
         _OPENED.add(self)
@@ -115,7 +115,7 @@ class Mesh(AlongDims):
         self.objects = Objects(self._at, self.device, self.is_fake)
         self.metrics = Metrics()
         self._torch = TorchMesh(self.layout, self.rank, self.device, self._transports, runtime.prefix)
-        # Barriers at the store by group, and calls of `breakpoint` by line.
+        # Store barriers by group, and `breakpoint` calls by line.
         self._barriers: dict[str, int] = {}
         self._breakpoints: dict[tuple[str, int], int] = {}
         self._rearranger: Rearranger | None = None
@@ -191,10 +191,10 @@ class Mesh(AlongDims):
             dims = tuple(self.layout.dims)
             some = f'"{dims[0]}"' if len(dims) == 1 else f'("{dims[0]}", "{dims[1]}")'
             raise LayoutError(
-                "the mesh was not told along which dims samples differ",
-                given=f"dims {', '.join(dims)}, and no [parallel] that says the part of each",
-                expected="a mesh that was opened with a configuration that has [parallel]",
-                hint=f"mesh.coord({some}) and mesh.size({some}), with the dims along which yours do",
+                "the mesh does not know along which dims samples differ",
+                given=f"dims {', '.join(dims)}, and no [parallel] that gives their roles",
+                expected="a mesh opened with a configuration that has [parallel]",
+                hint=f"mesh.coord({some}) and mesh.size({some}), with the dims along which your samples differ",
             )
         return self._data_dims
 
@@ -249,10 +249,10 @@ class Mesh(AlongDims):
         """
         if not key:
             raise ConfigError(
-                "a seed must follow from something",
+                "a seed needs a key",
                 given=f"mesh.seed(along={along!r})",
-                expected="a number or more, equal on the ranks that are to draw the same",
-                hint="mesh.seed(0, along=...), and the step behind it for other numbers in each step",
+                expected="one or more numbers, equal on the ranks that must draw the same values",
+                hint="mesh.seed(0, along=...), followed by the step for different numbers in each step",
             )
         names = (along,) if isinstance(along, str) else along
         coords = {name: self.coord(name) for name in sorted(set(names))}
@@ -336,7 +336,7 @@ class Mesh(AlongDims):
             raise UnsupportedOp(
                 f"barrier on {self.label}: async_op {'without dims' if dims is None else 'and timeout_s together'}",
                 given=f"dims={dims!r}, timeout_s={timeout_s}, async_op=True",
-                expected="async_op with dims and without timeout_s: the ranks meet at the backend, in one step",
+                expected="async_op with dims and without timeout_s: the backend synchronizes the ranks, in one call",
                 hint=f'mesh.barrier("{next(iter(self.layout.dims))}", async_op=True)',
             )
         if timeout_s is not None:
@@ -511,10 +511,10 @@ class Mesh(AlongDims):
         self._usable()
         if self._watch is not None and not self._watch.timed:
             raise UnsupportedOp(
-                f"no trace of simulated ranks, asked for on {self.label}",
+                f"no trace of simulated ranks, requested on {self.label}",
                 given="mesh.trace in the simulator, whose ranks run one at a time",
-                expected="processes, whose times mean something",
-                hint="meshcomm run CONFIG script.py; mesh.stats() counts in the simulator too",
+                expected="processes, whose times are meaningful",
+                hint="meshcomm run CONFIG script.py; mesh.stats() works in the simulator too",
             )
         from meshcomm.mesh.tracing import Trace
 
@@ -591,15 +591,15 @@ class Mesh(AlongDims):
     def _merged_plan(
         self, name: str, dims: tuple[str, ...], backend: str | None, timeout_s: float | None, comm_id: str
     ) -> Plan:
-        """The plan with one merged dim more; see `create_group` for the arguments and errors."""
+        """The plan with one additional merged dim; see `create_group` for the arguments and errors."""
         self.layout.digits(dims)
         dims = self.layout.expand(dims)
         if name in self.layout.merge:
             raise LayoutError(
-                f'the mesh has a merged dim "{name}" already, on {self.label}',
+                f'the mesh already has a merged dim "{name}", on {self.label}',
                 given=f'create_group("{name}", {dims!r})',
                 expected=f'another name; "{name}" is over {self.layout.merge[name]!r}',
-                hint=f'mesh.size("{name}") and all calls take it as it is; a name keeps its meaning',
+                hint=f'mesh.size("{name}") and all calls accept it; a name keeps its meaning',
             )
         if timeout_s is not None:
             timeout_s = seconds_of(timeout_s, lambda: f'create_group("{name}") on {self.label}')
@@ -633,7 +633,7 @@ class Mesh(AlongDims):
         if self.closed:
             return
         if compare and self._watch is not None:
-            # Closing a group waits for its queued calls, and a hang there would not be explained.
+            # Closing a group waits for its queued calls, and nothing would explain a hang there.
             self._watch.drain()
         self.closed = True
         differs = self._watch.before_leaving() if compare and self._watch is not None else None
@@ -642,7 +642,7 @@ class Mesh(AlongDims):
         self.metrics.recorders.clear()
         if self._watch is not None:
             self._watch.close()
-        # After the watch, which may still report a call on a group beside the mesh.
+        # After the watch, which may still report a call on a group outside the mesh.
         if self._outside is not None:
             self._outside.close()
         if not compare:
@@ -652,7 +652,7 @@ class Mesh(AlongDims):
         self.store.close()
         held = _closed_with_graphs(self._runtime.resources, self.label) if captured else None
         self._runtime.resources.close()
-        # What is kept alive by a closed mesh, in a cycle say, keeps no connection to the store.
+        # A closed mesh that is kept alive, for example by a reference cycle, must not keep its store connection.
         del self._store, self._runtime
         error = differs or (held if compare else None)
         if error is not None:
@@ -702,7 +702,7 @@ class Mesh(AlongDims):
         generations = None if self.closed else self._runtime.generations
         if generations is None:
             raise error or LaunchError(
-                f"no rank is replaced in this job, so that there is nothing to reopen, on {self.label}",
+                f"this job does not replace lost ranks, so there is nothing to reopen, on {self.label}",
                 given="mesh.reopen()",
                 expected="a launcher that replaces lost ranks",
                 hint="meshcomm run --replace 3 CONFIG script.py",
@@ -714,9 +714,9 @@ class Mesh(AlongDims):
         reopen = self._runtime.reopen
         if reopen is None:
             raise UnsupportedOp(
-                f"this mesh is on a default group that it has not made, and cannot be reopened, on {self.label}",
-                given="a torch.distributed that was initialised before meshcomm.init",
-                expected="a program whose first mesh makes the default group, and that has one mesh",
+                f"this mesh uses a default group that it did not create, and cannot be reopened, on {self.label}",
+                given="torch.distributed was initialized before meshcomm.init",
+                expected="a program with one mesh, which creates the default group",
                 hint="meshcomm.init in place of torch.distributed.init_process_group; mesh.group(dim) where torch needs a group",
             ) from error
         self._abandon()
@@ -744,7 +744,7 @@ class Mesh(AlongDims):
                 raise error
 
     def _abandon(self) -> None:
-        """Give everything back, of which nothing can be waited for."""
+        """Release everything without waiting for anything."""
         self.closed = True
         self._at.clear()
         self.metrics.recorders.clear()
@@ -753,7 +753,7 @@ class Mesh(AlongDims):
         if self._outside is not None:
             self._outside.close()
         for each in self._transports.values():
-            # That calls which were given up are never waited for is no mistake of the program.
+            # Calls that were given up need no wait: issue no UnwaitedHandle warning.
             each.tells_unwaited = True
         self._abort()
         self._torch.close()
@@ -766,7 +766,7 @@ class Mesh(AlongDims):
         self._runtime.resources.close()
 
     def _abort(self) -> None:
-        """Let go of what is queued. In a thread, as the abort of a backend may block."""
+        """Drop queued calls. In a thread, as the abort of a backend may block."""
         if aborts := [*self._runtime.aborts]:
             with suppress(TimeoutError):
                 within(_ABORTS_S, partial(abort_all, aborts))
@@ -783,12 +783,12 @@ class Mesh(AlongDims):
             raise explained
 
     def _explained(self, error: BaseException) -> MeshcommError | None:
-        """What to raise in place of `error`, by which the program leaves the mesh; None: see Watching.explain."""
+        """The error to raise in place of `error`, by which the program leaves the mesh; None if there is none, see Watching.explain."""
         found = None if self.closed or self._watch is None else self._watch.explain(error)
         return None if found is None else caused_by(found, error)
 
     def __copy__(self) -> Mesh:
-        return self  # as a copied module still communicates with the same ranks
+        return self  # a copied module still communicates with the same ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self
@@ -796,13 +796,13 @@ class Mesh(AlongDims):
     def __reduce__(self) -> NoReturn:
         raise UnsupportedOp(
             f"a mesh cannot be pickled, on {self.label}",
-            given="pickle.dumps, or sending to another process, of the mesh or of what holds it",
+            given="pickle.dumps, or sending to another process, of the mesh or of an object that holds it",
             expected="a mesh that each process opens itself",
             hint="pickle mesh.layout or mesh.plan, and meshcomm.init there",
         )
 
     def _leave_to_parent(self) -> None:
-        """Called in a forked process: the connections are the parent's, and no thread of the mesh runs here."""
+        """Called in a forked process: the connections belong to the parent, and no thread of the mesh runs here."""
         if not self.closed:
             self._parent, self.closed = self._process, True
             self.store.close(f"belongs to process {self._parent}, from which this one was forked")
@@ -881,9 +881,9 @@ class Mesh(AlongDims):
             raise MeshClosed(
                 f"the mesh {dict(self.layout.dims)} belongs to process {self._parent}; this is process "
                 f"{os.getpid()}, which was forked from it",
-                given=f"a call on {self.label} in a forked process, as a DataLoader's workers are",
+                given=f"a call on {self.label} in a forked process, such as a DataLoader's worker",
                 expected="calls in the process that opened the mesh: a fork has none of its threads",
-                hint="communicate outside of the workers",
+                hint="communicate outside the workers",
             )
         if self.closed:
             raise MeshClosed(
@@ -902,7 +902,7 @@ class Mesh(AlongDims):
         return self._communicator(name, self._transports[name])
 
     def _family_of(self, dims: Dims) -> str:
-        """The name that has the groups of `dims`. Raises UnknownDim where no group was declared."""
+        """The name that has the groups of `dims`. Raises UnknownDim if no group was declared."""
         family = self.plan.covering(dims)
         if family is not None:
             return family.name
@@ -918,15 +918,15 @@ class Mesh(AlongDims):
 
 
 def _lost(mesh: ref[Mesh], error: BaseException) -> RankLost | None:
-    """As `Mesh.lost`, for what the mesh holds itself."""
+    """As `Mesh.lost`, for objects that the mesh itself holds."""
     alive = mesh()
     return None if alive is None else alive.lost(error)
 
 
 def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError | None:
-    """Close what a mesh has whose calls were captured; the error where a graph of these is alive.
+    """Close a mesh whose calls were captured; returns the error if a graph with these calls is alive.
 
-    NCCL destroys no communicator, and aborts none, before the last graph that has captured its calls is gone
+    NCCL neither destroys nor aborts a communicator before the last graph that has captured its calls is gone
     (seen with NCCL 2.28 and torch 2.11, whose `destroy_process_group` never returns then).
     """
     collect()
@@ -935,14 +935,14 @@ def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError 
     except TimeoutError:
         return CommunicationError(
             f"the mesh closes before a CUDA graph that has captured its calls, on {label}",
-            given=f"NCCL has not let the groups go within {_GRAPHS_S:g} s",
-            expected="no graph with calls of the mesh when it closes: NCCL waits for the last one without a limit",
+            given=f"NCCL has not released the groups within {_GRAPHS_S:g} s",
+            expected="no graph with calls of the mesh when it closes: NCCL waits for the last one without a timeout",
             hint="graph.reset(), or del graph, before the mesh closes",
         )
     return None
 
 
-# Those that were opened and are still there.
+# The open meshes that still exist.
 _OPENED: WeakSet[Mesh] = WeakSet()
 
 

@@ -175,11 +175,11 @@ def from_groups(
 
 @final
 class Opening:
-    """Makes a mesh in four steps: meet the other ranks, agree with them, start torch's default group, create the groups.
+    """Opens a mesh in four steps: meet the other ranks, agree with them, start torch's default group, create the groups.
 
     A process without a usable configuration still meets the others, so that they get the error instead of waiting.
-    keys: the given keys of `[mesh]`. existing: finds the groups that the mesh is over, and in place of keys what they
-    amount to. store, rank, world_size: where the program says how to meet.
+    keys: the given keys of `[mesh]`. existing: finds existing groups, and the keys that describe them, which replace
+    `keys`. store, rank, world_size: the program's own rendezvous, if given.
     """
 
     def __init__(
@@ -218,10 +218,10 @@ class Opening:
         self._aborts: list[Callable[[], object]] = []
 
     def run(self) -> Mesh:
-        """The mesh; with `warm_up` its groups are used. Gives everything back where a step raises."""
+        """The mesh; with `warm_up`, all groups are used once. Releases everything if a step raises."""
         if self._world is None:
             gives_way()
-        # Another mesh's or the program's, which is not ours to make again.
+        # The default group of another mesh or of the program, which `reopen` must not create again.
         self._kept_group = self._world is None and dist.is_initialized()
         self._meeting = self._met = self._meet()
         if self._world is not None:
@@ -241,10 +241,10 @@ class Opening:
         return mesh
 
     def _opened(self) -> tuple[Plan, Runtime]:
-        """All steps after the first one, again where a rank is lost meanwhile and replaced."""
+        """All steps after the first, repeated if a rank is lost and replaced meanwhile."""
         generations = self._generations
         while True:
-            # Given back when the mesh closes, the last first.
+            # Released when the mesh closes, last first.
             self._resources, self._transports, self._clients = ExitStack(), {}, {}
             self._connections, self._aborts = None, []
             self._resources.callback(self._aborts.clear)
@@ -268,7 +268,7 @@ class Opening:
                     raise
 
     def _take_place(self, generation: Generation) -> None:
-        """Have the rank and the sizes of a generation: torch's default group has ranks from 0 on, without gaps."""
+        """Take the rank and the sizes of a generation: torch's default group numbers its ranks from 0, without gaps."""
         met, processes = self._met, generation.processes
         self._meeting = met
         if processes:
@@ -291,7 +291,7 @@ class Opening:
         return self._create()
 
     def _job_store(self) -> dist.Store:
-        """The job's store, under a prefix of the generation, by a connection that a newer one cuts."""
+        """The job's store, under a prefix of the generation, with a connection that a newer generation cuts."""
         store = self._meeting.store
         if self._generations is not None and self._world is None:
             store = store.clone()
@@ -306,14 +306,14 @@ class Opening:
     def _meet(self) -> Meeting:
         settings, launch = self._settings, self._launch
         if self._world is not None:
-            # Its ranks have met; whoever says how to meet means another one.
+            # The ranks of a world have met already: arguments about the rendezvous cannot apply.
             meets = {"store": self._given_store, "rank": self._rank, "world_size": self._world_size}
             if named := ", ".join(name for name, value in meets.items() if value is not None):
                 raise LaunchError(
-                    f"init was told how to meet the other ranks, which have met: {named} has no effect here",
+                    f"the ranks have met already: {named} has no effect here",
                     given=named,
                     expected="no store, rank or world_size in the simulator",
-                    hint="leave them out; outside the simulator a launcher may say them",
+                    hint="leave them out; outside the simulator a launcher may set them",
                 )
             return Meeting(self._world.store, launch.rank, launch.world_size, launch)
         if dist.is_initialized():
@@ -332,14 +332,14 @@ class Opening:
         )
 
     def _next_prefix(self) -> str:
-        """A prefix of this mesh's own in the job's store: each rank counts its openings, the same on all ranks."""
+        """This mesh's own prefix in the job's store: each rank counts the meshes it opens, equally on all ranks."""
         store, rank = self._meeting.store, self._meeting.rank
         try:
             claim(store, self._met.rank, kept=self._met.kept or bool(self._generation.number))
             store = self._of_generation(store)
             prefix = f"meshcomm{store.add(f'meshcomm/opened/{rank}', 1)}"
-            # Torch has one list of group names. A mesh that started the default group, and one that was opened on that
-            # group since, count in different parts of the store.
+            # Torch has a single list of group names. A mesh that started the default group, and a mesh that was opened on that
+            # group later, count in different parts of the store.
             if self._world is None and dist.is_initialized() and not self._meeting.is_fake:
                 outer = default_store()
                 prefix = f"{outer.get(_PREFIX).decode()}.{prefix}" if outer.check([_PREFIX]) else prefix
@@ -352,7 +352,7 @@ class Opening:
     # -- second: agree --------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Any]:
-        """What has to be equal on all ranks; a rank that has failed brings its problem."""
+        """The facts that must be equal on all ranks; a rank that has failed contributes its problem."""
         if self._failure is None:
             try:
                 self._plan, self._device = self._planned()
@@ -379,7 +379,7 @@ class Opening:
         }
 
     def _planned(self) -> tuple[Plan, torch.device]:
-        """The groups of the mesh, and this process's device; refuses what this host or torch lacks."""
+        """The groups of the mesh, and this process's device. Refuses groups that this host or torch cannot support."""
         settings, meeting = self._settings, self._meeting
         if self._world is not None:
             device, backend = self._world.place(settings.mesh.device)
@@ -408,7 +408,7 @@ class Opening:
             if self._failure is None:
                 raise
         if self._failure is not None:
-            # The others have it by now; here the problem itself says more than that the ranks differ.
+            # The others have received it; here the problem itself is more precise than "the ranks differ".
             raise self._failure
         return agreed
 
@@ -421,7 +421,7 @@ class Opening:
             torch.cuda.set_device(device)
         if dist.is_initialized():
             return
-        # A bound device connects all ranks with all at once, where the groups of the dims would do.
+        # A bound device connects all ranks with each other, though the groups of the dims would be enough.
         bind = self._settings.process.device_id is True and device.type != "cpu"
         ordered = backend_on(backend, device) in STREAM_ORDERED
         variables = {**gloo_defaults(meeting.launch.one_host), **nccl_defaults(meeting.world_size)}
@@ -452,7 +452,7 @@ class Opening:
     # -- fourth: create -------------------------------------------------------------------------
 
     def _create(self) -> Runtime:
-        """This rank's groups, each created by the ranks that are in it, and the watchdog. Raises CommunicationError."""
+        """This rank's groups, each created by its ranks, and the watchdog. Raises CommunicationError."""
         meeting, plan, settings = self._meeting, self._plan, self._settings
         limit = settings.mesh.validate_calls
         compared = None if limit == "always" or self._world is not None else limit
@@ -488,10 +488,10 @@ class Opening:
         )
 
     def _open_later(self, group: Group, split: bool) -> Transport:
-        """One more group of an open mesh."""
+        """Another group of an open mesh."""
         with self._making():
             if self._connections is not None:
-                # By a connection that is cut where a rank is lost meanwhile.
+                # Use a connection that is cut if a rank is lost meanwhile.
                 self._clients.clear()
                 self._clients |= dict.fromkeys((False, True), self._connections.own(self._store.clone))
             return self._open_group(group, split)
@@ -509,10 +509,10 @@ class Opening:
         return transport
 
     def _client(self, own: bool) -> dist.Store:
-        """The mesh's client of the store, or one for groups that connect at their first call.
+        """The mesh's store client, or a separate one for groups that connect at their first call.
 
-        That keeps it busy for so long, and the threads that answer for this rank have to get through; where a rank is
-        lost meanwhile, only the end of this connection ends the call.
+        Connecting blocks the client, while the threads that answer for this rank need one. If a rank is lost meanwhile, only
+        the end of this separate connection ends the call.
         """
         if own not in self._clients:
             make = (
@@ -525,7 +525,7 @@ class Opening:
 
     @property
     def _world_prefix(self) -> str:
-        """Groups of two generations are never the same."""
+        """A prefix per generation, so that groups of two generations are never the same."""
         number = self._generation.number
         return f"generation{number}/{self._prefix}" if number else self._prefix
 
@@ -534,7 +534,7 @@ class Opening:
         return partial(_topology, self._settings, agreed, self._world is not None)
 
     def _warn_of_places(self) -> None:
-        """Where ranks do not lie in blocks on their hosts: which dims cross hosts for that. Said once."""
+        """Warn, once per job, about dims that cross hosts only because ranks are not placed in blocks."""
         if self._world is not None or self._meeting.rank or not self._agreed.nodes:
             return
         from meshcomm.predict.lint import scattered
@@ -550,7 +550,7 @@ class Opening:
             return self._world.watch(coords, self._world_prefix)
         if not groups:
             return None
-        # What the watchdog keeps must not keep the store.
+        # The watchdog's callbacks must not keep the store alive.
         last = time.monotonic() + self._settings.mesh.timeout_s
         options = WatchOptions(
             plan.defaults.timeout_s,
@@ -585,5 +585,5 @@ def _none_lost(what: str, waits: bool) -> RankLost | None:
 
 
 def _refused(meeting: Meeting, last: float) -> MeshcommError | None:
-    """The error where this rank may be of another job; ranks of this job that come later find no mesh to join."""
+    """The error if this rank may belong to another job; after `last`, later ranks of this job find no mesh to join."""
     return None if meeting.launch.job or time.monotonic() > last else another_job(meeting.store)

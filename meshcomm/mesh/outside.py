@@ -1,4 +1,4 @@
-"""Calls on torch's groups outside the mesh are compared too: the default group, and groups of `dist.new_group`."""
+"""Compares calls on torch's groups outside the mesh too: the default group, and groups of `dist.new_group`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshcomm.transport.torch_private import (
     timeout_of,
 )
 
-# What a mesh calls its own groups.
+# The name prefix of a mesh's own groups.
 OWN: Final = "meshcomm"
 # How a DeviceMesh describes the groups along a dim.
 OF_A_DIM: Final = "mesh_"
@@ -38,9 +38,9 @@ OF_A_DIM: Final = "mesh_"
 class OutsideGroups:
     """Watches torch's other groups while a mesh is open, including groups that are created meanwhile.
 
-    A group is watched if all its ranks are in the mesh. It is held by its name, and let go of when torch does. A mesh
-    that nobody closed compares calls until the default group ends: its ranks are collected as garbage at different times.
-    watch: held weakly. who: this rank with its coords. limit: how many calls on each group are compared; None: all.
+    A group is watched if all its ranks are in the mesh. It is referenced by name, and released when torch releases it. A
+    mesh that is never closed compares calls until the default group ends, because its ranks collect garbage at different
+    times. watch: held weakly. who: this rank with its coords. limit: how many calls on each group are compared; if None, all.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class OutsideGroups:
         self._world: dist.ProcessGroup | None = default_group()
         self._ranks, self._device, self._who, self._limit = frozenset(ranks), device, who, limit
         self._hooks: dict[str, GroupHooks] = {}
-        # Made at the first call on a group: its ranks are known by then. None: it is not watched.
+        # Created at the first call on a group, when its ranks are known. None if it is not watched.
         self._recorders: dict[str, FlightRecorder | None] = {}
         self._ended = on_new_groups(self._see)
         for group in groups_by_name().values():
@@ -74,10 +74,10 @@ class OutsideGroups:
 
     def _made(self, group: Any) -> FlightRecorder | None:
         ranks, backend = ranks_of(group), backend_of(group)
-        # The host reads what is compared.
+        # The host reads the result of the comparison.
         device = torch.device("cpu")
         if backend_on(backend, device) != "gloo":
-            # The program may have chosen its device since.
+            # The program may have set its device since.
             chosen = self._device.type == "cuda" and torch.cuda.is_initialized()
             device = torch.device("cuda", torch.cuda.current_device()) if chosen else self._device
         if not len(ranks) > 1 or not self._ranks.issuperset(ranks):
@@ -93,7 +93,7 @@ class OutsideGroups:
             recorder = FlightRecorder(label, ranks, lambda _, where, error: failure(where, error))
         else:
             recorder = watch.record(label, ranks, transport(group))
-            # A program may change it; the group is not kept.
+            # A program may change it; do not keep the group.
             recorder.timeout_s = partial(_timeout_s, name, device, recorder.timeout_s)
         recorder.check = CallCheck(lambda: transport(group_named(name)), ranks, self._limit)
         return recorder
@@ -106,13 +106,13 @@ class OutsideGroups:
 
     @property
     def recorders(self) -> list[FlightRecorder]:
-        """Of the groups that calls were made on, the first made first."""
+        """The recorders of groups with calls, the oldest first."""
         return [each for each in self._recorders.values() if each is not None]
 
     def close(self) -> None:
-        """Let go of all groups. Harmless when repeated."""
+        """Release all groups. Calling it again has no effect."""
         self._ended()
-        # A closed mesh that an error's traceback keeps must not keep the sockets.
+        # A closed mesh that is kept by an error's traceback must not keep the sockets.
         self._world = None
         for name in list(self._hooks):
             self._let_go(name)
@@ -124,11 +124,11 @@ def _timeout_s(name: str, device: torch.device, default: Callable[[], float]) ->
 
 
 def _label(group: Any) -> str:
-    """As errors show it; the same on all ranks of the group."""
+    """The group's name in errors; the same on all its ranks."""
     if group is default_group():
         return "default group"
     described = str(group.group_desc)
     if described.startswith(OF_A_DIM):
-        # Two DeviceMeshes may have a dim of one name.
+        # Two DeviceMeshes may both have a dim of this name.
         return f"{described.removeprefix(OF_A_DIM)} of a DeviceMesh, group {str(group.group_name)[:8]}"
     return f"group {group.group_name}" + (f", {described}" if described not in ("", "undefined") else "")

@@ -1,4 +1,4 @@
-"""How a rank ends by an error: the error is explained, and left to meshcomm's launcher, or printed if it is the first."""
+"""How a rank ends by an error: the error is explained, then left to meshcomm's launcher, or printed if it is the first."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from meshcomm.mesh.rank_record import one_line
 from meshcomm.mesh.rendezvous import of_this_attempt
 from meshcomm.mesh.store import within
 
-# A rank whose peer was lost, or is the mismatched one, waits this long for the peer's error to come first.
+# How long a rank whose error follows from another rank's waits for that rank to report first.
 _PATIENCE_S = 3.0
 
-# How long the job's store may take to say whether another rank has spoken.
+# How long the job's store may take to report whether another rank has printed.
 _ASK_S = 5.0
 
 _INTERRUPTED: Final = 130
 
-# A file of the ranks' names, by attempt.
+# The file with the ranks' names, by attempt.
 _NAMES: Final = "{}-names.json"
 
-# As Gloo and NCCL begin their errors.
+# The beginnings of Gloo's and NCCL's errors.
 _CPP: Final = re.compile(r"\b\w+\.(cc|cpp|h|hpp):\d+")
 
 # Frames that only started the user's script.
@@ -50,12 +50,11 @@ _STARTERS = tuple(f"{Path(__file__).parents[1]}/{part}" for part in ("jobs/", "l
 class Failure:
     """The error of a rank, or its end without one.
 
-    who: the rank with its coords. time: seconds since the epoch. what: the error's type and first line,
-    or the end of a rank that left no error. frame: the user's innermost line. text: to be printed, ""
-    where the rank left no error. code: the rank's exit code. follows: another rank's error is the cause,
-    if there is one. mismatched: the error itself names this rank as the one that differs.
-    missing: ranks that it waited for. call: the collective that failed, see `CommunicationError.call`.
-    raised: `what` is an error of this rank.
+    who: the rank with its coords. time: seconds since the epoch. what: the error's type and first line, or, for a rank
+    that left no error, how it ended. frame: the user's innermost line. text: the text to print, "" if the rank left no
+    error. code: the rank's exit code. follows: the cause is another rank's error, if there is one. mismatched: the error
+    itself names this rank as the one that differs. missing: the ranks that it waited for. call: the collective that
+    failed, see `CommunicationError.call`. raised: `what` is an error of this rank.
     """
 
     rank: int
@@ -81,19 +80,19 @@ class Failure:
 def failure_of(error: BaseException, rank: int, who: str) -> Failure:
     """The failure of `rank`, which raised `error`. who: the rank with its coords."""
     misused = isinstance(error, MeshcommError) and not isinstance(error, CommunicationError)
-    # torch's own errors about a store or a peer that is gone are no better a cause than ours.
+    # torch's own errors about a lost store or peer are no better a cause than meshcomm's.
     lost = isinstance(error, (CommunicationError, StoreTimeout, dist.DistError)) or _of_torch(error)
-    # Other libraries' errors may have attributes of these names that mean something else.
+    # In other libraries' errors, attributes of these names may have another meaning.
     facts = vars(error) if isinstance(error, MeshcommError) else {}
     mismatched = facts.get("mismatched_ranks", ())
     frames = _frames(error)
-    # In what others wrote, the library that raised says less than the line that called it.
+    # For an error raised in another library, the user's line that called it is more useful.
     own = [each for each in frames if "site-packages" not in each.filename] or frames
     text = (
         f" {type(error).__name__}: {error}" if isinstance(error, MeshcommError) else f"\n{_traceback(error)}"
     )
     if isinstance(error, CommunicationError) and frames:
-        # It may be another rank's; then how the program came to its call matters.
+        # The cause may be another rank; then it matters how the program reached its call.
         text = f"{text}\ncalled from:\n{''.join(traceback.format_list(frames))}".rstrip()
     return Failure(
         rank,
@@ -111,17 +110,17 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
 
 
 def _of_torch(error: BaseException) -> bool:
-    """Whether it is a backend's own error about a peer or a timeout: it shows only that a call ended."""
+    """Whether it is a backend's own error about a peer or a timeout, which shows only that a call ended."""
     cause = backend_error(error)
     if cause is None:
         return False
     innermost = traceback.extract_tb(cause.__traceback__)[-1:]
-    # A wait for a Work is the program's own line: then the text begins with a line of C++.
+    # A wait for a Work is a line of the program: then the text begins with a line of C++.
     return any(is_ours(frame.filename) for frame in innermost) or _CPP.search(str(cause)) is not None
 
 
 def _traceback(error: BaseException) -> str:
-    # The frames that started the script say nothing about it.
+    # Leave out the frames that only started the script.
     trace = error.__traceback__
     while trace and trace.tb_next and _starts_scripts(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -133,7 +132,7 @@ def _starts_scripts(file: str) -> bool:
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of the error's traceback, but those of meshcomm and torch."""
+    """The frames of the error's traceback, except those of meshcomm and torch."""
     return [
         each
         for each in traceback.extract_tb(error.__traceback__)
@@ -142,15 +141,15 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def leave(failure: Failure, folder: Path, attempt: int) -> bool:
-    """Leave `failure` for the launcher; whether that was possible."""
+    """Write `failure` for the launcher; whether that was possible."""
     kind = "follows" if failure.follows else "cause"
     return _leave(asdict(failure), folder / f"{attempt}-{kind}-{failure.rank}.json")
 
 
 def leave_names(names: Mapping[int, str], *, again: bool = False) -> None:
-    """Leave the ranks' names, with their coords in the first mesh of the program, for meshcomm's launcher.
+    """Write the ranks' names, with their coords in the program's first mesh, for meshcomm's launcher.
 
-    again: the ranks have met again, and other processes may have them.
+    again: the ranks have met again, and may have new processes.
     """
     folder = _folder_of_job()
     if folder is not None:
@@ -160,7 +159,7 @@ def leave_names(names: Mapping[int, str], *, again: bool = False) -> None:
 
 
 def names_of_ranks(folder: Path, attempt: int) -> dict[int, str]:
-    """What `leave_names` has left; {} where no rank has opened a mesh."""
+    """The names that `leave_names` has written; {} if no rank has opened a mesh."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads((folder / _NAMES.format(attempt)).read_text())
         return {int(rank): name for rank, name in found.items()}
@@ -178,22 +177,22 @@ def _leave(facts: Mapping[str, Any], path: Path) -> bool:
 
 
 def _folder_of_job() -> Path | None:
-    """The folder of meshcomm's launcher; None where another one started this rank."""
+    """The folder of meshcomm's launcher; None if another launcher started this rank."""
     folder = os.environ.get("MESHCOMM_JOB")
-    # A rank may start a job of its own, by torchrun: then the folder is its parent's.
+    # A rank may start a job itself, by torchrun: then the folder belongs to its parent.
     ours = folder is not None and os.environ.get("TORCHELASTIC_RUN_ID") == Path(folder).name
     return Path(folder) if folder is not None and ours else None
 
 
 def await_cause(folder: Path, attempt: int, within_s: float) -> None:
-    """Return when a rank has left an error that does not follow from another's, or time is up."""
+    """Return when a rank has written an error that does not follow from another one, or when time is up."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline and not any(folder.glob(f"{attempt}-cause-*.json")):
         time.sleep(0.05)
 
 
 def collect(folder: Path, attempt: int) -> list[Failure]:
-    """What the ranks have left, in the order of ranks."""
+    """The failures that ranks have written, in the order of ranks."""
     found = []
     for path in folder.glob(f"{attempt}-[cf]*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -202,7 +201,7 @@ def collect(folder: Path, attempt: int) -> list[Failure]:
 
 
 def forget(folder: Path, attempt: int, rank: int) -> None:
-    """Remove what a rank has left: another process has its place."""
+    """Remove the failure of a rank: another process has taken its place."""
     for kind in ("follows", "cause"):
         (folder / f"{attempt}-{kind}-{rank}.json").unlink(missing_ok=True)
 
@@ -215,11 +214,11 @@ def end_rank(
     patience_s: float = _PATIENCE_S,
     code: int | None = None,
 ) -> NoReturn:
-    """See to it that the job prints one error, and end this process, from whichever thread.
+    """Make the job print one error, and end this process, from any thread.
 
     label: this rank with its coords.
-    patience_s: how long a rank that is not the cause waits for the one whose error is to come first.
-    code: the exit code, where it is not that of the error.
+    patience_s: how long a rank that is not the cause waits for the causing error to be reported first.
+    code: the exit code, if it is not the error's own.
     """
     failure = failure_of(error, launch.rank, label)
     if code is not None:
@@ -233,12 +232,12 @@ def end_rank(
         print(failure.text, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    # At once: waiting for peers that are gone, in some destructor, would help nobody.
+    # Exit immediately: destructors might wait for peers that are gone.
     os._exit(failure.code)
 
 
 def _speaks_first(launch: Launch, patience_s: float) -> bool:
-    """Whether no other rank has printed an error. Where nobody can be asked, yes."""
+    """Whether no other rank has printed an error. True if no rank can be asked."""
     if launch.world_size == 1 or launch.address is None:
         return True
     limit = timedelta(seconds=_ASK_S)
@@ -258,16 +257,16 @@ def _speaks_first(launch: Launch, patience_s: float) -> bool:
 
 # -- errors that another one explains -----------------------------------------------------------------------
 
-# The error that explains another one, by which the thread of this name ("" for the main one) ends; None: there is none.
+# Explains the error that ends the thread of this name ("" for the main one) by another error; None if there is none.
 Explain = Callable[[BaseException, str], MeshcommError | None]
 
 
 @final
 class ExceptHooks:
-    """Explains what Python reports as uncaught, in the main thread or another one, until `close`.
+    """Explains exceptions that Python reports as uncaught, in the main thread or another one, until `close`.
 
-    The hooks that were there before get the explanation, with the original error as its cause. A hook that the program
-    sets later and that calls this one gets the original.
+    Earlier hooks receive the explanation, with the original error as its cause. A hook that the program sets later, and that
+    calls this one, receives the original.
     """
 
     def __init__(self, explain: Explain) -> None:
@@ -276,7 +275,7 @@ class ExceptHooks:
         sys.excepthook, threading.excepthook = self._main, self._thread
 
     def close(self) -> None:
-        """Stop explaining, and restore the earlier hooks where these are still set."""
+        """Stop explaining, and restore the earlier hooks if these are still set."""
         self._explain = lambda error, thread: None
         if sys.excepthook == self._main:
             sys.excepthook = self._before
@@ -302,21 +301,22 @@ class ExceptHooks:
         try:
             found = self._explain(error, thread)
         except Exception:
-            # The program's own error is what has to be seen.
+            # The program's own error must be shown in any case.
             return None
         return None if found is None else caused_by(found, error)
 
 
 def caused_by(explanation: MeshcommError, error: BaseException) -> MeshcommError:
-    """What `raise explanation from error` raises, with the traceback of `error`, which shows how the program came to its call."""
+    """The exception of `raise explanation from error`, with the traceback of `error`, which shows how the program reached
+    its call."""
     explanation.__cause__ = error
     return explanation.with_traceback(error.__traceback__)
 
 
 def backend_error(error: BaseException) -> RuntimeError | None:
-    """The error of torch about a peer or a timeout that `error` is, or was raised from; None where it is none.
+    """torch's error about a peer or a timeout that `error` is, or was raised from; None if there is none.
 
-    Of a SystemExit also the one that was being handled. None where it is explained already.
+    For a SystemExit, also the exception that was being handled. None if it is explained already.
     """
     chain: list[BaseException] = []
     link: BaseException | None = error

@@ -1,4 +1,4 @@
-"""The record of each rank: its last calls on each group, and its line. Asked for through the store, and answered."""
+"""The record of each rank: its last calls on each group, and its line. Other ranks ask for it through the store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 # How long a rank whose call failed waits for the others' answers.
 _ANSWER_S: Final = 1.5
 
-# What a look takes beyond this is not held against the others: on a busy machine they are slow to answer too.
+# Extra time for slow looks on a busy machine, where the other ranks are slow to answer too.
 _PAUSE_S: Final = 0.02
 _LOOK_S: Final = 0.03
 _LONGER: Final = 4
@@ -34,11 +34,11 @@ _LONGER: Final = 4
 
 @final
 class RankRecord:
-    """Made by the main thread of a rank; any thread may read it.
+    """Written by a rank's main thread; any thread may read it.
 
-    label: the rank with its coords. failed: the first call that failed, see `FailedCall.facts`; None: none has.
-    thread: the error by which another thread of the program ended, "" for none. recorders: of its groups; the list may
-    grow. reports: folder of this run, inside the folder of all runs; "": no reports.
+    label: the rank with its coords. failed: the first call that failed, see `FailedCall.facts`; None if none has.
+    thread: the error that ended another thread of the program, "" if none. recorders: of its groups; the list may grow.
+    reports: folder of this run, inside the folder of all runs; "" for no reports.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RankRecord:
         }
 
     def write(self, differs: Mapping[str, Any] | None = None) -> bool:
-        """Write this rank's report: the record, and its last calls with the clock of their times. Whether it was written."""
+        """Write this rank's report: the record, and its last calls with their clock. Returns whether it was written."""
         if not self._reports:
             return False
         history = [call for recorder in list(self.recorders) for call in recorder.history()]
@@ -92,7 +92,7 @@ class RankRecord:
             "history": sorted(history, key=lambda call: call["began"]),
         }
         folder = Path(self._reports)
-        # A report that cannot be written must not hide the error that it is about.
+        # Failing to write a report must not hide the error that it is about.
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             half = folder / f".rank{self.rank}.json"
@@ -102,7 +102,7 @@ class RankRecord:
         return False
 
     def thread_ended(self, error: BaseException, thread: str) -> None:
-        """A thread of the program has ended by an error; ranks that wait for this one read it."""
+        """A thread of the program has ended with an error; ranks that wait for this one will read it."""
         at = "".join(
             f", at {frame.filename}:{frame.lineno}" for frame in extract_tb(error.__traceback__)[-1:]
         )
@@ -111,10 +111,10 @@ class RankRecord:
 
 @final
 class RecordExchange:
-    """Asks ranks for their records, answers other ranks, and shares a diagnosis. look_s: how often ranks look for questions.
+    """Asks ranks for their records, answers other ranks, and shares a diagnosis. look_s: the interval of looks for questions.
 
     Keys: `asked/RANK` counts the questions to a rank, `ask/RANK/N` is one, `answer/RANK/N` its answer, `closed/RANK`
-    the last status of a rank. `first/CALL` is the rank that makes the diagnosis of a call, `diagnosis/CALL` its result.
+    the last status of a rank. `first/CALL` is the rank that makes the diagnosis of a call, `diagnosis/CALL` the diagnosis.
     """
 
     def __init__(self, store: Any, rank: int, look_s: float) -> None:
@@ -126,24 +126,24 @@ class RecordExchange:
     def limited(self, call: Callable[[], T]) -> T:
         """The result of `call`, which uses this exchange; TimeoutError if the store does not answer."""
         within(self._within_s, partial(self._store.check, ["asked"]))
-        # In `shared`: until another rank has published, then for answers. Else the store has stopped since.
+        # `shared` waits for another rank's diagnosis, then for answers. A longer silence means that the store has stopped.
         return within(3 * _LONGER * self._within_s, call)
 
     def shared(self, call: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The result of `make` on the first rank that names this call; if that rank does not publish it, each makes its own."""
+        """The result of `make` on the first rank that names this call. If it does not publish one, each rank makes its own."""
         own, published = str(self._rank), f"diagnosis/{call}"
         if self._store.compare_set(f"first/{call}", "", own).decode() == own:
             found = make()
             self._store.set(published, json.dumps(found))
             return found
-        # The first rank waits so long itself, longer on a busy machine.
+        # The first rank itself waits this long, and longer on a busy machine.
         if wait_for(self._store, [published], _LONGER * self._within_s):
             read: dict[str, Any] = json.loads(self._store.get(published))
             return read
         return make()
 
     def ask(self, ranks: Sequence[int]) -> dict[int, Any]:
-        """The records of the `ranks` that answer in time, by a few operations of the store for each."""
+        """The records of the `ranks` that answer in time, with a few store operations for each."""
         began = last = time.monotonic()
         answers = self._read({rank: f"closed/{rank}" for rank in ranks})
         asked = {rank: self._store.add(f"asked/{rank}", 1) for rank in ranks if rank not in answers}
@@ -162,7 +162,7 @@ class RecordExchange:
         return answers | self._read({rank: f"closed/{rank}" for rank in keys if rank not in answers})
 
     def answer(self, status: Callable[[], Mapping[str, Any]]) -> bool:
-        """Answer the questions that have arrived; whether there were any. Raises RuntimeError where the store fails."""
+        """Answer the questions that have arrived; whether there were any. Raises RuntimeError if the store fails."""
         before = self._answered
         while self._store.check([f"ask/{self._rank}/{self._answered + 1}"]):
             self._answered += 1
@@ -170,18 +170,18 @@ class RecordExchange:
         return self._answered > before
 
     def leave(self, status: Mapping[str, Any]) -> None:
-        """The rank answers no more: its last status is for all questions."""
+        """The rank answers no more: its last status answers all later questions."""
         self._store.set(f"closed/{self._rank}", json.dumps(status))
 
     def _read(self, keys: dict[int, str]) -> dict[int, Any]:
-        """The values of those keys that are there."""
+        """The values of the keys that exist."""
         return {
             rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
         }
 
 
 def error_under_way() -> str:
-    """The error that the program is leaving by, or has been ended by, in one line; "" where there is none."""
+    """The exception that ends the program, or has ended it, in one line; "" if there is none."""
     error = sys.exception() or getattr(sys, "last_value", None)
     return "" if error is None or isinstance(error, SystemExit) else one_line(error)
 

@@ -1,4 +1,4 @@
-"""The first step of a job: each process finds the job's store, and is the only one of its rank there."""
+"""The first step of a job: each process finds the job's store, and claims its rank there."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from meshcomm.mesh.job_store import (
 class Meeting:
     """This process among the others, before any group exists.
 
-    is_fake: the other ranks do not exist; torch's fake backend plays them.
-    kept: the store may hold what processes of an earlier attempt wrote.
+    is_fake: the other ranks do not exist; torch's fake backend simulates them.
+    kept: the store may hold keys of an earlier attempt's processes.
     """
 
     store: dist.Store
@@ -57,7 +57,7 @@ def meet(
 ) -> Meeting:
     """Find the other processes: by an explicit store, by `[process]`, or by the launcher.
 
-    Raises LaunchError if this process has no rank, or nobody is met within the timeout. Rank 0 warns with
+    Raises LaunchError if this process has no rank, or if no store answers within the timeout. Rank 0 warns with
     ExposedRendezvous if all ranks are on this host and others can reach the address.
     """
     if launch.kind == "single" and (world_size, process.world_size) != (None, None):
@@ -72,17 +72,17 @@ def meet(
     for name, value in (("rank", rank), ("world_size", world_size)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise LaunchError(
-                f"{name} is no number of ranks: {value!r}",
+                f"{name} is not an integer: {value!r}",
                 given=f"{name}={value!r}, a {type(value).__name__}",
-                expected="a whole number",
-                hint="leave it out where a launcher says it",
+                expected="an integer",
+                hint="leave it out if a launcher sets it",
             )
     if store is not None and not isinstance(store, dist.Store):
         raise LaunchError(
-            f"no store to meet at: {store!r}",
+            f"not a torch store: {store!r}",
             given=f"store={store!r}, a {type(store).__name__}",
             expected="a torch.distributed.Store",
-            hint="torch.distributed.TCPStore(...), or no store, and the launcher's is used",
+            hint="torch.distributed.TCPStore(...), or leave store out to use the launcher's",
         )
     if not 0 <= rank < world_size:
         raise LaunchError(
@@ -93,7 +93,7 @@ def meet(
         )
     if launch.kind == "given":
         launch = replace(launch, rank=rank, world_size=world_size)
-    # One who brings a store may use it again; of several agents, nobody counts the attempts of all.
+    # A program may reuse the store that it passes; with several agents, attempts have no common count.
     kept = store is not None or os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
     if store is None:
         store, launch = _find_store(process, launch, rank, world_size, timedelta(seconds=timeout_s))
@@ -101,7 +101,7 @@ def meet(
 
 
 def of_this_attempt(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist.Store:
-    """`store` under a prefix that other runs of torchrun at this endpoint, and earlier attempts, do not have.
+    """`store` under a prefix that is unique to this run of torchrun at this endpoint, and to this attempt.
 
     env: of the ranks.
     """
@@ -115,7 +115,7 @@ def of_this_attempt(store: dist.Store, env: Mapping[str, str] = os.environ) -> d
 def _find_store(
     process: ProcessConfig, launch: Launch, rank: int, world_size: int, timeout: timedelta
 ) -> tuple[dist.Store, Launch]:
-    """The job's store, and `launch` with the address at which it is."""
+    """The job's store, and `launch` with the store's address."""
     if process.init == "file":
         return _file_store(str(process.path), rank, world_size), launch
     job = launch.job or started_by(launch)
@@ -131,13 +131,13 @@ def _find_store(
             ports = ports_of(job if launch.one_host or known_everywhere(job) else "")
     else:
         raise LaunchError(
-            f"rank {rank} of {world_size} has no address at which to meet the others",
+            f"rank {rank} of {world_size} has no address to meet the others at",
             given=f"MASTER_ADDR {launch.address or 'not set'}, MASTER_PORT {launch.port or 'not set'}, launcher {launch.kind}",
             expected="MASTER_ADDR and MASTER_PORT in the environment, or [process] init and address",
             hint='[process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun',
         )
     host = host.strip("[]")
-    # Under torchrun its agent hosts the store at MASTER_ADDR, and no rank does; elsewhere rank 0 does.
+    # Under torchrun, its agent hosts the store at MASTER_ADDR; otherwise rank 0 does.
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (host, ports) == (
         (launch.address or "").strip("[]"),
         [launch.port],
@@ -147,7 +147,7 @@ def _find_store(
     else:
         store = find_job(host, ports, job, rank, world_size, timeout)
     launch = replace(launch, address=host, port=store.port)
-    # Once for the job, not for each attempt.
+    # Once per job, not per attempt.
     first = rank == 0 and not attempt_of(os.environ)
     if first and launch.local_size == world_size and not is_loopback(host):
         address = f"127.0.0.1:{store.port}"
@@ -164,11 +164,11 @@ def _find_store(
 def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
     if rank == 0 and (problem := exposed_file(path)) is not None:
         warnings.warn(str(problem), ExposedRendezvous, stacklevel=2)
-    # torch's file store adds to the file, so a restarted job needs another one.
+    # torch's file store appends to the file, so a restarted job needs another one.
     if prefix := attempt_prefix(os.environ):
         path = f"{path}.{prefix}"
     store = dist.FileStore(path, world_size)
-    # Who writes here: one process, and no process of an earlier job.
+    # Record the writing process, to detect a file of an earlier job.
     key, mine = f"meshcomm/process/{rank}", process_name()
     before = store.compare_set(key, "", mine).decode()
     if before != mine:
@@ -177,7 +177,7 @@ def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
         raise LaunchError(
             f"the rendezvous file {path} was left by an earlier job",
             given=f"rank {rank} is in it as {before}; this is {mine}",
-            expected="a new file for each job: what the earlier one wrote would be taken for this one's",
+            expected="a new file for each job: this job would read the earlier one's data as its own",
             hint=f"rm {path}, or another process.path",
         )
     return store
@@ -187,7 +187,7 @@ def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
 
 
 def state_of_rank(store: Any, rank: int) -> str:
-    """What this host knows of the process that has claimed `rank`: "ended", "stopped" or "runs"; "" for nothing."""
+    """This host's knowledge of the process that has claimed `rank`: "ended", "stopped" or "runs"; "" if none."""
     key = f"meshcomm/owner/{rank}"
     name = store.get(key).decode() if store.check([key]) else ""
     runs = is_running(name)
@@ -197,11 +197,11 @@ def state_of_rank(store: Any, rank: int) -> str:
 
 
 def claim(store: Any, rank: int, *, kept: bool) -> None:
-    """Say that this process is `rank`, by one store operation; harmless when repeated, and after a process that has ended.
+    """Claim `rank` for this process, with one store operation. Allowed again, and after a process that has ended.
 
     Called by: every process of the job, before anything else that counts its rank in the store. kept: whether the store
-    may hold keys of earlier attempts of the job: then a process of another host is taken for one of those.
-    Raises LaunchError naming both processes if another one is this rank; `blame` then tells the others.
+    may hold keys of earlier attempts of the job: then a process of another host is assumed to be of an earlier attempt.
+    Raises LaunchError naming both processes if another process has this rank; `blame` then informs the others.
     """
     key, mine = f"meshcomm/owner/{rank}", process_name()
     first = store.compare_set(key, "", mine).decode()
@@ -214,19 +214,19 @@ def claim(store: Any, rank: int, *, kept: bool) -> None:
 
 
 def came_twice(store: Any, rank: int, first: str) -> LaunchError:
-    """The error of this process where the one called `first` is `rank` as well; left for the others too."""
+    """The error of this process if the process `first` has the same rank; also reported to the other ranks."""
     mine = process_name()
     note_twice(store, rank, first)
     return LaunchError(
-        f"rank {rank} came twice: another process has said before that it is rank {rank}",
+        f"rank {rank} exists twice: another process has already claimed rank {rank}",
         given=f"{first}\n{mine} (this one)",
-        expected="another rank for each process of a job, and another address or file for each job",
-        hint="look at what says the rank of both: RANK in the environment, process.rank, or init(rank=...)",
+        expected="a different rank for each process of a job, and a different address or file for each job",
+        hint="check what sets the rank of both: RANK in the environment, process.rank, or init(rank=...)",
     )
 
 
 def blame(error: MeshMismatchError, store: Any) -> None:
-    """If ranks never came, say in `error` which other ranks came twice: they are the mismatched ones."""
+    """If ranks are missing, add to `error` the ranks that two processes have: they are the mismatched ones."""
     if not error.missing:
         return
     try:
@@ -237,12 +237,12 @@ def blame(error: MeshMismatchError, store: Any) -> None:
         return
     error.mismatched_ranks = tuple(sorted({each.rank for each in found}))
     error.given = "\n".join([str(error.given), *map(str, found)])
-    error.hint = f"look at what says the rank of the processes that are {ranks_text(error.mismatched_ranks)}"
+    error.hint = f"check what sets the rank of the processes that are {ranks_text(error.mismatched_ranks)}"
 
 
 def another_job(store: Any) -> LaunchError | None:
-    """The error if processes of another job came to this store, and this rank may be one of theirs: not if one process
-    started this rank and rank 0, and none of those that were refused."""
+    """The error if processes of another job used this store, and this rank may belong to that job. It cannot if one process
+    started both this rank and rank 0, and none of the refused ones."""
     found = _twice(store)
     if not found:
         return None
@@ -250,9 +250,9 @@ def another_job(store: Any) -> LaunchError | None:
     if owner is not None and owner.parent == parent and parent not in {each.parent for each in found}:
         return None
     return LaunchError(
-        "another job came to the store of this one: their ranks may be mixed",
+        "another job used the store of this one: their ranks may be mixed",
         given="\n".join([*map(str, found), f"this is {process_name()}"]),
-        expected="another address for each job: of jobs without a name nobody can say whose these ranks are",
+        expected="a different address for each job: ranks of jobs without a name cannot be told apart",
         hint="another MASTER_PORT for each job; TORCHELASTIC_RUN_ID, equal on all ranks, names a job",
     )
 
@@ -266,11 +266,11 @@ class _Twice(NamedTuple):
     parent: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank} came twice: {self.first}; and {self.second}"
+        return f"rank {self.rank} exists twice: {self.first}; and {self.second}"
 
 
 def _twice(store: Any) -> list[_Twice]:
-    """The processes that were refused, as another one is their rank; not what an earlier attempt of the job left."""
+    """The processes that were refused because another one has their rank, except those of earlier attempts."""
     lines = store.get(TWICE).decode().splitlines() if store.check([TWICE]) else []
     found = [_Twice(int(rank), *names) for rank, *names in (line.split("\t") for line in lines)]
     owners = {each: f"meshcomm/owner/{each.rank}" for each in found}

@@ -1,4 +1,4 @@
-"""The parts that a mesh is made from, its records of calls, and the worlds without real processes that can open it."""
+"""The parts of a mesh, its records of calls, and the worlds without real processes in which it can be opened."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Runtime:
     """One rank's part of a mesh, after all ranks have agreed on it and its groups exist.
 
     store: the job's, under `prefix`, which no other mesh has. validate_calls: how many calls of each kind are compared;
-    None if all, or if the world compares them. create: makes one group; the second argument: whether NCCL may split the
-    world for it. resources: gives everything back, the last first. data_dims: along which samples differ, if the
-    configuration has [parallel]. is_fake: no other rank exists. generations: None where nobody replaces lost ranks.
-    reopen: makes the mesh again, in the latest generation; None where its default group is not its own. aborts: let go of
-    what is queued on its groups, torch's default group among them.
+    None if all, or if the world compares them. create: creates one group; the second argument says whether NCCL may split
+    it from the world. resources: releases everything, last first. data_dims: the dims along which samples differ, if the
+    configuration has [parallel]. is_fake: no other rank exists. generations: None if lost ranks are not replaced.
+    reopen: opens the mesh again, in the latest generation; None if it did not create the default group. aborts: drop the
+    queued calls of its groups, including torch's default group.
     """
 
     launch: Launch
@@ -60,38 +60,38 @@ class Runtime:
 
 
 class Watching(ABC):
-    """Gives a mesh the recorders of its groups, and answers for this rank while the mesh lives.
+    """Gives a mesh the recorders of its groups, and answers for this rank while the mesh is open.
 
-    timed: whether the ranks run at the same time, so that it means something when they do what.
+    timed: whether the ranks run at the same time, so that the times of their calls are meaningful.
     """
 
     timed: bool
 
     @abstractmethod
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
-        """A recorder for one more group, which `transport` carries."""
+        """A recorder for another group, which uses `transport`."""
 
     def forget(self, recorder: FlightRecorder) -> None:
-        """A group is gone."""
+        """A group has been released."""
         return
 
     @abstractmethod
     def noted(self, step: int) -> None:
-        """All recorders have noted `step`. Raises CallMismatchError where ranks were found to differ in one."""
+        """All recorders have noted `step`. Raises CallMismatchError if ranks were found to differ in a step."""
 
     def before_leaving(self) -> CallMismatchError | None:
-        """The error where ranks differ in a step and this rank has not raised it; may wait for seconds."""
+        """The error if ranks differ in a step and this rank has not raised it; may wait for seconds."""
         return None
 
     def explain(self, error: BaseException) -> MeshcommError | None:
         """The error that explains `error`, by which the program leaves the mesh; may wait for seconds.
 
-        None if `error` is no backend's, or no call outside the mesh on a group of it has failed or is under way.
+        None if `error` is not a backend's, or if no call outside the mesh on one of its groups has failed or is under way.
         """
         return None
 
     def drain(self) -> None:
-        """Return when all that was queued on any group is over; a call that cannot end is found as ever meanwhile."""
+        """Return when all queued calls of all groups are over; a call that cannot end is still detected meanwhile."""
         return
 
     def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
@@ -99,18 +99,18 @@ class Watching(ABC):
         return {}
 
     def close(self, *, abandons: bool = False) -> None:
-        """Stop answering; who asks later finds what this rank had done. Harmless when repeated.
+        """Stop answering. Later questions get this rank's last status. Calling it again has no effect.
 
-        abandons: the mesh is made anew, and nobody asks any more.
+        abandons: the mesh is opened again, and no rank will ask.
         """
         return
 
 
 class World(Protocol):
-    """Stands in for launcher, device, store and process groups: `meshcomm.init` builds on it unchanged.
+    """Replaces launcher, device, store and process groups: `meshcomm.init` builds on it unchanged.
 
-    launch: what a launcher would say of this rank. store: seen by all ranks of the world. generations: None where no rank
-    is ever lost.
+    launch: a launcher's facts about this rank. store: shared by all ranks of the world. generations: None if no rank is
+    ever lost.
     """
 
     launch: Launch
@@ -126,23 +126,23 @@ class World(Protocol):
         ...
 
     def watch(self, coords: Mapping[str, int], prefix: str) -> Watching:
-        """The watch of one mesh on this rank; `coords` are its own in that mesh, `prefix` the mesh's."""
+        """The watch of one mesh on this rank; `coords` are this rank's, `prefix` is the mesh's."""
         ...
 
 
-# A context variable, as ranks that are threads of one process each live in a context of their own.
+# A context variable, as ranks may be threads of one process, each in its own context.
 WORLD: ContextVar[World | None] = ContextVar("meshcomm_world", default=None)
 
 
 class Pretended(Protocol):
-    """A world of which only this rank exists, in which a program runs that knows nothing of it."""
+    """A world in which only this rank exists, and whose program does not know that."""
 
     def settings(self, asked: Settings) -> Settings:
-        """What a mesh is made from instead."""
+        """The settings to open a mesh with instead."""
         ...
 
     def opened(self, mesh: Mesh) -> None:
-        """The program has made a mesh."""
+        """The program has opened a mesh."""
         ...
 
 
@@ -151,10 +151,10 @@ PRETENDED: ContextVar[Pretended | None] = ContextVar("meshcomm_pretended", defau
 
 @final
 class Metrics:
-    """`mesh.metrics`: what `mesh.stats()`, `mesh.step()` and `mesh.trace()` read and write.
+    """`mesh.metrics`: the state that `mesh.stats()`, `mesh.step()` and `mesh.trace()` read and write.
 
-    recorders: of the groups, by the id of the transport. steps: how many are over; number: of the last one, by the
-    program's count. spans: of the trace that is being taken, if any.
+    recorders: of the groups, by the id of the transport. steps: the number of completed steps; number: the program's number
+    of the last one. spans: of the trace under way, if any.
     """
 
     def __init__(self) -> None:

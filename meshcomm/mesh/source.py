@@ -1,4 +1,4 @@
-"""The configuration of the mesh that `meshcomm.init` makes: its arguments, or the config of `meshcomm run`."""
+"""The configuration of the mesh that `meshcomm.init` opens: its arguments, or the config of `meshcomm run`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Source: TypeAlias = "str | PathLike[str] | Config | MeshConfig | Mapping[str, An
 
 
 class MeshOnly(NamedTuple):
-    """The sections of a Config that a mesh is made from, without the models of the training sections."""
+    """The sections of a Config that a mesh needs, without the models of the training sections."""
 
     mesh: MeshConfig
     process: ProcessConfig = ProcessConfig()
@@ -43,14 +43,14 @@ class MeshOnly(NamedTuple):
 
 Settings: TypeAlias = "Config | MeshOnly"
 
-# What a mesh is made from; the other sections are training's.
+# The sections that a mesh needs; the other sections are for training.
 _SECTIONS: Final = ("mesh", "process", "network", "topology")
-# The job's config file that this rank has made a mesh from: further meshes may be the program's own.
+# The job's config file, once this rank has opened a mesh from it: further meshes may be the program's own.
 _TAKEN: ContextVar[str | None] = ContextVar("meshcomm_config_taken", default=None)
 
 
 def given_keys(**keys: Any) -> dict[str, Any]:
-    """Those keys of `[mesh]` that were given; lists of ranks as tuples."""
+    """The keys of `[mesh]` that were given, with lists of ranks as tuples."""
     given = {name: value for name, value in keys.items() if value is not None}
     for name in {"rank_order", "ranks"} & given.keys():
         if isinstance(given[name], Iterable):
@@ -61,16 +61,16 @@ def given_keys(**keys: Any) -> dict[str, Any]:
 def mesh_of(given: Mapping[str, Any]) -> MeshConfig:
     """The `[mesh]` of these keys. Raises ConfigError."""
     options = given.get("options")
-    if isinstance(options, Mapping):  # what is none is refused with everything else that is wrong
+    if isinstance(options, Mapping):  # anything else is refused together with the other problems
         made = {name: DimOptions(**own) if isinstance(own, Mapping) else own for name, own in options.items()}
         given = {**given, "options": made}
     return MeshConfig(**given)
 
 
 def settings_of(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Settings:
-    """The configuration that `init` was given or that the job has. given: keys of `[mesh]` among the keyword arguments.
+    """The configuration that `init` received or that the job has. given: keys of `[mesh]` among the keyword arguments.
 
-    Raises ConfigError, LayoutError, and LaunchError if there is none, or if something would have no effect.
+    Raises ConfigError, LayoutError, and LaunchError if there is none, or if an argument would have no effect.
     """
     if config is None and not given:
         return _of_the_job(overrides)
@@ -85,7 +85,7 @@ S = TypeVar("S", bound="Settings")
 
 
 def with_sizes(settings: S, sizes: Mapping[str, int]) -> S:
-    """The same configuration of a mesh with these sizes of its dims; {}: with its own."""
+    """The same configuration of a mesh with these sizes of its dims; unchanged for {}."""
     if not sizes:
         return settings
     if isinstance(settings, MeshOnly):
@@ -97,29 +97,29 @@ def with_sizes(settings: S, sizes: Mapping[str, int]) -> S:
 
 
 def world_of_mesh(mesh: MeshConfig) -> int:
-    """Number of ranks of the smallest world that has this mesh. Raises ConfigError where a size is -1."""
+    """Number of ranks of the smallest world for this mesh. Raises ConfigError if a size is -1."""
     return max(mesh.ranks) + 1 if mesh.ranks is not None else prod(mesh.sizes(None).values())
 
 
 def refuse_alone(settings: Settings) -> None:
-    """Raise LaunchError in a process that no launcher started, where the mesh needs several; it names the command."""
+    """Raise LaunchError in a process without a launcher if the mesh needs several processes; it names the command."""
     mesh = settings.mesh
     needed = max(mesh.ranks) + 1 if mesh.ranks is not None else prod(n for n in mesh.dims.values() if n != -1)
     started = multiprocessing.parent_process() is not None or "RAY_RAYLET_PID" in os.environ
     if _fits(settings, 1):
         if started and -1 in mesh.dims.values():
-            # Each of several such processes would have a world of its own.
+            # Several such processes would each open a world of one.
             raise LaunchError(
-                f"how many processes? dims = {toml_dims(mesh.dims)} takes all there are",
-                given="a process that multiprocessing or Ray has started, without RANK and WORLD_SIZE",
-                expected="its rank, and how many there are",
+                f"how many processes? dims = {toml_dims(mesh.dims)} uses all there are",
+                given="a process started by multiprocessing or Ray, without RANK and WORLD_SIZE",
+                expected="its rank, and the number of processes",
                 hint="set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process before init;\n"
-                "for a mesh of this process alone, a size of 1 in place of -1",
+                "for a mesh of this process alone, use a size of 1 instead of -1",
             )
         return
     if not _fits(settings, needed):
-        return  # its number of processes is not what is wrong with it
-    hint = f"torchrun --nproc-per-node {needed} script.py; srun and mpirun do as well"
+        return  # the number of processes is not the problem
+    hint = f"torchrun --nproc-per-node {needed} script.py; srun and mpirun work too"
     if "ipykernel" in sys.modules:
         hint = f"meshcomm.simulate(function, dims={dict(mesh.dims)}): every rank a thread of this notebook"
     elif started or "ray" in sys.modules:
@@ -149,7 +149,7 @@ def beside_the_job() -> None:
 
 @contextmanager
 def new_job() -> Iterator[None]:
-    """While it is entered, no mesh has been made from the job's config yet."""
+    """While this is entered, no mesh counts as opened from the job's config."""
     token = _TAKEN.set(None)
     try:
         yield
@@ -161,7 +161,7 @@ def _of_the_job(overrides: Sequence[str]) -> Config:
     path = os.environ.get(CONFIG_VARIABLE)
     if path is None:
         raise LaunchError(
-            "init was not told which mesh to make",
+            "init was not told which mesh to create",
             given="no config, no dims, and no config from meshcomm run",
             expected="a config file, or dims",
             hint='meshcomm.init("configs/mesh.toml"), meshcomm.init(dims={"dp": -1}), '
@@ -181,7 +181,7 @@ def _overrides() -> list[str]:
 def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Settings:
     if config is not None and given:
         raise LaunchError(
-            "init got a config and keyword arguments that say the same things",
+            "init got a config and keyword arguments that set the same values",
             given=f"a config, and {', '.join(given)}",
             expected="one of the two",
             hint='overrides=["mesh.dims.tp=4"] changes a config',
@@ -193,7 +193,7 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
     if overrides:
         what = f"a {type(config).__name__}" if config is not None else ", ".join(given)
         raise LaunchError(
-            "overrides have no effect on what init was given",
+            "overrides have no effect on these arguments of init",
             given=f"{what} and overrides {list(overrides)}",
             expected="overrides with a config file or a Config",
             hint="change the object itself" if config is not None else "change the arguments themselves",
@@ -204,7 +204,7 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
 
 
 def _refuse_unused(path: str, own: Settings) -> None:
-    """Raise LaunchError where the mesh of `own` ignores settings of the job's configuration."""
+    """Raise LaunchError if the mesh of `own` ignores settings of the job's configuration."""
     from meshcomm.config import load_config
 
     asked = load_config(path, _overrides())
@@ -218,15 +218,15 @@ def _refuse_unused(path: str, own: Settings) -> None:
         return
     sets = "".join(f" --set {override}" for override in _overrides())
     raise LaunchError(
-        f"the script says its own mesh, and settings of {path} would have no effect",
-        given=f"{path}{sets}: {', '.join(lost)}; the script's meshcomm.init(...) says otherwise, or nothing",
-        expected="one of the two; or first the config's mesh, then beside it the script's own",
+        f"the script opens its own mesh, and settings of {path} would have no effect",
+        given=f"{path}{sets}: {', '.join(lost)}; the script's meshcomm.init(...) sets other values, or none",
+        expected="one of the two; or first the config's mesh, then the script's own mesh in addition",
         hint="meshcomm.init() without arguments, or no config: meshcomm run (or simulate) --world-size N script.py",
     )
 
 
 def _same(asked: Any, own: Any) -> bool:
-    """Names in the same order with the same values; a size that one leaves open is the other's."""
+    """Names in the same order with the same values; a size that one leaves open matches any size."""
     if isinstance(asked, Mapping) and isinstance(own, Mapping):
         return list(asked) == list(own) and all(_same(asked[name], own[name]) for name in asked)
     return bool(asked == own) or -1 in (asked, own)

@@ -1,4 +1,4 @@
-"""The calls of one rank along each dim: bytes, seconds, and the time that the link model predicts."""
+"""The calls of one rank along each dim: bytes, seconds, and the link model's predicted time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshcomm.show.stats import stats_page
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-# What moves data as one of the modelled operations does.
+# Calls that move data like one of the modeled operations.
 _AS: Final[dict[str, Operation]] = {
     **{name: name for name in OPERATIONS},
     "send": "sendrecv",
@@ -27,7 +27,7 @@ _AS: Final[dict[str, Operation]] = {
     "shift": "sendrecv",
 }
 _SUMS: Final = ("calls", "nbytes", "seconds", "span_s", "predicted_s")
-# nccl-tests' factors of those that are not modelled.
+# nccl-tests' factors of the other operations.
 _BUS_LIKE: Final[dict[str, Operation]] = {"gather": "all_gather", "scatter": "reduce_scatter"}
 
 
@@ -124,7 +124,7 @@ class Stats:
 
 
 def _less(now: CallStats, before: CallStats) -> CallStats:
-    """The calls after `before`; what was not known then is kept as it is."""
+    """The calls after `before`; values that were unknown then stay unchanged."""
     pairs = {name: (getattr(now, name), getattr(before, name)) for name in _SUMS}
     less: dict[str, Any] = {name: a if None in (a, b) else a - b for name, (a, b) in pairs.items()}
     return replace(now, **less)
@@ -140,7 +140,7 @@ def stats(
     """The table of one rank, without calls that were never made.
 
     counters: of each group, and whether its calls return when they are over: only then are their seconds known.
-    machine: the speeds of links; None predicts nothing.
+    machine: the speeds of links; if None, nothing is predicted.
     """
     predict = _predictor(plan, machine)
     order = {family.name: place for place, family in enumerate(plan.families)}
@@ -161,7 +161,7 @@ def stats(
 
 
 def stats_of_groups(label: str, seconds: float, recorders: Iterable[FlightRecorder]) -> Stats:
-    """The table of one rank's calls on groups that no plan has, group by group; when they are over is not known."""
+    """The table of one rank's calls on groups outside any plan, group by group; their durations are unknown."""
     rows: list[CallStats] = []
     for recorder in recorders:
         for total in list(recorder.counters.values()):
@@ -171,11 +171,11 @@ def stats_of_groups(label: str, seconds: float, recorders: Iterable[FlightRecord
 
 
 def _predictor(plan: Plan, machine: Machine | None) -> Callable[[str, str, int, int], float | None]:
-    """The model's seconds for a call, its number and its bytes; None where the model does not cover the call."""
+    """The model's seconds for a call, its number and its bytes; None if the model does not cover the call."""
 
     @cache
     def algorithms(dim: str, operation: Operation) -> list[Line]:
-        """Those that a backend may choose from; none where a link's speed was not said."""
+        """The models from which a backend may choose; empty if a link's speed is unknown."""
         assert machine is not None
         found = span(plan.layout.groups(dim), machine)
         if slowest_level(found, machine).assumed:

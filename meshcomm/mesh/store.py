@@ -19,15 +19,15 @@ from meshcomm.errors import MeshClosed, MeshcommError, StoreError, StoreTimeout,
 T = TypeVar("T")
 Value: TypeAlias = str | bytes | bytearray
 
-# What a server that is alive may need beyond the time that it was given.
+# The extra time that a live server may need after the given timeout.
 GRACE_S: Final = 2.0
 
-# Most waits are shorter; they need no second connection.
+# Most waits are shorter than this; they use no second connection.
 _SOON_S: Final = 0.01
 _POLL_S: Final = 0.001
 SLICE_S: Final = 0.25
 
-# Whether a wait for keys is to end, as the rank that would set them may be lost: asked four times a second.
+# Whether to end a wait for keys because the rank that would set them may be lost: checked four times a second.
 interrupted: list[Callable[[], bool]] = []
 
 
@@ -35,7 +35,7 @@ class Interrupted(RuntimeError):
     """A wait for keys ended early because ranks were lost."""
 
 
-# No key ever holds this value: comparing with it reads a key without waiting for it, in every store.
+# No key ever holds this value: a compare_set with it reads a key without waiting for it, in every store.
 _NOBODY: Final = b"\x00meshcomm: no value\x00"
 
 
@@ -62,11 +62,11 @@ class MeshStore:
         alone: bool = False,
         lost: Callable[[BaseException], MeshcommError | None] = lambda error: None,
     ) -> None:
-        """alone: no other rank exists, as in a dry run; waiting for a key that is not set is then refused. lost: the error
-        where a call failed for ranks that were lost and replaced.
+        """alone: no other rank exists, as in a dry run; waiting for an unset key is then refused. lost: the error if a call
+        failed because ranks were lost and replaced.
         """
         self._lost = lost
-        self._store: Any = store  # torch's annotations leave out half of its methods
+        self._store: Any = store  # torch's annotations lack half of its methods
         self._alone = alone
         self._label = label
         self._timeout_s = timeout_s
@@ -88,7 +88,7 @@ class MeshStore:
         """Wait for `key`, and return its value."""
         seconds, deadline = self._until("get", timeout_s)
         while (found := self._peek("get", key)) is None:
-            # Another rank may delete the key again between the wait and the look.
+            # Another rank may delete the key between the wait and the read.
             self._wait("get", [key], seconds, deadline)
         return found
 
@@ -116,8 +116,8 @@ class MeshStore:
             raise UnsupportedOp(
                 f"store.append on {self._label}: not possible on a {self._kind}",
                 given=f"the job's {self._kind}",
-                expected="a store that appends in one step; torch's FileStore loses an append that equals what is there",
-                hint='give each rank a key of its own: store.set(f"log/{rank}", ...)',
+                expected="a store that appends in one step; torch's FileStore loses an append equal to the current value",
+                hint='give each rank its own key: store.set(f"log/{rank}", ...)',
             )
         self._ask("append", [key], key, self._bytes("append", key, value))
 
@@ -132,7 +132,7 @@ class MeshStore:
 
     def delete_key(self, key: str) -> bool:
         """Delete `key`; return whether it was set."""
-        # torch's FileStore says True for a key that was not set.
+        # torch's FileStore returns True for a key that was not set.
         there = self._kind != "FileStore" or self.check([key])
         return bool(self._ask("delete_key", [key], key)) and there
 
@@ -148,7 +148,7 @@ class MeshStore:
         """Refuse every further call; `why` completes the error "the mesh ...". The keys stay for the other ranks."""
         self._closed = why
         self._lost = lambda error: None
-        del self._store  # and with it the connection, where nobody else uses it
+        del self._store  # and with it the connection, if it is not used elsewhere
 
     def __repr__(self) -> str:
         return f"MeshStore({self._kind}; {'closed' if self._closed else f'timeout {self._timeout_s:g} s'})"
@@ -160,18 +160,18 @@ class MeshStore:
         return None if held == _NOBODY else held
 
     def _until(self, call: str, timeout_s: float | None) -> tuple[float, float]:
-        """Seconds to wait, and the deadline."""
+        """The seconds to wait, and the deadline."""
         seconds = self._timeout_s
         if timeout_s is not None:
             seconds = seconds_of(timeout_s, lambda: f"store.{call} on {self._label}")
         return seconds, time.monotonic() + seconds
 
     def _wait(self, call: str, keys: Sequence[str], seconds: float, deadline: float) -> None:
-        """Return when all `keys` are set; after the deadline say which were not within `seconds`."""
+        """Return when all `keys` are set; after the deadline, raise with the keys that were not set within `seconds`."""
         missing = [key for key in keys if self._alone and not self.check([key])]
         if missing:
             raise UnsupportedOp(
-                f"store.{call} on {self._label}: only another rank could set {_listed(missing)}, and in a dry run there is none",
+                f"store.{call} on {self._label}: only another rank could set {_listed(missing)}, and a dry run has no other ranks",
                 given=f"{len(missing)} of {len(keys)} keys missing",
                 expected="keys that this rank has set",
                 hint="mesh.is_fake is True in a dry run",
@@ -184,29 +184,29 @@ class MeshStore:
             raise StoreTimeout(
                 f"store.{call} on {self._label}: {_listed(missing)} not set within {seconds:g} s",
                 given=f"{len(missing)} of {len(keys)} keys missing, {self._kind}",
-                expected="another rank to set what is waited for",
-                hint="look at the rank that sets it; or timeout_s=...",
+                expected="another rank to set the key",
+                hint="check the rank that sets it; or set timeout_s=...",
             )
 
     def _ask(self, method: str, keys: Sequence[str], *given: object) -> Any:
-        """The answer of torch's store to `method`, which is about `keys`."""
+        """Call torch's store by `method`, about `keys`."""
         return self._guarded(method, keys, lambda: getattr(self._store, method)(*given))
 
     def _guarded(self, call: str, keys: Sequence[str], act: Callable[[], T], limit_s: float = 0.0) -> T:
-        """The result of `act`. limit_s: seconds; 0: the timeout of the mesh."""
+        """The result of `act`. limit_s: seconds; 0 for the timeout of the mesh."""
         self._open(call)
         if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
             raise self._refused(call, [], repr(keys), "a list of str")
         limit_s = limit_s or self._timeout_s
         try:
-            # torch's client waits without end for a server that was cut off or stopped.
+            # torch's client waits forever for a server that was cut off or stopped.
             return within(limit_s + GRACE_S, act) if self._kind == "TCPStore" else act()
         except TimeoutError:
             raise StoreTimeout(
                 f"store.{call} on {self._label}: the job's {self._kind} has not answered for {limit_s:g} s",
                 given=_named(keys),
-                expected="a store that answers; it lives in rank 0 or the launcher",
-                hint="look at the process that holds the store, and at the network between",
+                expected="a store that answers; it is in rank 0 or the launcher",
+                hint="check the process that holds the store, and the network in between",
             ) from None
         except (RuntimeError, ValueError) as error:
             if (lost := self._lost(error)) is not None:
@@ -244,7 +244,7 @@ def _named(keys: Sequence[str]) -> str:
 
 
 def store_failed(what: str, error: BaseException, about: str = "") -> StoreError:
-    """The error for a store that failed. what: its first line. about: the keys, for its second."""
+    """The error for a store that failed. what: its first line. about: the keys, for its second line."""
     return StoreError(
         what,
         given=f"{about}{first_line(error)}",
@@ -261,7 +261,7 @@ def prefixed(prefix: str, store: dist.Store) -> dist.Store:
 
 
 def kind_of(store: dist.Store) -> str:
-    """`TCPStore`, `FileStore`, `HashStore`, or another class: the store below every prefix."""
+    """`TCPStore`, `FileStore`, `HashStore`, or another class: the store below all prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return type(store).__name__
@@ -292,11 +292,11 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
 
 
 def wait_for(store: Any, keys: Sequence[str], timeout_s: float) -> bool:
-    """Whether all `keys` were set in time. Raises RuntimeError where the store fails.
+    """Whether all `keys` were set in time. Raises RuntimeError if the store fails.
 
-    A TCPStore's client lets one call through at a time. A wait would keep out the thread that answers
-    for this rank, and the others would take the rank for dead. So all but short waits have a client of
-    their own, for as long as they last. A FileStore is asked again and again: its own wait takes whole seconds.
+    A TCPStore's client processes one call at a time. A wait would block the thread that answers for this rank, and the
+    others would consider the rank dead. Therefore all but short waits use a separate client while they last. A FileStore
+    is polled, because its own wait takes full seconds.
     """
     kind, started = kind_of(store), time.monotonic()
     waited_s = 0.0
@@ -313,7 +313,7 @@ def wait_for(store: Any, keys: Sequence[str], timeout_s: float) -> bool:
         left_s = started + timeout_s - time.monotonic()
         slice_s = min(left_s, SLICE_S) if interrupted else left_s
         try:
-            # torch counts whole milliseconds.
+            # torch counts full milliseconds.
             store.wait(list(keys), timedelta(milliseconds=max(1, math.ceil(slice_s * 1000))))
             return True
         except RuntimeError as error:

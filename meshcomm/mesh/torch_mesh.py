@@ -23,10 +23,10 @@ from meshcomm.transport.torch_private import (
 
 @final
 class TorchMesh:
-    """torch's objects over the groups of a mesh, each made when first asked for, without communication.
+    """torch's objects over the groups of a mesh, each created at its first use, without communication.
 
-    All slices that keep the dims' order share one root, which is what torch's FSDP and tensor
-    parallelism ask of meshes that are used on one model.
+    All slices that keep the dims' order share one root, which torch's FSDP and tensor parallelism require of the meshes
+    of one model.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class TorchMesh:
         self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """The group along `name`; for one rank: one that copies. Raises UnsupportedOp in the simulator."""
+        """The group along `name`; a group of one rank only copies. Raises UnsupportedOp in the simulator."""
         transport = self._transports[name]
         if isinstance(transport, ProcessGroupTransport):
             return transport.group
         if transport.size > 1 or not dist.is_initialized():
             raise UnsupportedOp(
-                f'no torch process group along "{name}": torch.distributed has no part in this mesh',
+                f'no torch process group along "{name}": this mesh does not use torch.distributed',
                 given=f"a group that {type(transport).__name__} carries",
                 expected="the mesh's own collectives and messages in the simulator",
-                hint=f'mesh.all_reduce("{name}", x); what needs torch\'s groups: meshcomm run',
+                hint=f'mesh.all_reduce("{name}", x); code that needs torch\'s groups: meshcomm run',
             )
         if name not in self._solo:
             self._solo[name] = SoloGroup(f"{self._prefix}/{name}/solo{self._rank}", self._rank)
@@ -66,7 +66,7 @@ class TorchMesh:
         for name in names:
             self.layout.digits(name)
         if names not in self._device_meshes:
-            # torch reads its grid of ranks, which a mode for tensors without values would not let it.
+            # torch reads its grid of ranks, which a mode for tensors without values would prevent.
             with without_modes():
                 self._device_meshes[names] = self._device_mesh(names)
         return self._device_meshes[names]
@@ -77,7 +77,7 @@ class TorchMesh:
             if names != whole and names == tuple(name for name in whole if name in names):
                 return self.device_mesh(whole)[names if len(names) > 1 else names[0]]
         runs = {name: layout.merge.get(name, (name,)) for name in names}
-        # Slices of one root can be joined with what is split along others of them, as FSDP does it.
+        # Slices of one root can be combined with shards along its other dims, as FSDP does.
         if names != tuple(layout.dims) and all(self._ascend(run) for run in runs.values()):
             slices = [
                 self.device_mesh(run)
@@ -88,7 +88,7 @@ class TorchMesh:
             return side_by_side(slices)
         if len(names) == 1:
             return DeviceMesh.from_group(self.group(names[0]), self._device.type, mesh_dim_names=names)
-        # The ranks that share this rank's other coords, with an axis for each name.
+        # The ranks with this rank's other coords, with an axis for each name.
         grid = layout.group_of(self._rank, names).reshape([layout.size(name) for name in names])
         return DeviceMesh.from_group(
             [self.group(name) for name in names],
@@ -102,7 +102,7 @@ class TorchMesh:
         return dims == tuple(dim for dim in self.layout.dims if dim in dims)
 
     def close(self) -> None:
-        """Let go of the meshes and of the groups of size 1."""
+        """Release the meshes and the groups of size 1."""
         if self._device_meshes:
             forget_device_meshes(self._device_meshes.values())
         self._device_meshes.clear()

@@ -22,7 +22,7 @@ from meshcomm.mesh.all_ranks import of_every_rank
 if TYPE_CHECKING:
     from meshcomm.mesh.mesh import Mesh
 
-# Of all ranks together; one rank's part has some 20 bytes a call.
+# For all ranks together; one rank's part takes some 20 bytes per call.
 _MAX_BYTES: Final = 1 << 40
 
 Event: TypeAlias = dict[str, Any]
@@ -32,9 +32,8 @@ Event: TypeAlias = dict[str, Any]
 class Trace:
     """A block that records every call of this rank along the mesh; see `Mesh.trace`.
 
-    path: of the file. dropped: number of this rank's calls over the limit, which are not recorded; known after
-          the
-    block.
+    path: of the file. dropped: number of this rank's calls over the limit, which are not recorded; known after the
+          block.
     """
 
     def __init__(self, mesh: Mesh, path: str | PathLike[str]) -> None:
@@ -47,9 +46,9 @@ class Trace:
     def __enter__(self) -> Trace:
         if self._mesh.metrics.spans is not None:
             raise UnsupportedOp(
-                f"a trace inside a trace on {self._mesh.label}",
-                given=f"mesh.trace({str(self.path)!r}) while another is taken",
-                expected="one trace at a time of each mesh",
+                f"another trace is active on {self._mesh.label}",
+                given=f"mesh.trace({str(self.path)!r}) inside its with block",
+                expected="one trace of a mesh at a time",
                 hint="end the outer block first",
             )
         self._opened = self._spans.step_began = clock()
@@ -69,12 +68,12 @@ class Trace:
         for span in self._spans.found:
             span.left = closed if span.left is None else span.left
         if error is not None:
-            # The others may never come: the calls of this rank stand alone, and must not hide the error.
+            # The other ranks may never arrive: write this rank's calls alone, and do not hide the error.
             path = self.path.with_suffix(f".rank{mesh.rank}{self.path.suffix}")
             with suppress(OSError):
                 write(path, [self._part(-self._opened)], {"meshcomm": dict(mesh.dims), "alone": True})
             return
-        # Ranks of one host share a monotonic clock; of several, the wall clocks are compared.
+        # Ranks of one host share a monotonic clock; across hosts, the wall clocks are compared.
         to_wall_clock = time.time() - clock()
         rows = of_every_rank(mesh, (mesh.rank, host(), to_wall_clock, self._opened, self.dropped))
         several = len({at for _, at, *_ in rows}) > 1
@@ -90,7 +89,7 @@ class Trace:
             raise StoreError(
                 f"the trace {self.path} could not be written",
                 given=problem,
-                expected="a path on the first rank's host that can be written",
+                expected="a writable path on the first rank's host",
                 hint='mesh.trace("trace.json")',
             )
 
@@ -103,7 +102,7 @@ class Trace:
         )
 
     def _writing(self, shift_s: float, dropped: Mapping[str, int]) -> Callable[[], None]:
-        """Gather all parts, in the order of their ranks' coords, on the first rank: there, what writes them."""
+        """Gather all parts, in coord order, on the first rank, and return a function there that writes them."""
         parts = [self._part(shift_s)]
         for dim in [dim for dim, size in self._mesh.dims.items() if size > 1][::-1]:
             gathered = self._mesh.objects.gather(dim, parts, 0, max_bytes=_MAX_BYTES)
@@ -114,7 +113,7 @@ class Trace:
 
 
 def write(path: Path, parts: Sequence[bytes], facts: Mapping[str, Any]) -> None:
-    """One file of all ranks' parts; it appears complete, or not at all. facts: about all of it."""
+    """One file with all ranks' parts; it appears complete, or not at all. facts: for the whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -137,8 +136,8 @@ def events_of(
     groups: Mapping[str, Sequence[int]],
     shift_s: float,
 ) -> Iterator[Event]:
-    """The events of one rank. lanes: of dims. groups: global ranks by label. shift_s: added to all times. No span is open."""
-    # Stretches of the program first, then dims as the plan has them, then any others.
+    """The events of one rank. lanes: of dims. groups: global ranks by label. shift_s: added to all times. All spans are closed."""
+    # Stretches of the program first, then dims in the plan's order, then any others.
     used = dict.fromkeys(span.lane for span in spans)
     first = [span.lane for span in spans if not span.group]
     tids = {
@@ -156,7 +155,7 @@ def events_of(
 
 
 def _slices(span: Span, ranks: Sequence[int], number: int, shift_s: float) -> Iterator[Event]:
-    """One slice for a call; of one that is waited for later its start, each wait, and a bar from start to end."""
+    """One slice for a call; for an asynchronous one its start, each wait, and a bar from start to end."""
     facts: dict[str, Any] = {"callsite": span.site}
     if span.group:
         facts |= {"group": span.group, "bytes": span.nbytes}
@@ -170,7 +169,7 @@ def _slices(span: Span, ranks: Sequence[int], number: int, shift_s: float) -> It
     kind = "program" if not span.group else "message" if span.parts else "collective"
     assert span.left is not None
     over = max([span.left, *(end for _, end in span.waits)])
-    # Several messages of one call follow each other; collectives of a list may lie across each other.
+    # The messages of one call follow each other; the collectives of a list may overlap.
     whole = not span.waits or (span.at_once and bool(span.parts))
     slices = [(span.call, span.began, over, facts)]
     if not whole:

@@ -1,4 +1,4 @@
-"""Watch the backend of one rank: explain its errors, and end the process where it holds a call for ever."""
+"""Watches the backend of one rank: explains its errors, and ends the process if the backend blocks a call forever."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ from meshcomm.mesh.store import within
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import capturing, overdue_barrier, unfinished_collectives
 
-# A backend that has not given up a call so long after the group's timeout never will.
+# A backend that has not given up a call this long after the group's timeout never will.
 GRACE_S: Final = 5.0
 
-# How many looks for questions, of all ranks together, the job's store gets in a second; it can answer some 26,000
+# The looks for questions, of all ranks together, that the job's store gets per second; it can answer some 26,000
 # calls (TCPStore on one core).
 _LOOKS_PER_S: Final = 2_000
 
-# How often, in seconds, calls that are queued are looked at, where their group's timeout is long.
+# The interval, in seconds, of looks at queued calls if their group's timeout is long.
 _ASKS_S: Final = 10.0
 
-# How long closing waits for a store that has not been found silent: a busy host may take seconds to answer.
+# How long closing waits for a store that is not known to be silent: a busy host may take seconds to answer.
 _CLOSES_S: Final = 10.0
 
-# Counts the ranks that have created their groups.
+# The counter of ranks that have created their groups.
 _CREATED: Final = "created"
 
 _COMM: Final = f"{Path(__file__).parents[1] / 'comm'}{os.sep}"
@@ -71,14 +71,14 @@ class WatchOptions:
     """The facts of the mesh and the job that a watchdog needs.
 
     timeout_s:  of groups whose transport does not know its timeout.
-    end:        ends the process for the error of a call that the backend holds, from another thread than the blocked one.
+    end:        ends the process with the error of a call that the backend blocks, from another thread.
     reports:    folder of this run for its ranks' reports, see `RankRecord`.
-    compared:   how many messages of each pair of ranks are compared at most; None: all.
+    compared:   how many messages of each pair of ranks are compared at most; if None, all.
     alone:      no other rank is a process: no rank asks or answers.
-    process_of: the state of a rank's process: "ended", "stopped" or "runs"; "": unknown.
-    tells_s:    a call that blocks for so long, and whose group gives it longer, is told of in one line.
-    refused:    the error if this rank may be of another job than the others; asked at each look.
-    lost:       (call, whether a peer is gone) -> the error if the launcher has replaced ranks that were lost.
+    process_of: the state of a rank's process: "ended", "stopped" or "runs"; "" if unknown.
+    tells_s:    a call that blocks this long, but not past its group's timeout, is reported in one line.
+    refused:    the error if this rank may belong to another job; called at each look.
+    lost:       (call, whether a peer is gone) -> the error if the launcher has replaced lost ranks.
     """
 
     timeout_s: float
@@ -94,7 +94,7 @@ class WatchOptions:
 
 @final
 class Watchdog(Watching):
-    """Two threads of one rank: one answers other ranks by the rank's record, one looks for calls that do not end.
+    """Two threads of one rank: one answers other ranks from the rank's record, one looks for calls that do not end.
 
     A rank whose call failed asks the others, see `RecordExchange`. Both threads end when the mesh is closed or dropped.
     own: the record of this rank. store: under a prefix that only this mesh uses. coords: of this rank, by dim.
@@ -114,9 +114,9 @@ class Watchdog(Watching):
         self._exchange = RecordExchange(store, rank, self._interval_s)
         self._desync = DesyncMonitor(dist.PrefixStore("desync", store), self.own, world_size)
         self._timer = CallTimer()
-        # The Work past the mesh that was last reported: as held, or as failed.
+        # The last Work outside the mesh that was reported, as blocked or as failed.
         self._reported: object = None
-        # The recorder and the call that was last told of while it blocked.
+        # The last recorder and call that were reported as blocked.
         self._told: object = None
         self._silent = False
         self._failures = 0
@@ -128,10 +128,10 @@ class Watchdog(Watching):
         atexit.register(self._at_exit)
         if options.alone:
             return
-        # Without a store the answering thread says so.
+        # If the store has failed, the answering thread reports it.
         with contextlib.suppress(RuntimeError):
             store.add(_CREATED, 1)
-        # Two, as a look at a store that is gone never ends, and the backend must be watched all the same.
+        # Two threads, as a look at a lost store never returns, and the backend must be watched all the same.
         looks = {"meshcomm-answer": Watchdog._answer, "meshcomm-watchdog": Watchdog._look}
         for name, look in looks.items():
             polled = (ref(self), look, self._stop, self._interval_s)
@@ -148,7 +148,7 @@ class Watchdog(Watching):
             store = dist.PrefixStore("messages", self._store)
             timeout_s = transport.timeout_s or options.timeout_s
             check = MessageCheck(store, label, ranks, self.own.rank, options.compared, timeout_s)
-        # Weak, as a group outlives a mesh that is dropped without being closed, and a transport has the group's sockets.
+        # Weak, as a group outlives a mesh that is dropped without being closed, and a transport holds the group's sockets.
         recorder = FlightRecorder(label, ranks, partial(_inquire, ref(self)), check)
         recorder.ordered = transport.ordered
         recorder.group_name = transport.group_name
@@ -171,12 +171,12 @@ class Watchdog(Watching):
         cause = backend_error(error)
         if cause is None or self._stop.is_set() or os.getpid() != self._process or capturing():
             return None
-        # A call that failed before one that is still under way, then the latest.
+        # A failed call before a call that is still under way, otherwise the latest.
         found = max(self._calls_past(), key=lambda past: (past.error is not None, past.began), default=None)
         return None if found is None else self._explained(found, cause)
 
     def _report_failed(self) -> None:
-        """Print in one line why the latest call past the mesh failed, if the program has not seen an explanation."""
+        """Print in one line why the latest call outside the mesh failed, if the program has not seen an explanation."""
         past = [] if capturing() else self._calls_past()
         found = next((call for call in reversed(past) if call.error is not None), None)
         if found is not None and found.error is not None and self._reported is not found.call:
@@ -199,7 +199,7 @@ class Watchdog(Watching):
             self._hooks.close()
         if not abandons:
             self._report_failed()
-            # The store may end with this rank, and others are still to read what was found.
+            # The store may end with this rank, and the others still have to read the result.
             time.sleep(self._desync.linger_s)
         self._stop.set()
         last = {**self.status(), "closed": True, "raised": error_under_way()}
@@ -207,7 +207,7 @@ class Watchdog(Watching):
         try:
             if abandons:
                 raise TimeoutError
-            # Nobody waits for a store that has stopped answering, least of all for one that was found so.
+            # Do not wait for a store that has stopped answering.
             leave = partial(self._leave, self._store, self._exchange, last)
             within(0.0 if self._silent else _CLOSES_S, leave)
         except TimeoutError:
@@ -219,7 +219,7 @@ class Watchdog(Watching):
                 thread.join(waits_s)
         for recorder in self._recorders:
             recorder.close()
-        # One where nobody answers, in place of a connection; and no Work, which holds the group's.
+        # An unused store in place of the connection; and no Work, which would keep the group.
         self._store = dist.HashStore()
         self._options = WatchOptions(self._options.timeout_s, self._options.end)
         self._reported = None
@@ -227,7 +227,7 @@ class Watchdog(Watching):
         self._desync.let_go()
 
     def _leave(self, store: Any, exchange: RecordExchange, last: Mapping[str, Any]) -> None:
-        """Publish this rank's last status, once all ranks have their groups: Gloo fails where a peer closes while it connects."""
+        """Publish this rank's last status, once all ranks have their groups: Gloo fails if a peer closes while it connects."""
         until = time.monotonic() + _CLOSES_S / 2
         waits = not self._options.alone and last["failed"] is None
         while waits and store.add(_CREATED, 0) < self._world_size and time.monotonic() < until:
@@ -254,7 +254,7 @@ class Watchdog(Watching):
             if (refused := self._options.refused()) is not None:
                 self._options.end(refused)
         except RuntimeError:
-            # Torch prints a trace each time that a store is gone for good.
+            # Torch prints a trace at each call to a lost store.
             self._failures += 1
             if self._failures > 1 and not self._stop.is_set():
                 lost = "has lost the job's store; it no longer answers others"
@@ -265,9 +265,9 @@ class Watchdog(Watching):
     # -- watching the backend ---------------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """Look for calls that their backend holds; whether to look again."""
+        """Look for calls that their backend blocks; whether to look again."""
         now = time.monotonic()
-        # The host may be blocked in a later call behind the one that is queued.
+        # The host may be blocked in a later call than the one that is queued.
         error = self._held_barrier(now) or self._held_queue(now) or self._held_call(now)
         if error is not None:
             self._options.end(error)
@@ -275,7 +275,7 @@ class Watchdog(Watching):
         return error is None
 
     def _tell(self, now: float) -> None:
-        """Print whom a call waits for that blocks for long, though its group gives it longer; once for the ranks of a group."""
+        """Print which ranks a long-blocked call waits for, before its group's timeout; once for the ranks of a group."""
         if math.isinf(self._options.tells_s):
             return
         for recorder, call in self._timer.overdue(self._recorders, now, self._options.tells_s):
@@ -300,28 +300,28 @@ class Watchdog(Watching):
         return {}
 
     def _held_call(self, now: float) -> MeshcommError | None:
-        """The error of a call that a thread is blocked in past its timeout; elsewhere, a Work past the mesh is only reported."""
+        """The error of a call in which a thread is blocked past its timeout. A pending Work outside the mesh is only reported."""
         for recorder, call in self._timer.overdue(self._recorders, now):
             past = call is recorder.work
             inside = C10D if past else _COMM
             if is_inside(inside, __file__):
                 where = f"a call inside the backend at {self.own.main_line}"
-                held = TimeoutError("the backend is past its timeout and does not return: the process ends")
+                held = TimeoutError("the backend is past its timeout and does not return; this process ends")
                 error = self._diagnosed(FailedCall.last_of(self.own.rank, recorder, where, held))
                 error.given = f"{error.given}\n{held}"
-                # Asking took a while, in which the backend may have given up or ended the call.
+                # Asking took a while, in which the backend may have given up or completed the call.
                 if _is_held(recorder, call) and is_inside(inside, __file__):
                     return error
             elif past and call is not self._reported:
                 self._reported = call
-                held = TimeoutError("its backend has not given it up")
+                held = TimeoutError("its backend has not ended it")
                 _report(self._diagnosed(self._failed_past(recorder, held)))
         return None
 
     def _held_queue(self, now: float) -> MeshcommError | None:
         """The error of a queued call that does not end: the program waits for a value, or for the device."""
         for recorder, queued in self._timer.stuck(self._recorders, now):
-            held = TimeoutError("it was queued, and is not over; the process ends")
+            held = TimeoutError("it was queued and has not completed; this process ends")
             if (message := queued.message) is not None:
                 where = f'{message.call} along "{message.name}" on {self.own.label}'
                 with _waiting_for(recorder, message):
@@ -335,7 +335,7 @@ class Watchdog(Watching):
         return None
 
     def _held_barrier(self, now: float) -> MeshcommError | None:
-        """`dist.monitored_barrier` on a group of the mesh, which torch lets wait 30 minutes where it gets no timeout."""
+        """`dist.monitored_barrier` on a group of the mesh: torch lets it wait 30 minutes if it gets no timeout."""
         limits = {each.group_name: each.timeout_s() + GRACE_S for each in self._recorders}
         name = overdue_barrier(limits, now)
         recorder = next((each for each in self._recorders if each.group_name == name), None)
@@ -349,7 +349,7 @@ class Watchdog(Watching):
         silent = {rank: self._options.process_of(rank) for rank in others if rank not in statuses}
         lines = [activity(rank, statuses.get(rank), silent.get(rank, "")) for rank in others]
         lost = any(process != "runs" for process in silent.values())
-        held = f"timed out after the {recorder.timeout_s():g} s of the group, as it got no timeout; the process ends"
+        held = f"timed out after the {recorder.timeout_s():g} s of the group, as it got no timeout; this process ends"
         return (PeerLost if lost else CollectiveTimeout)(
             f"{call} on {own.label} {(Reason.CLOSED if lost else Reason.TIMEOUT).value}",
             given="\n".join([f"{call}, ranks {fold(recorder.ranks)}, at {own.main_line}", held, *lines]),
@@ -358,15 +358,15 @@ class Watchdog(Watching):
             missing=tuple(rank for rank in others if rank in silent or statuses[rank].get("closed")),
         )
 
-    # -- calls past the mesh ----------------------------------------------------------------------------
+    # -- calls outside the mesh ----------------------------------------------------------------------------
 
     def _calls_past(self) -> list[_Past]:
-        """The calls past the mesh that are not over, or that their backend gave up, the earliest first."""
+        """The calls outside the mesh that are not over, or that their backend gave up, the earliest first."""
         found: list[_Past] = []
         for recorder in self._recorders:
             if recorder.ordered:
-                continue  # what is queued is no part of the program's own errors
-            # First what is under way: its failure is known to those who wait before the Work itself is over.
+                continue  # errors of queued calls are not raised in the program's own lines
+            # Calls under way first: waiters learn of a failure before the Work itself is over.
             unfinished = recorder.messages.unfinished()[:1]
             if (pending := recorder.pending) or (error := recorder.failure) is not None:
                 began = recorder.began(recorder.started)
@@ -381,7 +381,7 @@ class Watchdog(Watching):
             return self._diagnosed(self._failed_past(past.recorder, error))
 
     def _failed_past(self, recorder: FlightRecorder, error: BaseException) -> FailedCall:
-        """A message on a group, or its last collective, that was made past the mesh."""
+        """The error of a message, or of the last collective, made outside the mesh on a group."""
         status = recorder.status()
         call = status["messages"]["waiting"] or status["last"] or {"call": "a call", "dim": "?"}
         where = f'{call["call"]} {recorder.past_the_mesh}along "{call["dim"]}" on {self.own.label}'
@@ -393,20 +393,20 @@ class Watchdog(Watching):
         """The error for a call that failed: the ranks that have not arrived, and their activities."""
         failed = FailedCall.last_of(self.own.rank, recorder, where, error)
         if isinstance(error, RuntimeError):
-            # The rest is a trace through C++, and its frames are ours.
+            # The rest is a trace through C++, and its frames are meshcomm's.
             error.args = (first_line(error),)
         error.__traceback__ = None
         return self._diagnosed(failed)
 
     def _diagnosed(self, failed: FailedCall) -> MeshcommError:
-        # A store that was cut off, while a group connected by it, tells no reason of its own.
+        # If the store was cut off while a group connected through it, the error states no reason.
         waits = failed.reason not in (Reason.TIMEOUT, Reason.OTHER)
         if (lost := self._options.lost(failed.at, waits)) is not None:
             return lost
         if failed.reason is Reason.OTHER:
             return failed.error_alone()
         own = self.own
-        # What fails after the first failure mostly follows from it.
+        # Later failures usually follow from the first.
         own.failed = own.failed or failed.facts
         written = own.write(self._desync.found)
         found: dict[str, Any] = {}
@@ -426,12 +426,12 @@ class Watchdog(Watching):
         return failed.error(diagnosis, own.reports if written else "")
 
     def _shared_diagnosis(self, failed: FailedCall) -> dict[str, Any]:
-        """The diagnosis that one rank of the group makes for all; of a message, this rank's."""
+        """One rank's diagnosis for all ranks of the group; for a message, this rank's own."""
         make = partial(self._diagnosis, failed)
         if failed.blocked.messages is not None:
             return make()
         found = self._exchange.shared(f"{failed.blocked.label}/{failed.blocked.number}", make)
-        # From a failure of the same call before this rank came to it, as by a handle's own short timeout.
+        # It may be of an earlier failure of the same call, before this rank arrived, as by a handle's own short timeout.
         stale = self.own.rank in found["diagnosis"]["missing"]
         return make() if stale else found
 
@@ -449,7 +449,7 @@ def look_interval_s(world_size: int) -> float:
 
 
 class _Past(NamedTuple):
-    """A collective past the mesh, or a message. error: the backend's, where it gave the call up."""
+    """A collective outside the mesh, or a message. error: the backend's, if it gave up the call."""
 
     began: float
     recorder: FlightRecorder
@@ -462,9 +462,9 @@ class _Past(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """A call that was queued on its backend. number: of the collective, or of the last one before the message; 0: unknown.
+    """A call that the backend has queued. number: of the collective, or of the last one before the message; 0 if unknown.
 
-    work: None of a blocking call on NCCL, which has its number in torch's flight recorder: record.
+    work: None for a blocking call on NCCL. record: its number in torch's flight recorder.
     """
 
     work: Any
@@ -476,7 +476,7 @@ class Queued(NamedTuple):
 
 @dataclass(slots=True)
 class _Timed:
-    """The last look at a group. since: when `call` was first seen under way. next: when `queued` is asked again."""
+    """The last look at a group. since: when `call` was first seen under way. next: when to look at `queued` again."""
 
     call: Any
     since: float
@@ -486,31 +486,31 @@ class _Timed:
 
 @final
 class CallTimer:
-    """How long has each group's blocking call, or the wait for one, been under way since it was first seen?"""
+    """Measures how long each group's blocking call, or the wait for one, has been under way since it was first seen."""
 
     def __init__(self) -> None:
-        # Weak, as groups come and go.
+        # Weak, as groups are created and released.
         self._groups: WeakKeyDictionary[FlightRecorder, _Timed] = WeakKeyDictionary()
 
     def overdue(
         self, recorders: Sequence[FlightRecorder], now: float, most_s: float = math.inf
     ) -> list[tuple[FlightRecorder, Any]]:
-        """The calls that are under way for longer than `most_s`, or their group's timeout and a grace, see `_under_way`."""
+        """The calls under way for longer than `most_s`, or longer than their group's timeout and a grace, see `_under_way`."""
         found = []
         for recorder in list(recorders):
             call, seen = _under_way(recorder), self._groups.setdefault(recorder, _Timed(None, now))
             if call is None or call != seen.call:
                 seen.call, seen.since = call, now
-            # A backend is asked no sooner: that may disturb the capture of a CUDA graph.
+            # Do not ask the backend earlier, as that may disturb the capture of a CUDA graph.
             elif now - seen.since > min(most_s, recorder.timeout_s() + GRACE_S) and _is_held(recorder, call):
                 found.append((recorder, call))
         return found
 
     def stuck(self, recorders: Sequence[FlightRecorder], now: float) -> list[tuple[FlightRecorder, Queued]]:
-        """The calls that are queued for longer than their group's timeout, the first made first: others may wait behind it.
+        """The calls that are queued for longer than their group's timeout, the first made first: others may wait for it.
 
-        A backend is asked eight times in a timeout, as that may disturb the capture of a CUDA graph, for the same call
-        until it is over.
+        The backend is asked only eight times per timeout, as asking may disturb the capture of a CUDA graph. It is asked
+        about the same call until that is over.
         """
         found, asked = [], cache(unfinished_collectives)
         for recorder in list(recorders):
@@ -523,19 +523,19 @@ class CallTimer:
             try:
                 seen.queued = _queued(recorder, before, asked, now)
             except RuntimeError:
-                continue  # while a graph is captured; it is asked again
+                continue  # a graph is being captured; ask again later
             if before is not None and before is not seen.queued:
                 recorder.over = max(recorder.over, before.number)
             elif before is not None and now - before.since > timeout_s:
                 found.append((recorder, before))
-        # An earlier call of another group may have been seen later, in a look that the calls were made during.
+        # An earlier call of another group may have been seen later, if the calls were made during a look.
         told = [recorder for recorder, _ in found]
         for recorder in [each for each in recorders if found and each not in told]:
             queued = self._groups[recorder].queued
             if queued is None or now - _began(recorder, queued) <= recorder.timeout_s():
                 continue
             with contextlib.suppress(RuntimeError):
-                # Asked again: it may have ended since.
+                # Check again: it may have ended since.
                 if _queued(recorder, queued, asked, now) is queued:
                     found.append((recorder, queued))
         return sorted(found, key=lambda pair: _began(*pair))
@@ -547,7 +547,7 @@ def _queued(
     asked: Callable[[], Mapping[str, Sequence[tuple[int, str]]]],
     now: float,
 ) -> Queued | None:
-    """The call that the backend has queued and not ended: `before` again while it is that one."""
+    """The call that the backend has queued and not completed: `before` again while it is the same."""
     if before is not None and before.work is not None and not before.work.is_completed():
         return before
     work, message, number = recorder.work, recorder.message, recorder.started
@@ -556,7 +556,7 @@ def _queued(
     calls = asked().get(recorder.group_name, ()) if number else ()
     if not calls:
         return None
-    # Not by our own number: without hooks of torch that stays as it is while others make one call after the other.
+    # Not by our own number: without torch's hooks, that does not change while others make calls.
     record, name = calls[0]
     if before is not None and before.record == record:
         return before
@@ -565,7 +565,7 @@ def _queued(
 
 
 def _began(recorder: FlightRecorder, queued: Queued) -> float:
-    """When the program made the call; of one that is not known, when it was first seen."""
+    """When the program made the call; if unknown, when it was first seen."""
     if queued.message is not None:
         return queued.message.began
     made = recorder.call_data(queued.number) if queued.number else None
@@ -573,7 +573,7 @@ def _began(recorder: FlightRecorder, queued: Queued) -> float:
 
 
 def _has_recorded(recorder: FlightRecorder, number: int, name: str) -> bool:
-    """Whether the call that the backend calls `name` is the recorder's; a torch without hooks tells of none outside the mesh."""
+    """Whether the recorder has the call that the backend calls `name`. Without hooks, it has no calls made outside the mesh."""
     told = recorder.hooks is not None and recorder.hooks.group is not None
     if told or (number == recorder.started and recorder.under_way is not None):
         return True
@@ -582,7 +582,7 @@ def _has_recorded(recorder: FlightRecorder, number: int, name: str) -> bool:
 
 
 def _under_way(recorder: FlightRecorder) -> Any:
-    """What blocks the rank now: a sequence number, a message, a wait, or the last Work past the mesh; None: nothing."""
+    """The thing that blocks the rank now: a sequence number, a message, a wait, or the last Work outside the mesh; or None."""
     if recorder.under_way is not None:
         return recorder.started
     if recorder.messages.waiting is not None:
@@ -595,13 +595,13 @@ def _under_way(recorder: FlightRecorder) -> Any:
 
 
 def _is_held(recorder: FlightRecorder, call: Any) -> bool:
-    """Whether this call is still under way; a Work of a call past the mesh is asked."""
+    """Whether this call is still under way. For a call outside the mesh, its Work is checked."""
     return bool(_under_way(recorder) == call and (call is not recorder.work or recorder.inside))
 
 
 @contextlib.contextmanager
 def _waiting_for(recorder: FlightRecorder, message: PendingMessage | None) -> Iterator[None]:
-    """The recorder's status shows that its rank waits for this message, or in a collective."""
+    """Inside the block, the recorder's status shows that its rank waits for this message or, if None, in a collective."""
     waiting, recorder.messages.waiting = recorder.messages.waiting, message
     try:
         yield
@@ -609,7 +609,7 @@ def _waiting_for(recorder: FlightRecorder, message: PendingMessage | None) -> It
         recorder.messages.waiting = waiting
 
 
-# -- called by threads, hooks and recorders, which do not keep the watchdog ----------------------------------
+# -- called by threads, hooks and recorders, which hold no reference to the watchdog --------------------------
 
 
 def _poll(
@@ -630,7 +630,7 @@ def _at_exit(watchdog: ref[Watchdog]) -> None:
 
 
 def _explain(watchdog: ref[Watchdog], error: BaseException, thread: str) -> MeshcommError | None:
-    """See Watching.explain. thread: the one that ends by `error`, "" for the main one."""
+    """See Watching.explain. thread: the thread that ends with `error`, "" for the main one."""
     alive = watchdog()
     if alive is not None and thread:
         alive.own.thread_ended(error, thread)
@@ -645,12 +645,12 @@ def _inquire(
 
 
 def _timeout_s(transport: ref[Transport], default: float) -> float:
-    """The timeout of a group, which a program may change; `default` where the transport does not know it."""
+    """The timeout of a group, which a program may change; `default` if the transport does not know it."""
     alive = transport()
     return default if alive is None else alive.timeout_s or default
 
 
 def _report(error: MeshcommError) -> None:
-    # In one piece, as the lines of several ranks meet in one stream.
+    # In one write, as several ranks write to the same stream.
     sys.stderr.write(f"meshcomm: {' '.join(str(error).split())}\n")
     sys.stderr.flush()

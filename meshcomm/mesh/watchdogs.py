@@ -1,4 +1,4 @@
-"""The watchdogs of this process explain the error that it ends by, to itself and to the other ranks."""
+"""The watchdogs of this process explain the error that ends it, to itself and to the other ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from meshcomm.mesh.rank_failure import caused_by
 if TYPE_CHECKING:
     from meshcomm.mesh.watchdog import Watchdog
 
-# By when they began.
+# In the order of their start.
 _ALL: WeakValueDictionary[int, Watchdog] = WeakValueDictionary()
 
 
 def add(watchdog: Watchdog) -> None:
-    """From now on it is asked."""
+    """Ask this watchdog from now on."""
     _ALL[time.monotonic_ns()] = watchdog
 
 
 def explained(error: BaseException) -> BaseException:
-    """The error that explains `error`, by which the process ends, where a watchdog can; else `error`."""
+    """The explanation of `error`, which ends the process, if a watchdog has one; otherwise `error`."""
     for watchdog in _latest():
         if (found := watchdog.explain(error)) is not None:
             return caused_by(found, error)
@@ -29,13 +29,13 @@ def explained(error: BaseException) -> BaseException:
 
 
 def leave_all() -> None:
-    """Tell the other ranks that this one ends by the exception under way."""
+    """Tell the other ranks that this one ends with the current exception."""
     for watchdog in _latest():
         watchdog.close()
 
 
 def latest_label() -> str | None:
-    """This rank as errors call it, with its coords in the mesh that was opened last; None where there is none."""
+    """This rank as errors name it, with its coords in the last mesh opened; None if there is none."""
     return next((watchdog.own.label for watchdog in _latest()), None)
 
 

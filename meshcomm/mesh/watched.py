@@ -37,10 +37,10 @@ from meshcomm.transport.torch_private import (
 if TYPE_CHECKING:
     from meshcomm.mesh.stats import Stats
 
-# The last that was asked for. A program has one; what it opens as a mesh watches by itself.
+# The last watch requested. A program has one; a mesh that it opens does its own watching.
 _LAST: list[Watch] = []
 
-# Of the groups of a default group whose backend tells no timeout.
+# For the groups of a default group whose backend does not report a timeout.
 _TIMEOUT_S: Final = 600.0
 
 
@@ -71,7 +71,7 @@ def watch(
     if not CAN_WATCH:
         raise UnsupportedOp(
             f"torch {torch.__version__} cannot be watched",
-            given="process groups without hooks",
+            given="process groups have no hooks",
             expected="torch 2.14 or newer",
             hint="meshcomm.init(device_mesh), whose own calls are watched on any torch",
         )
@@ -80,13 +80,13 @@ def watch(
 
 
 def watch_if_possible(prints: bool) -> None:
-    """As `watch`, for a program that has not asked for it: on an older torch it is left alone. prints: its stats, at its end."""
+    """As `watch`, for a program that has not requested it: older torch versions are not watched. prints: print its stats at the end."""
     if CAN_WATCH:
         Watch(64, "meshcomm-reports", 60.0, asked=False, prints=prints)
 
 
 def gives_way() -> None:
-    """End the watch of this program, if there is one: a mesh, or another watch, is about to see the same groups."""
+    """End the watch of this program, if there is one, before a mesh or another watch observes the same groups."""
     while _LAST:
         _LAST[-1].close()
 
@@ -144,12 +144,12 @@ class Watch:
             raise caused_by(found, error)
 
     def _begin(self) -> None:
-        """The default group is there. Raises as `watch` says."""
+        """The default group exists. Raises as described in `watch`."""
         if self._watchdog is not None or dist.get_world_size() == 1:
             return
         backend = backend_of(default_group())
         if not any(each in backend for each in ("gloo", *STREAM_ORDERED)):
-            # In a dry run there is nobody to watch.
+            # In a dry run there is no rank to watch.
             if self._asked and backend != "fake":
                 raise UnsupportedOp(
                     f"groups of the backend {backend} cannot be watched",

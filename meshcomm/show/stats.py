@@ -32,7 +32,7 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[PagePart]:
         columns[">ratio"] = ("ratio", _ratio)
     notes = []
     if any(row["call"].endswith("(torch)") for row in rows):
-        notes.append("(torch): calls past the mesh, by hand or by FSDP, DDP, DTensor and pipelining")
+        notes.append("(torch): calls outside the mesh, by hand or by FSDP, DDP, DTensor and pipelining")
     if any(row["seconds"] is None for row in rows):
         notes.append("-: not known, as these calls return before they are over, or were not the mesh's")
     if any(row["async_op"] and row["seconds"] is not None for row in rows):

@@ -1,4 +1,4 @@
-"""What went wrong when no rank can run any more, or when all have ended: who waits for whom, and why."""
+"""Explains why no rank can run, or why a run has ended wrongly: which ranks wait for which, and why."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from meshcomm.simulator.scheduler import Actor
 from meshcomm.simulator.transport import PendingMessage, SimulatedWork, callsite_of, raised_at
 from meshcomm.simulator.world import SharedState, StoreWait
 
-# Lines of one kind that an error shows; the rest is counted.
+# An error shows this many lines of one kind, and counts the rest.
 _SHOWN: Final = 16
 _PAIRS: Final = "a receive for every send, and a send for every receive"
 
-# Where the mesh itself waits in the store. The prefix names the mesh by its number of opening.
+# The keys at which the mesh itself waits in the store. The prefix numbers the meshes in the order of opening.
 _OF_THE_MESH: Final = re.compile(
     r"(?P<mesh>meshcomm\d+)/(?:(?P<agree>agree)/.*|create/(?P<name>.*)/[^/]+"
     r"|mesh/barrier/(?P<along>[^/]*)/(?P<first>\d+)/\d+/outcome)"
@@ -27,10 +27,10 @@ _USER: Final = re.compile(r"meshcomm\d+/mesh/user/")
 
 
 def diagnose(shared: SharedState) -> MeshcommError | None:
-    """When no rank can run: the error that ends the simulation; None where a rank can run again.
+    """When no rank can run: the error that ends the simulation; None if a rank can run again.
 
-    A store wait with less than half of the mesh's timeout as its own expires when nothing else can
-    happen; every other wait would last for ever.
+    A store wait with its own timeout of less than half of the mesh's expires when nothing else can happen. Every other
+    wait would last forever.
     """
     losses = shared.losses
     if losses is not None and losses.expects():
@@ -55,24 +55,24 @@ def diagnose(shared: SharedState) -> MeshcommError | None:
 
 
 def unyielding(shared: SharedState, actor: Actor) -> MeshcommError | None:
-    """The error where `actor` has run for the mesh's timeout, in which other ranks would have waited for it."""
+    """The error if `actor` has run for the mesh's timeout, during which other ranks would have waited for it."""
     others = [each.rank for each in shared.scheduler.actors if not each.ended and each is not actor]
     if not others:
         return None
     return DeadlockError(
         f"{actor.name} has run for {shared.timeout_s:g} s without letting other ranks run",
-        given=f"{actor.name} is at {callsite_of(actor).line}; {ranks_text(others)} cannot go on meanwhile",
+        given=f"{actor.name} is at {callsite_of(actor).line}; {ranks_text(others)} cannot continue meanwhile",
         expected="a call on the mesh, or time.sleep, within the mesh's timeout: a simulated rank runs until it waits",
-        hint="mesh.store.wait or mesh.barrier in place of a loop that looks for a file; or mesh.timeout_s",
+        hint="mesh.store.wait or mesh.barrier instead of a loop that looks for a file; or a longer mesh.timeout_s",
     )
 
 
 def at_the_end(shared: SharedState) -> MeshcommError | None:
-    """The error for what ranks that have all ended did wrong, or None."""
+    """The error for incorrect behavior of ranks that have all ended, or None."""
     return _failed(shared, {}) or _left_over(shared) or _not_waited(shared)
 
 
-# -- one error each; None where it does not apply -------------------------------------------
+# -- one error each; None if it does not apply ----------------------------------------------
 
 
 def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | None:
@@ -81,7 +81,7 @@ def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | N
     failed = {actor.rank: actor.error for actor in actors if actor.error is not None}
     if not failed:
         return None
-    # Errors that differ in nothing but the rank that they name are told once.
+    # Errors that differ only in the rank's name are shown once.
     alike: dict[tuple[str, str], list[int]] = {}
     for rank, error in failed.items():
         alike.setdefault((_text(error).replace(names[rank], ""), raised_at(error)), []).append(rank)
@@ -89,14 +89,14 @@ def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | N
     for (_, line), ranks in alike.items():
         lines += [f"{ranks_text(ranks)} at {line}:", *_text(failed[ranks[0]]).splitlines()]
     if waiting:
-        lines.append(f"{ranks_text(sorted(waiting))} waited for others when nothing more could happen")
+        lines.append(f"{ranks_text(sorted(waiting))} waited for others when no rank could continue")
     first = min(failed)
     who = names[first] if len(failed) == 1 else f"{ranks_text(sorted(failed))} of {len(actors)}"
     found = RankFailed(
         f"{who} failed: {_text(failed[first]).splitlines()[0]}",
         given="\n".join(lines),
         expected="a program that returns on every rank",
-        hint="look at the line named above",
+        hint="check the line named above",
         by_rank=failed,
     )
     found.__cause__ = failed[first]
@@ -104,7 +104,7 @@ def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | N
 
 
 def _tags_differ(shared: SharedState) -> UnmatchedMessage | None:
-    """A send and a receive between the same two ranks, whose tags differ, each waited for."""
+    """A send and a receive between the same two ranks, with different tags, both waited for."""
     messages = [each for each in _unmatched(shared) if each.work.actor.wait is each.work]
     sends = [each for each in messages if each.work.kind == "send"]
     for recv in messages:
@@ -126,7 +126,7 @@ def _circular(waiting: Mapping[int, Actor], circle: Sequence[int]) -> DeadlockEr
     return DeadlockError(
         f"circular wait: {' -> '.join(map(str, path))}",
         given=_with_rest(lines, set(waiting) - set(circle)),
-        expected="calls in one order on all ranks, so that somebody can always go on",
+        expected="calls in one order on all ranks, so that a rank can always continue",
         hint="messages both ways: mesh.exchange or mesh.shift; collectives: the same order of dims",
         circle=tuple(circle),
         waiting=tuple(sorted(waiting)),
@@ -134,7 +134,7 @@ def _circular(waiting: Mapping[int, Actor], circle: Sequence[int]) -> DeadlockEr
 
 
 def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
-    """For ranks that wait in a circle or, if only through others, for ranks that have returned or for a key."""
+    """For ranks that wait in a cycle or, if only indirectly, for ranks that have returned or for a key."""
     needs = {rank: _needs(shared, actor) for rank, actor in waiting.items()}
     if circle := find_circle(needs):
         return _circular(waiting, circle)
@@ -154,7 +154,7 @@ def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
         return UnmatchedMessage(
             f"{ranks_text(gone)} returned while {_wait(roots)} for a message",
             expected=_PAIRS,
-            hint="look at the peers and at the number of messages on both sides",
+            hint="check the peers and the number of messages on both sides",
             **facts,
         )
     if gone:
@@ -166,8 +166,8 @@ def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
         )
     return DeadlockError(
         f"{_wait(roots)} for a key that no rank sets",
-        expected="another rank to set what is waited for",
-        hint="look at the key's name on the rank that sets it",
+        expected="another rank to set the key",
+        hint="check the key's name on the rank that sets it",
         **facts,
     )
 
@@ -177,7 +177,7 @@ def _left_over(shared: SharedState) -> UnmatchedMessage | None:
     if not messages:
         return None
     ranks = ranks_text(sorted({each.work.actor.rank for each in messages}))
-    what = f"{ranks} ended with {_count(messages, 'message')} that never met the other end"
+    what = f"{ranks} ended with {_count(messages, 'message')} without a matching end"
     return _unmatched_error(what, messages, _PAIRS)
 
 
@@ -185,7 +185,7 @@ def _not_waited(shared: SharedState) -> HandleNotWaited | None:
     lines, ranks = [], set()
     for actor in shared.scheduler.actors:
         for work in actor.unwaited:
-            state = "" if work.done else f"; never complete: {ranks_text(work.absent())} did not come"
+            state = "" if work.done else f"; never complete: {ranks_text(work.absent())} did not arrive"
             lines.append(f"{_started(work)}{state}")
             ranks.add(actor.rank)
     if not lines:
@@ -207,7 +207,7 @@ def _unmatched(shared: SharedState) -> list[PendingMessage]:
 
 
 def _needs(shared: SharedState, actor: Actor) -> list[int]:
-    """The ranks that must act before `actor` can go on; [] where nobody can say."""
+    """The ranks that must act before `actor` can continue; [] if unknown."""
     on = actor.wait
     if isinstance(on, SimulatedWork):
         return on.absent()
@@ -229,7 +229,7 @@ def _needs(shared: SharedState, actor: Actor) -> list[int]:
 
 
 def _doing(actor: Actor) -> str:
-    """What it waits in: a verb and what belongs to it."""
+    """The wait of an actor: a verb and its object."""
     on, site = actor.wait, callsite_of(actor)
     if isinstance(on, SimulatedWork):
         begun = on.site
@@ -257,7 +257,7 @@ def _unmatched_error(what: str, messages: Sequence[PendingMessage], expected: st
         what,
         given="\n".join(_shortened([_started(each.work) for each in messages])),
         expected=expected,
-        hint="look at the peers, the tags and the number of messages on both sides",
+        hint="check the peers, the tags and the number of messages on both sides",
         waiting=tuple(sorted({each.work.actor.rank for each in messages})),
     )
 
@@ -276,7 +276,7 @@ def _count(things: Sequence[object], name: str) -> str:
 
 
 def _shortened(lines: Sequence[str]) -> list[str]:
-    """The first lines, and how many more there are."""
+    """The first lines, and the number of the others."""
     more = len(lines) - _SHOWN
     return [*lines] if more <= 1 else [*lines[:_SHOWN], f"and {more} more"]
 
@@ -286,6 +286,6 @@ def _with_rest(lines: Sequence[str], rest: set[int]) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """`ValueError: what it says`."""
+    """`ValueError: its text`."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

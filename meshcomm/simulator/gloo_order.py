@@ -1,4 +1,4 @@
-"""Sums in the order in which Gloo adds, so that results are the same to the bit."""
+"""Sums in Gloo's order of additions, so that results are bit-identical."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SEGMENT_BYTES: Final = 1024 * 1024
 def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
     """`parts[0]` op `parts[1]` op ..., element by element; flat tensors of one length and dtype.
 
-    Gloo reduces around a ring: the elements are cut into one chunk for each rank; chunk c begins at
-    rank c-1 and meets c-2, c-3, and so on. Tried on torch 2.13; the same order
-    serves its all_reduce, reduce and reduce_scatter, whose average divides the sum.
+    Gloo reduces around a ring: the elements are split into one chunk per rank; chunk c begins at rank c-1 and meets c-2,
+    c-3, and so on. Tested with torch 2.13; all_reduce, reduce and reduce_scatter use the same order, and their average
+    divides the sum.
     """
     row, size, length = WIRE_OPS[op], len(parts), parts[0].numel()
     combine = getattr(torch, row.combine)
@@ -55,7 +55,7 @@ def _up(value: int, unit: int) -> int:
 
 @cache
 def _order(size: int) -> tuple[Tensor, Tensor]:
-    """Element (k, c): whose part is the k-th term of chunk c; and c itself."""
-    # Kept for all: a rank that is inside of torch.device("meta") must not decide where it lies.
+    """Element (k, c): the rank of the k-th term of chunk c; and c itself."""
+    # Cached for all ranks: a rank inside torch.device("meta") must not decide its device.
     own = torch.arange(size, device="cpu")
     return (own - 1 - own[:, None]) % size, own

@@ -1,4 +1,4 @@
-"""Ranks that are lost in a simulation, and what a launcher does then: `Replacing` decides, as with processes."""
+"""Ranks that are lost in a simulation, and the launcher's reaction: `Replacing` decides, as with processes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from meshcomm.simulator.transport import here
 if TYPE_CHECKING:
     from meshcomm.simulator.world import SharedState
 
-# What a launcher sees, it sees on average after so many operations of other ranks, or when no rank can go on.
+# A launcher notices an event, on average, after this many operations of other ranks, or when no rank can continue.
 _SEES_ONE_IN: Final = 8
 
 
 @final
 class Losses:
-    """Which processes are lost when, and which have their places.
+    """Decides which processes are lost when, and which take their places.
 
-    lose: by process, the number of the operation at which it is lost. elastic, sizes: as of Replacing, whose clock counts
-    operations. replacement: makes the actor in the place of a process.
+    lose: by process, the number of the operation at which it is lost. elastic, sizes: as for Replacing, whose clock counts
+    operations. replacement: creates the actor that takes the place of a process.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Losses:
         self.replacing.store = LaunchersStore(shared.values)
 
     def loses(self, actor: Actor) -> bool:
-        """Whether `actor` is lost now, at its next operation. What a launcher does about it comes at some later one."""
+        """Whether `actor` is lost now, at its next operation. The launcher reacts at a later one."""
         self._clock += 1
         if self.expects() and self._shared.scheduler.choose(_SEES_ONE_IN) == 0:
             self.look()
@@ -78,13 +78,13 @@ class Losses:
         return bool(self._unseen or replacing.due or replacing.coming)
 
     def look(self, patient: bool = True) -> MeshcommError | None:
-        """Do what a launcher does when it looks at its processes. patient: False: time passes until something is due.
+        """Act as a launcher does when it looks at its processes. patient: if False, time passes until something is due.
 
-        Returns the error where the job cannot go on.
+        Returns the error if the job cannot continue.
         """
         replacing = self.replacing
         actors = self._shared.scheduler.actors
-        # One that is lost still leaves its program, in calls that all fail.
+        # A lost rank still leaves its program, in calls that all fail.
         lost = {each: self._unseen.pop(each) for each in [*self._unseen] if actors[each].ended}
         if lost:
             failures = {
@@ -112,14 +112,14 @@ class Losses:
         return None
 
     def is_over(self) -> bool:
-        """Whether every rank of the mesh has ended: whoever waits to take part then waits for ever."""
+        """Whether every rank of the mesh has ended: actors that wait to take part then wait forever."""
         actors = self._shared.scheduler.actors
         return all(actors[each].ended_well for each in self.replacing.places.processes)
 
     def irreplaceable(self, actor: Actor) -> MeshcommError | None:
-        """The error where ranks were lost whose places no new one can take, as `actor` has ended, or others before it.
+        """The error if ranks were lost that no new ones can replace, because `actor` or others had ended before.
 
-        As a launcher has it: a new process has to meet every one of the others.
+        As under a launcher: a new process has to meet every one of the others.
         """
         actors, lost = self._shared.scheduler.actors, list[int]()
         if actor.lost:
@@ -144,17 +144,17 @@ class Losses:
         return RankFailed(
             f"{who} {were} lost and cannot be replaced: {why}",
             given="\n".join(f"rank {each} was lost {self.lost_at[each]}" for each in lost),
-            expected="all other ranks still in their programs: a new process has to meet every one of them"
+            expected="all other ranks still in their programs, because a new process must meet all of them"
             if ended
-            else "a new process for each, as elastic.replace says, or enough others for elastic.min",
-            hint="meshcomm run --replace ends such a job by the name of the lost rank, too; --max-restarts starts it again",
+            else "a new process for each, by elastic.replace, or enough others for elastic.min",
+            hint="meshcomm run --replace ends such a job too, and names the lost rank; --max-restarts starts it again",
             by_rank={**failed, **by_rank},
         )
 
 
 @final
 class SimulatedGenerations(Generations):
-    """Those that one simulated process knows of."""
+    """The generations that one simulated process knows of."""
 
     def __init__(self, losses: Losses, actor: Actor, wait: Callable[[Actor, str, float], None]) -> None:
         self._losses, self._actor, self._wait = losses, actor, wait

@@ -71,7 +71,9 @@ def simulate(
     given = given_keys(**keys)
     if (config is None) == (not given):
         raise LaunchError(
-            "simulate was not told which mesh to make" if config is None else "simulate was told two meshes",
+            "simulate was not told which mesh to create"
+            if config is None
+            else "simulate was given two meshes",
             given="neither config nor dims" if config is None else f"a config, and {', '.join(given)}",
             expected="a config, or dims",
             hint='simulate(fn, dims={"dp": 4, "tp": 2})',
@@ -106,7 +108,7 @@ def simulate_script(
     """
     if config is None and world is None:
         raise how_many_ranks("simulate")
-    # The script says its own mesh; what matters of this one is the number of ranks.
+    # The script opens its own mesh; only the number of ranks of this one matters.
     settings = load_config({"mesh": {"dims": {"rank": -1}}} if config is None else config, overrides)
     size = world_of_mesh(settings.mesh) if world is None else world
     settings.resolved(size)
@@ -114,7 +116,7 @@ def simulate_script(
         code = compile(script.read_bytes(), str(script), "exec")
     except SyntaxError as error:
         raise LaunchError(
-            f"{script} is no Python program",
+            f"{script} is not a Python program",
             given=f"line {error.lineno}: {error.msg}",
             expected="a Python file",
             hint=f"python -m py_compile {script}",
@@ -131,7 +133,7 @@ def simulate_script(
     if config is not None:
         variables = {CONFIG_VARIABLE: str(config), OVERRIDES_VARIABLE: "\n".join(overrides)}
     argv = [str(script), *arguments]
-    # As `python SCRIPT` does: imports are looked for beside the script first.
+    # As `python SCRIPT` does: imports are looked up in the script's folder first.
     paths = [str(script.resolve().parent), *sys.path]
     with with_variables(variables), patch.object(sys, "path", paths):
         run_ranks(body, size, seed, settings.mesh.timeout_s, argv)
@@ -148,9 +150,9 @@ def run_ranks(
     elastic: ElasticConfig | None = None,
     sizes: Sizes | None = None,
 ) -> list[Any]:
-    """Call `body` as each of `size` ranks; what they returned, None of one that is lost or waits at the end.
+    """Call `body` as each of `size` ranks; returns the results, None for a rank that is lost or waits at the end.
 
-    timeout_s: of the mesh; see `diagnose`. argv: as for `RankLocals`. lose: as for `simulate`. elastic, sizes: as of `Losses`.
+    timeout_s: of the mesh; see `diagnose`. argv: as for `RankLocals`. lose: as for `simulate`. elastic, sizes: as for `Losses`.
     """
 
     def replacement(process: int) -> Actor:
@@ -173,10 +175,10 @@ def run_ranks(
         really_sleep(seconds)
 
     threads, really_sleep = torch.get_num_threads(), time.sleep
-    # One rank runs at a time, and each new thread would start a pool of torch's own.
+    # One rank runs at a time, and each new thread would start its own torch thread pool.
     torch.set_num_threads(1)
     try:
-        # RANK and LOCAL_RANK are each rank's own.
+        # Each rank has its own RANK and LOCAL_RANK.
         with (
             with_variables({"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}),
             patch.object(time, "sleep", sleep),

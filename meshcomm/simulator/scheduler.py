@@ -1,4 +1,4 @@
-"""Ranks as threads of which exactly one runs: who runs next, with which state, and what happens when none can."""
+"""Ranks as threads of which exactly one runs: which one is next, with which state, and what happens when none can run."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from meshcomm.errors import UnsupportedOp
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.environment import set_env
 
-# Ranks keep little on the stack; what Python calls in Python is not there at all.
+# Ranks use little stack; calls from Python to Python use none of it.
 _STACK_BYTES: Final = 4 * 1024 * 1024
 
-# What a launcher sets for each rank; the rest of the environment is this process's.
+# The variables that a launcher sets for each rank; the rest of the environment is this process's.
 _PER_RANK = ("RANK", "LOCAL_RANK")
 
-# After so many polls in a row with nothing between them, nothing will happen.
+# After this many polls in a row with no other event, nothing will happen.
 _POLLS: Final = 1_000
 
-# How often it is looked whether a rank still lets others run.
+# How often to check whether a rank still lets others run.
 _LOOK_S: Final = 0.5
 
-# How long an interrupted rank may compute or sleep until it comes to a call that ends it in order.
+# How long an interrupted rank may compute or sleep until it reaches a call that ends it in order.
 _PATIENCE_S: Final = 3.0
 
 
@@ -40,9 +40,9 @@ _PATIENCE_S: Final = 3.0
 class RankLocals:
     """The state of one rank while it does not run.
 
-    torch's, Python's and NumPy's random generators, torch's default dtype, RANK and LOCAL_RANK in the
-    environment, and, for a script, sys.argv and `__main__`. A process seeds its generators from its host's
-    entropy; here they begin differently on each rank and equal in each simulation.
+    It contains torch's, Python's and NumPy's random generators, torch's default dtype, RANK and LOCAL_RANK in the
+    environment, and, for a script, sys.argv and `__main__`. A process seeds its generators from its host's entropy; here
+    they start differently on each rank and identically in each simulation.
 
     argv: a script's path and its arguments; empty for a function, whose ranks share `__main__`.
     """
@@ -61,7 +61,7 @@ class RankLocals:
 
     @classmethod
     def present(cls) -> RankLocals:
-        """The state of the process as it is now; `enter` restores it."""
+        """The present state of the process; `enter` restores it."""
         found = cls(0)
         found._variables = {name: os.environ.get(name) for name in _PER_RANK}
         found.leave()
@@ -78,7 +78,7 @@ class RankLocals:
         self._argv = sys.argv
 
     def enter(self) -> None:
-        """Restore the state: this rank goes on."""
+        """Restore the state: this rank continues."""
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
         numpy = sys.modules.get("numpy.random")
@@ -100,11 +100,11 @@ def _held() -> threading.Lock:
 
 
 class Lost(BaseException):
-    """Ends the thread of a rank that is lost, as SIGKILL ends a process: whatever it still calls raises it again."""
+    """Ends the thread of a lost rank, as SIGKILL ends a process: each later call raises it again."""
 
 
 class Unwound(BaseException):
-    """Ends the thread of a rank whose simulation is over. No Exception: no program should catch it."""
+    """Ends the thread of a rank whose simulation is over. Not an Exception, as no program should catch it."""
 
 
 @final
@@ -113,10 +113,10 @@ class Actor:
     """One simulated process. process: its number. rank: in the mesh; they are equal until ranks are lost.
 
     saved:    its state while it does not run. coords: by dim, in the first mesh that it was a member of.
-    wait:     the SimulatedWork or StoreWait that it waits for, None while it runs or could.
-    unwaited: the works of asynchronous calls and messages not waited for yet, in order.
-    ended:    its program is over, with `result` or `error`. lost: another actor has its place, where one can.
-    replaces: the generation that it was started for, as a process was lost that had this one's place; 0: none.
+    wait:     the SimulatedWork or StoreWait that it waits for, None while it runs or could run.
+    unwaited: the works of asynchronous calls and messages that were not waited for yet, in order.
+    ended:    its program is over, with `result` or `error`. lost: another actor takes its place, if one can.
+    replaces: the generation that it was started for, as the replacement of a lost process; 0 for none.
     operations: of the store and of groups, so far.
     """
 
@@ -149,14 +149,14 @@ class Actor:
 
 @final
 class Scheduler:
-    """Passes one baton. A rank runs until it has to wait, or sleeps; then a seeded choice says who is next.
+    """Passes one baton. A rank runs until it has to wait, or sleeps; then a seeded choice selects the next one.
 
-    limit_s: how long a rank may run while others could: after that their calls would have timed out.
+    limit_s: how long a rank may run while others could: after that, their calls would have timed out.
     """
 
     def __init__(self, actors: list[Actor], seed: int, limit_s: float = math.inf) -> None:
         self._limit_s = limit_s
-        # Who has the baton, and when it last made a call.
+        # The rank that has the baton, and the time of its last call.
         self._running: Actor | None = None
         self._since = time.monotonic()
         self.actors = actors
@@ -167,15 +167,15 @@ class Scheduler:
         self._polls = 0
         self._main = _held()
         self._interrupt: BaseException | None = None
-        # Whether the caller has gone, interrupted: the state of the process is its own then, and no rank's.
+        # Whether the caller was interrupted and has left: then the state of the process is the caller's, and no rank's.
         self._abandoned = False
         self._context = contextvars.copy_context()
-        # Asked at each operation.
+        # Called at each operation.
         self.loses: Callable[[Actor], bool] = lambda actor: False
-        # Whether there will be another actor in the place of one that was lost; and whether those that wait need not end.
+        # Whether another actor will take the place of a lost one; and whether waiting actors need not end.
         self.expects: Callable[[], bool] = lambda: False
         self.is_over: Callable[[], bool] = lambda: False
-        # Asked when a rank has ended: the error where no new rank can meet all others any more.
+        # Called when a rank has ended: the error if new ranks can no longer meet all others.
         self.irreplaceable: Callable[[Actor], BaseException | None] = lambda actor: None
 
     def run(
@@ -184,11 +184,11 @@ class Scheduler:
         diagnose: Callable[[], BaseException | None],
         unyielding: Callable[[Actor], BaseException | None],
     ) -> None:
-        """Call `body` for every actor, each in a thread of its own; return when all have ended.
+        """Call `body` for every actor, each in its own thread; return when all have ended.
 
         diagnose: called when no rank can run and not all have ended. It wakes a rank and returns None, or
                   returns the error that ends the simulation.
-        unyielding: the error, if it is one, where a rank has run for longer than the limit.
+        unyielding: called when a rank has run for longer than the limit; returns the error, if it is one.
         """
         self._body, self._diagnose = body, diagnose
         present = RankLocals.present()
@@ -204,7 +204,7 @@ class Scheduler:
                 except BaseException as error:
                     if self._interrupt is not None:
                         raise
-                    # Whoever runs now finds it when it next gives the baton away.
+                    # The running rank finds it when it next passes the baton.
                     self._interrupt = error
                 else:
                     if self._interrupt is not None:
@@ -228,9 +228,9 @@ class Scheduler:
         self._switch(actor)
 
     def poll(self, actor: Actor, on: object) -> None:
-        """`actor` asked for something that is not there; others run before it goes on.
+        """`actor` asked for a missing value; others run before it continues.
 
-        A rank that asks on and on while nobody can change the answer waits for it.
+        A rank that asks repeatedly, while no rank can change the answer, waits for it.
         """
         if self.over:
             raise Unwound
@@ -243,7 +243,7 @@ class Scheduler:
             self._let_others_run(actor)
 
     def sleeps(self) -> None:
-        """A rank is about to sleep: it may wait for what another one does outside of the mesh. Nothing in other threads."""
+        """A rank is about to sleep: it may wait for an action of another rank outside the mesh. No effect in other threads."""
         running = self._running
         if running is None or threading.get_ident() != running.ident or _importing() is not None:
             return
@@ -254,7 +254,7 @@ class Scheduler:
         self._let_others_run(running)
 
     def maybe_pause(self, actor: Actor) -> None:
-        """Let others run now and then: where ranks meet in no fixed order, other schedules show other orders."""
+        """Let others run now and then: if ranks meet in no fixed order, other schedules show other orders."""
         if self._ready and self._random.random() < 0.25 and _importing() is None:
             self.check()
             self._let_others_run(actor)
@@ -265,23 +265,23 @@ class Scheduler:
         return bool(self._ready)
 
     def choose(self, count: int) -> int:
-        """A number below `count`, by the seed."""
+        """A number below `count`, chosen by the seed."""
         return int(self._random.random() * count)
 
     def wake(self, actor: Actor) -> None:
-        """What `actor` waits for has come."""
+        """The event that `actor` waits for has happened."""
         actor.wait = None
         self._ready.append(actor)
 
     def add(self, actor: Actor) -> None:
-        """A new process has the place of one that has ended."""
+        """A new process takes the place of one that has ended."""
         self.actors[actor.process] = actor
         self._ready.append(actor)
 
     def operates(self, actor: Actor) -> None:
         """`actor` is about to use the store or a group.
 
-        Raises Lost where it is lost at this moment, or was before; UnsupportedOp where another thread than the rank's own
+        Raises Lost if it is lost at this moment, or was lost before; UnsupportedOp if a thread other than the rank's own
         acts for it.
         """
         actor.operations += 1
@@ -297,7 +297,7 @@ class Scheduler:
             )
 
     def check(self) -> None:
-        """A rank makes a call. Raises Unwound where the simulation is over."""
+        """A rank makes a call. Raises Unwound if the simulation is over."""
         self._polls, self._since = 0, time.monotonic()
         if self._interrupt is not None:
             self.stop(self._interrupt)
@@ -305,12 +305,12 @@ class Scheduler:
             raise Unwound
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End the simulation with an error, from inside of a rank's call."""
+        """End the simulation with an error, from inside a rank's call."""
         self.stop(error)
         raise Unwound
 
     def stop(self, error: BaseException | None) -> None:
-        """End the simulation: every rank that lives is unwound, one after the other. error: None: all is well."""
+        """End the simulation: every live rank is unwound, one after the other. error: None for success."""
         if self.over:
             return
         self.over = True
@@ -367,7 +367,7 @@ class Scheduler:
         if actor.thread is not None:
             actor.lock.release()
             return
-        # Each rank sees the caller's context variables, and what it sets is its own.
+        # Each rank sees the caller's context variables, and its own changes to them.
         context = self._context.copy()
         name = f"meshcomm-rank-{actor.rank}"
         actor.thread = threading.Thread(target=context.run, args=(self._live, actor), name=name, daemon=True)
@@ -394,7 +394,7 @@ class Scheduler:
             if following is not None:
                 self._hand_to(following)
         except BaseException as error:
-            # Nobody is left who could hand the baton on; the caller must not wait for ever.
+            # No rank is left that could pass on the baton; the caller must not wait forever.
             self.error, following = error, None
         if following is None:
             self._main.release()
@@ -411,16 +411,16 @@ def _importing() -> str | None:
 
 
 def _refuse_imports(actor: Actor) -> None:
-    """Raise UnsupportedOp where `actor` would wait while it imports a module.
+    """Raise UnsupportedOp if `actor` would wait while it imports a module.
 
-    The ranks share their modules: another rank that imports the same one would wait for this rank, in
-    a lock that the scheduler knows nothing of.
+    The ranks share their modules: another rank that imports the same module would wait for this rank, in a lock that the
+    scheduler does not know.
     """
     module = _importing()
     if module is not None:
         raise UnsupportedOp(
             f"rank {actor.rank} waits for other ranks while it imports {module}, which all ranks share",
             given=f"meshcomm.init, or communication, in the body of {module}",
-            expected="what waits for other ranks in the script itself, or in a function",
-            hint=f"put it into a function of {module}, and call that after the import",
+            expected="calls that wait for other ranks in the script itself, or in a function",
+            hint=f"move it into a function of {module}, and call that after the import",
         )

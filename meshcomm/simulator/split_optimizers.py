@@ -1,7 +1,7 @@
-"""Does an optimizer look at more than one element of a parameter that ranks split?
+"""Detects optimizers that combine several elements of a parameter that ranks split.
 
-On processes such a parameter is a DTensor, whose norm or mean is that of the whole tensor, or is refused. In the
-simulator it is a plain tensor, this rank's part, and a norm of it would be another number without a word.
+On processes such a parameter is a DTensor: its norm or mean is that of the full tensor, or is refused. In the simulator
+it is a plain tensor, this rank's part, and its norm would silently be a different number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 from meshcomm.errors import UnsupportedOp
 from meshcomm.transport.torch_private import DispatchMode, leaves_of, storage_id
 
-# What mixes elements and gives no fewer of them.
+# Operators that mix elements and return as many.
 _MIXES: Final = frozenset((
     "mm", "bmm", "addmm", "addmm_", "baddbmm", "mv", "addmv", "cumsum", "cumprod", "sort", "topk", "_softmax",
 ))  # fmt: skip
@@ -28,7 +28,7 @@ _MIXES: Final = frozenset((
 
 @contextmanager
 def elementwise_steps() -> Iterator[None]:
-    """While it is entered, a step of an optimizer in which elements of a part meet is refused, on whatever thread."""
+    """While this is entered, a step of an optimizer that combines elements of a part is refused, in any thread."""
     entered: dict[Optimizer, _Elementwise] = {}
 
     def before(made: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -55,13 +55,13 @@ def elementwise_steps() -> Iterator[None]:
 
 @final
 class _Elementwise(DispatchMode):  # type: ignore[misc]
-    """Follows what is computed of the parts of one optimizer's parameters during a step."""
+    """Follows the tensors computed from the parts of one optimizer's parameters during a step."""
 
     def __init__(self, made: Optimizer, dims: list[str]) -> None:
         super().__init__()
         self._name, self._dims = type(made).__name__, dims
         self._made, self._inside, self._refused = made, False, False
-        # Storages of parts and of what follows from them, which must live as long as their numbers are known.
+        # Storages of parts and of results, kept alive for as long as their numbers are used.
         self._parts: dict[int, Tensor] = {}
 
     def __enter__(self) -> _Elementwise:
@@ -75,13 +75,13 @@ class _Elementwise(DispatchMode):  # type: ignore[misc]
         return self
 
     def leave(self) -> None:
-        """Be over, once. Not after a refusal, which torch's stack of modes does not let go of; nothing is looked at then."""
+        """End, once. Not after a refusal, as torch's stack of modes keeps the mode then; it checks nothing any more."""
         if self._inside and not self._refused:
             self._inside = False
             self.__exit__(None, None, None)
 
     def outside(self, given: Any) -> Any:
-        """An argument of `step`; a closure, which computes the loss, is no part of it."""
+        """An argument of `step`; a closure, which computes the loss, is not part of the step."""
         if isinstance(given, Optimizer) or not callable(given):
             return given
         closure: Callable[..., Any] = given
@@ -110,9 +110,9 @@ class _Elementwise(DispatchMode):  # type: ignore[misc]
         return found
 
     def _mixes(self, name: str, parts: list[Tensor], new: list[Tensor]) -> bool:
-        """Whether an operator that made `new` of `parts` brings several of their elements together."""
+        """Whether an operator that computed `new` from `parts` combines several of their elements."""
         if name.startswith("_foreach_"):
-            # Of lists, each element with its own.
+            # For lists, compare each element with its own part.
             return name.startswith(("_foreach_norm", "_foreach_max.default"))
         size, ndim = max(x.numel() for x in parts), max(x.ndim for x in parts)
         smaller = any(each.numel() < size or each.ndim < ndim for each in new)
@@ -127,15 +127,15 @@ class _Elementwise(DispatchMode):  # type: ignore[misc]
         self._refused = True
         self._parts.clear()
         raise UnsupportedOp(
-            f"{self._name}.step looks at a part of a parameter as if it were the whole: {operator}",
+            f"{self._name}.step treats a part of a parameter as the full parameter: {operator}",
             given=f"a part of shape {tuple(part.shape)}, split along {', '.join(self._dims)}; "
             "in the simulator parts are plain tensors",
-            expected="an optimizer that treats each element by itself, as SGD and AdamW do",
-            hint="meshcomm run: on processes the parameter is a DTensor, whose norm is that of the whole tensor",
+            expected="an optimizer that treats each element separately, like SGD and AdamW",
+            hint="meshcomm run: on processes the parameter is a DTensor, whose norm covers the full tensor",
         )
 
 
 def _split(parameter: Tensor) -> list[str]:
-    """The dims that a plain parameter is split along, as whoever split it has noted, see parallel/tensor/parameters.py."""
+    """The dims along which a plain parameter is split, as recorded at the split, see parallel/tensor/parameters.py."""
     parts = getattr(parameter, "meshcomm_parts", ())
     return [part.dim for part in parts if part.mesh.size(part.dim) > 1]

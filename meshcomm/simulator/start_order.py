@@ -1,4 +1,4 @@
-"""Do all ranks start the collectives of several NCCL groups, and the messages of one, in one order?"""
+"""Checks that all ranks start the collectives of several NCCL groups, and the messages of one, in one order."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Final, NamedTuple, TypeAlias, final
 from meshcomm.comm.diagnosis import shortest_way
 from meshcomm.errors import DeadlockError
 
-# A collective: which group, and its number there. A message: also the coords of its ends.
+# A collective: its group, and its number there. A message: also the coords of its ends.
 Call: TypeAlias = tuple[int, ...]
 
 _GROUPS: Final = (
     "collectives of NCCL groups",
-    "one order on all ranks, asynchronous calls too: a collective may hold the device until its peers come, "
-    "which they do not while another holds theirs",
+    "one order on all ranks, asynchronous calls too: a collective may block the device until its peers arrive, "
+    "and these may be blocked by another collective",
     "start them in the same order on every rank",
 )
 _MESSAGES: Final = (
     "calls of one NCCL group",
     "one order on all ranks, asynchronous messages too: NCCL runs the calls of a group one after the other, and a "
-    "message is over when its other end has come",
-    "messages that belong together as one: mesh.exchange, or mesh.shift",
+    "message completes when its other end has arrived",
+    "messages that belong together as one call: mesh.exchange, or mesh.shift",
 )
 
 
@@ -36,17 +36,16 @@ class Start(NamedTuple):
 
 @final
 class StartOrder:
-    """Who started what before what, over all NCCL groups of a simulation.
+    """The order of starts over all NCCL groups of a simulation.
 
-    Calls on one communicator are matched by their order. Between communicators NCCL knows no order, and a
-    kernel that waits for its peers may keep those of other communicators from running: torch's
-    documentation calls concurrent groups unsafe for that reason. So where one rank starts A before B and
-    another B before A, the program may wait for ever, or not, by luck. That is a circle in the graph of
-    starts. A call that all its ranks have started, with none left before it, is in no circle and is
-    forgotten, so that only calls under way are kept.
+    Calls on one communicator are matched by their order. NCCL defines no order between communicators, and a kernel that
+    waits for its peers may keep those of other communicators from running: torch's documentation calls concurrent groups
+    unsafe for that reason. If one rank starts A before B and another B before A, the program may hang or not, depending on
+    timing. That is a cycle in the graph of starts. A call that all its ranks have started, with no call left before it, is
+    in no cycle and is dropped, so that only calls under way are kept.
 
-    messages: instead, of the messages and collectives of one group, which are queued behind each other: then such a
-    program does wait for ever.
+    messages: if true, follows the messages and collectives of one group, which are queued one after the other: then such
+    a program always hangs.
     """
 
     def __init__(self, messages: bool = False) -> None:
@@ -57,7 +56,7 @@ class StartOrder:
         self._after: dict[Call, dict[Call, tuple[Start, Start]]] = {}
 
     def start(self, calls: Sequence[Call], size: int, own: Start) -> DeadlockError | None:
-        """A rank starts these calls as one, each made by `size` ranks; an error where that closes a circle."""
+        """A rank starts these calls as one, each made by `size` ranks; the error if that closes a cycle."""
         for call in calls:
             if call not in self._left:
                 self._left[call], self._before[call], self._after[call] = size, set(), {}

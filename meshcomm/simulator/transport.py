@@ -1,4 +1,4 @@
-"""A Transport whose other ranks are threads of this process: the last to come to a call moves the data of all."""
+"""A Transport whose other ranks are threads of this process: the last rank to arrive at a call moves the data of all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshcomm.transport import Transport, Work
 from meshcomm.transport.base import P2P
 from meshcomm.transport.support import name_of
 
-# The call as the user made it: dim, call and facts.
+# The user's call: dim, call and facts.
 Told: TypeAlias = tuple[str, str, dict[str, Any]]
 
 
@@ -44,18 +44,18 @@ _UNKNOWN = Callsite("?", "an unknown line")
 
 
 def here() -> Callsite:
-    """Where the caller's thread is."""
+    """The line of the caller's thread."""
     return _walk(sys._getframe(1))
 
 
 def callsite_of(actor: Actor) -> Callsite:
-    """Where a rank is, whether it runs or not."""
+    """The line of a rank, whether it runs or not."""
     frame = thread_frames().get(actor.ident)
     return _UNKNOWN if frame is None else _walk(frame)
 
 
 def raised_at(error: BaseException) -> str:
-    """The innermost line of the program that an exception passed through."""
+    """The innermost line of the program in an exception's traceback."""
     passed = ((frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__))
     lines = [f"{file}:{line}" for file, line in passed if not is_ours(file)]
     return lines[-1] if lines else _UNKNOWN.line
@@ -79,11 +79,11 @@ class SimulatedWork:
     """One operation that a rank has started; done when its peers have made theirs.
 
     call:   the operation, as in `all_reduce`. label: the group, as in `tp[dp=0]`.
-    absent: returns the global ranks that the operation needs and that have not come.
+    absent: returns the global ranks that the operation needs and that have not arrived.
     site:   where it was started; None for a blocking call, whose rank is still at that line.
     gone:   whether ranks of the group were lost.
     number: sequence number of a collective on its group. peer: the other global rank of a message, None
-            for a receive from any source. source: the coord that a receive got its message from.
+            for a receive from any source. source: the coord whose message a receive received.
     """
 
     scheduler: Scheduler
@@ -115,7 +115,7 @@ class SimulatedWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done; where it is not, other ranks run first, so that asking again may help."""
+        """Whether it is done; if not, other ranks run first, so that asking again may help."""
         if not self.done and not self.gone():
             self.scheduler.poll(self.actor, self)
         return self.done or self.gone()
@@ -123,7 +123,7 @@ class SimulatedWork:
     def complete(self) -> None:
         """It is done; wake the rank if it waits for it."""
         self.done = True
-        # `absent` leads to the tensors of all ranks: let go of them.
+        # `absent` refers to the tensors of all ranks: release them.
         self.absent = list
         if self.actor.wait is self:
             self.scheduler.wake(self.actor)
@@ -141,19 +141,19 @@ class SimulatedWork:
 
 
 def broken(label: str) -> RuntimeError:
-    """As a backend says it."""
+    """The error that a backend would raise."""
     return RuntimeError(f"connection closed: a rank of {label} was lost")
 
 
 class Contribution(NamedTuple):
-    """What one rank brings to a collective. told: None for a call past the mesh."""
+    """One rank's input to a collective. told: None for a call outside the mesh."""
 
     call: Call
     told: Told | None
     work: SimulatedWork
 
     def compared(self) -> tuple[Any, ...]:
-        """What has to be equal on all ranks: dtype, elements, operation and root first."""
+        """The facts that must be equal on all ranks: dtype, elements, operation and root first."""
         row, x, out, op, root, lengths, _ = self.call
         tensor = out if row.root == "src" and out is not None else x
         dtype = None if tensor is None else tensor.dtype
@@ -179,8 +179,8 @@ class Contribution(NamedTuple):
 class PendingCollective:
     """One collective of a group, from its first rank to its last. contributions: by coord.
 
-    mismatched: whether the calls differ. It ends the simulation when all have come or nobody can run,
-    so that the error can name the majority.
+    mismatched: whether the calls differ. It ends the simulation when all ranks have arrived or none can run, so that the
+    error can name the majority.
     """
 
     group: SimulatedGroup
@@ -190,11 +190,11 @@ class PendingCollective:
     mismatched: bool = False
 
     def absent(self) -> list[int]:
-        """The global ranks that have not come."""
+        """The global ranks that have not arrived."""
         return [rank for coord, rank in enumerate(self.group.ranks) if coord not in self.contributions]
 
     def error(self) -> CallMismatchError:
-        """The error for ranks that came with different calls; those that did not come are named."""
+        """The error for ranks that arrived with different calls; it names ranks that did not arrive."""
         came = sorted(self.contributions.items())
         calls = [
             [each.work.call, each.facts(), (each.work.site or callsite_of(each.work.actor)).line]
@@ -203,14 +203,14 @@ class PendingCollective:
         name = next((each.told[0] for _, each in came if each.told is not None), self.group.label)
         error = mismatch(name, self.number, [self.group.ranks[coord] for coord, _ in came], calls)
         if absent := self.absent():
-            error.given = f"{error.given}\nrank {fold(absent)}: did not come"
+            error.given = f"{error.given}\nrank {fold(absent)}: did not arrive"
         return error
 
 
 @final
 @dataclass(slots=True, eq=False)
 class PendingMessage:
-    """One end of a message that has not met the other. Coords; src None: from any source. order: of posting."""
+    """One unmatched end of a message. Coords; src is None for any source. order: of posting."""
 
     x: Tensor
     src: int | None
@@ -219,7 +219,7 @@ class PendingMessage:
     order: int
 
     def line(self) -> str:
-        """The end for an error about two that do not fit."""
+        """This end in an error about two ends that do not fit."""
         work, shape = self.work, f"({', '.join(map(str, self.x.shape))}) {name_of(self.x.dtype)}"
         at = "" if work.site is None else work.site.line
         return f"rank {work.actor.rank}: {work.call} of {shape}, tag {work.tag}, at {at}"
@@ -235,15 +235,15 @@ class SimulatedGroup:
     def __init__(self, scheduler: Scheduler, group: Group) -> None:
         self.name, self.dims, self.ranks, self.label = group.name, group.dims, group.ranks, group.label
         self.scheduler = scheduler
-        # Those that have opened it, by coord.
+        # The transports of ranks that have opened it, by coord.
         self.actors: dict[int, Actor] = {}
         self.pending: dict[int, PendingCollective] = {}
         # By destination and tag, each in the order of posting.
         self._ends: dict[tuple[int, int], list[PendingMessage]] = defaultdict(list)
         self._messages = 0
-        # Of a backend that queues calls.
+        # For a backend that queues calls.
         self.order = StartOrder(messages=True)
-        # Ranks were lost since it was made: nothing more goes through.
+        # Whether ranks were lost since it was created: no call completes then.
         self.gone = False
 
     def give_up(self) -> None:
@@ -289,7 +289,7 @@ class SimulatedGroup:
             if pending.mismatched or not _lengths_fit(calls):
                 scheduler.fail(pending.error())
             del self.pending[number]
-            # Above any mode that the rank that happens to be last is in.
+            # Above any mode of the rank that happens to arrive last.
             with torch.inference_mode():
                 write_results(calls, reduced)
             for each in contributions.values():
@@ -335,7 +335,7 @@ class SimulatedGroup:
             ends.remove(fits[0])
             self._deliver(mine, fits[0])
         else:
-            # The first of each sender; which sender is first is the schedule's choice.
+            # The first message of each sender; the schedule chooses the sender.
             first = list({end.src: end for end in reversed(fits)}.values())
             end = first[scheduler.choose(len(first)) if len(first) > 1 else 0]
             ends.remove(end)
@@ -343,17 +343,17 @@ class SimulatedGroup:
         return work
 
     def unmatched(self) -> list[PendingMessage]:
-        """Ends that wait for the other, in the order in which they were posted."""
+        """Ends that wait for the other end, in the order in which they were posted."""
         return sorted((end for ends in self._ends.values() for end in ends), key=attrgetter("order"))
 
     def _deliver(self, send: PendingMessage, recv: PendingMessage) -> None:
         if send.x.shape != recv.x.shape or send.x.dtype != recv.x.dtype:
             receiver = recv.work.actor.rank
             error = CallMismatchError(
-                f"rank {send.work.actor.rank} sends another tensor along {self.label} than rank {receiver} receives",
+                f"rank {send.work.actor.rank} sends a different tensor along {self.label} than rank {receiver} receives",
                 given=f"{send.line()}\n{recv.line()}",
                 expected="a buffer of the sender's shape and dtype",
-                hint="send with handshake=True and receive without out, where only the sender knows them",
+                hint="send with handshake=True and receive without out, if only the sender knows them",
                 mismatched_ranks=(receiver,),
             )
             self.scheduler.fail(error)
@@ -367,7 +367,7 @@ class SimulatedGroup:
 
 
 def _lengths_fit(calls: list[Call]) -> bool:
-    """Whether each coord sends each other what that expects. The calls: by coord."""
+    """Whether each coord sends every other one the sizes that it expects. The calls: by coord."""
     lengths = [call.lengths for call in calls if call.lengths]
     return all(
         sends == lengths[theirs][0][mine]
@@ -380,8 +380,8 @@ def _lengths_fit(calls: list[Call]) -> bool:
 class SimulatorTransport(Transport):
     """One rank's end of a simulated group. Every call is compared with those of the other ranks.
 
-    backend: the one that the plan names, so that what it refuses is refused here too.
-    start_order: of all NCCL groups; None where the backend is another one.
+    backend: the plan's backend, so that the same operations are refused here.
+    start_order: of all NCCL groups; None if the backend is another one.
     """
 
     device = torch.device("cpu")

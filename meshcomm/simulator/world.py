@@ -1,4 +1,4 @@
-"""What `meshcomm.init` finds in a simulated rank: launcher, store, device and groups without a network."""
+"""The environment of `meshcomm.init` in a simulated rank: launcher, store, device and groups without a network."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class StoreWait:
 @final
 @dataclass(slots=True, eq=False)
 class SharedState:
-    """What the ranks of one simulation share.
+    """The state that the ranks of one simulation share.
 
     timeout_s: of the mesh.
-    values:    of the store. writers: the ranks that wrote a key. waits: who waits, by a key that is missing.
+    values:    of the store. writers: the ranks that wrote a key. waits: the waiting ranks, by a missing key.
     groups:    by prefix of the mesh, name and ranks; in the order of their first use.
     recorders: coords and recorder of each rank, by prefix and group.
-    losses:    by rank, the number of the operation at which it is lost; None: no rank is ever lost.
+    losses:    by rank, the number of the operation at which it is lost; None if no rank is ever lost.
     announced: each generation. unannounced: the ranks that were lost since then.
     """
 
@@ -67,7 +67,7 @@ class SharedState:
     losses: Losses | None = None
 
     def break_calls(self) -> None:
-        """End what ranks wait for: they are to meet again, in a new generation."""
+        """End all waits of ranks: they must meet again, in a new generation."""
         scheduler = self.scheduler
         for group in self.groups.values():
             group.give_up()
@@ -83,22 +83,22 @@ class SharedState:
                 scheduler.wake(actor)
 
     def wait_for_key(self, actor: Actor, key: str, timeout_s: float) -> None:
-        """Let others run until the key is there, or calls are broken."""
+        """Let others run until the key is set, or calls are broken."""
         self.scheduler.wait(actor, StoreWait(actor, [key], timeout_s))
 
     def generations_of(self, actor: Actor) -> Generations | None:
-        """What a process knows of the generations; None where no rank is ever lost."""
+        """A process's view of the generations; None if no rank is ever lost."""
         return None if self.losses is None else self.losses.generations.get(actor.process)
 
     def has_to_wait(self, wait: StoreWait) -> bool:
-        """Keep `wait` under a key that is not set; False where all are."""
+        """Register `wait` under a missing key; False if all keys are set."""
         key = next((key for key in wait.keys if key not in self.values), None)
         if key is not None:
             self.waits.setdefault(key, []).append(wait)
         return key is not None
 
     def desync(self, prefix: str, label: str) -> CallMismatchError | None:
-        """The error for the first step in which ranks of a group differ, as far as they have come."""
+        """The error for the first step in which ranks of a group differ, as far as they have advanced."""
         of_group = self.recorders[prefix, label]
         ranks = [rank for rank in next(iter(of_group.values()))[1].ranks if rank in of_group]
         histories = {rank: of_group[rank][1].steps.data() for rank in ranks}
@@ -121,7 +121,7 @@ class SimulatedWorld:
             self.generations = SimulatedGenerations(shared.losses, actor, shared.wait_for_key)
 
     def place(self, wanted: str) -> tuple[torch.device, str]:
-        """Tensors are the host's, whatever the job's device; what its backend refuses stays refused."""
+        """Tensors are in host memory for any device of the job; operations that its backend refuses stay refused."""
         device = "cpu" if wanted == "auto" else wanted
         return _CPU, str(dist.get_default_backend_for_device(device))
 
@@ -143,7 +143,7 @@ class SimulatedWorld:
 
 @final
 class SimulatedWatch(Watching):
-    """Recorders for the groups of a simulated rank. The scheduler knows what it does: no thread answers."""
+    """Recorders for the groups of a simulated rank. The scheduler knows its activity: no thread answers."""
 
     timed = False
 
@@ -172,7 +172,7 @@ class SimulatedWatch(Watching):
         return lost or failure(where, error)
 
     def noted(self, step: int) -> None:
-        """The last rank of a group to end a step compares those of all."""
+        """The last rank of a group to end a step compares the calls of all."""
         for label in self._labels:
             of_group = self._shared.recorders.get((self._prefix, label), {})
             group = [recorder for _, recorder in of_group.values()]
@@ -204,7 +204,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
 
     @property
     def timeout(self) -> timedelta:
-        """How long a wait would last."""
+        """The duration of a wait."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -228,7 +228,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         held = self._read(key)
         if held is None and _bytes(expected):
-            # Reading by comparing is how the mesh's store looks at a key.
+            # The mesh's store reads a key by comparing it.
             self._scheduler.poll(self._actor, self._wait_for([key], timedelta.max))
             return _bytes(expected)
         if held is not None and held != _bytes(expected):
@@ -263,7 +263,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         self._touch()
         return self._shared.values.pop(self._prefix + key, None) is not None
 
-    # What torch calls when a PrefixStore deletes.
+    # The function that torch calls when a PrefixStore deletes.
     deleteKey = delete_key
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -294,7 +294,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         self._scheduler.maybe_pause(self._actor)
         generations = self._shared.generations_of(self._actor)
         if generations is not None and generations.is_opening and generations.newer():
-            # As of a store whose connections are cut; so long as a mesh is being opened.
+            # Like a store whose connections are cut, while a mesh is being opened.
             raise dist.DistNetworkError("connection reset: a rank was lost")
 
     def _read(self, key: str) -> bytes | None:
@@ -307,7 +307,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         self._shared.values[whole] = value
         self._shared.writers.setdefault(whole, []).append(self._actor.rank)
         for wait in self._shared.waits.pop(whole, ()):
-            # A rank that was refused the wait does not wait.
+            # A rank whose wait was refused does not wait.
             if wait.actor.wait is wait and not self._shared.has_to_wait(wait):
                 self._scheduler.wake(wait.actor)
 

@@ -1,4 +1,4 @@
-"""What carries bytes along one group: torch process groups, or nothing at all for a group of one."""
+"""Carries bytes along one group: by a torch process group, or not at all for a group of one."""
 
 from meshcomm.transport.base import P2P, Prepared, SoloTransport, Transport, Work
 from meshcomm.transport.process_group import ProcessGroupTransport

@@ -1,4 +1,4 @@
-"""The seam between what a collective means and what carries its bytes; nothing does for a group of one."""
+"""The interface between collectives and the transport of their bytes; a group of one needs no transport."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Direction: TypeAlias = Literal["send", "recv"]
 
 
 class Work(Protocol):
-    """Something under way. torch's own Work objects have this shape."""
+    """An operation in flight. torch's own Work objects have this shape."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
 
@@ -25,7 +25,7 @@ class Work(Protocol):
 
 
 class P2P(NamedTuple):
-    """One end of a message. peer: a coord; None: receive from whoever sends first."""
+    """One end of a message. peer: a coord; None to receive from the rank that sends first."""
 
     direction: Direction
     x: Tensor
@@ -34,7 +34,7 @@ class P2P(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a collective of one kind comes down to: `start(*row.arguments(...), options)` returns its Work."""
+    """The call for collectives of one kind: `start(*row.arguments(...), options)` returns its Work."""
 
     start: Callable[..., Work | None]
     options: Any
@@ -43,8 +43,8 @@ class Prepared(NamedTuple):
 class Transport(ABC):
     """Moves contiguous tensors between the ranks of one group. Ranks are coords, 0 to size - 1.
 
-    A transport checks nothing and reshapes nothing: the communicator above it has done so, once for every
-    transport. It carries the dtypes of `shapes.CARRIED` only; others travel as bytes.
+    A transport neither checks nor reshapes: the communicator above it has done so, once for all transports.
+    It carries only the dtypes of `shapes.CARRIED`; other dtypes are sent as bytes.
     """
 
     name: str
@@ -53,14 +53,14 @@ class Transport(ABC):
     device: torch.device
     group_name: str
     any_source: bool
-    # Whether calls run in the order in which they were queued, after they have returned: as on NCCL.
+    # Whether calls return when they are queued, and run in the order of queueing, as on NCCL.
     ordered: bool = False
-    # Whether a run of it ends by telling of calls that nobody waited for: their handles need not.
+    # Whether the end of a run reports calls without a wait, so that their handles need not.
     tells_unwaited: bool = False
 
     @property
     def timeout_s(self) -> float:
-        """Seconds after which the backend ends a call by itself; 0.0: not known."""
+        """Seconds after which the backend itself ends a call; 0.0 if unknown."""
         return 0.0
 
     @property
@@ -74,12 +74,12 @@ class Transport(ABC):
         return self.kinds
 
     def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> bool:
-        """Told of this rank's next call on the dim `name`; whether the transport compares calls itself."""
+        """Announces this rank's next call on the dim `name`; returns whether the transport itself compares calls."""
         return False
 
     @abstractmethod
     def start(self, call: Call) -> Work | None:
-        """Start a collective. None: it is over."""
+        """Start a collective. Returns None if it is already over."""
 
     @abstractmethod
     def start_p2p(self, batch: Sequence[P2P]) -> Sequence[Work]:
@@ -87,22 +87,22 @@ class Transport(ABC):
 
     @abstractmethod
     def source_of(self, work: Work) -> int:
-        """The coord that the message of a finished receive from any source came from."""
+        """The coord from which a completed receive from any source got its message."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give the group back. Called once, by every rank of the group, in plan order reversed."""
+        """Release the group. Called once by every rank of the group, in reverse plan order."""
 
     def abort(self) -> None:
-        """Let go of calls that others may never come to, so that `close` does not wait for them."""
+        """Drop calls that other ranks may never make, so that `close` does not wait for them."""
         return
 
     def wait_within(self, work: Work, timeout_s: float) -> None:
-        """Wait for `work`, but no longer. Raises RuntimeError, after which the group can still be used if its backend allows it."""
+        """Wait for `work` up to a time limit. Raises RuntimeError; the group stays usable if its backend allows it."""
         work.wait(timedelta(seconds=timeout_s))
 
     def prepare(self, row: Collective, op: str | None, root: int, blocking: bool) -> Prepared | None:
-        """`start` for many calls of one kind, their options made once; None where there is no shorter way."""
+        """`start` for many calls of one kind, with options created once; None if there is no shortcut."""
         return None
 
 
@@ -110,7 +110,7 @@ class Transport(ABC):
 class SoloTransport(Transport):
     """A group of one rank. Messages to itself stay in the communicator.
 
-    backend: what the plan names for groups of this dim, so that what it refuses is refused for one rank too.
+    backend: the plan's backend for groups of this dim, so that a group of one refuses the same operations.
     """
 
     size = 1

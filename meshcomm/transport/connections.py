@@ -1,7 +1,7 @@
-"""The connections of a mesh's groups, to cut them: a call that waits for a rank that is gone then ends at once.
+"""The connections of a mesh's groups. Cutting them immediately ends calls that wait for a lost rank.
 
 On torch 2.15, Gloo's `abort` and `shutdown` do not end a call that is under way. A broken connection of its group does.
-NCCL's calls wait on the device, and within a host for no connection: only `abort` ends them.
+NCCL's calls wait on the device and, within a host, use no connection: only `abort` ends them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class _Connection(NamedTuple):
 
 @final
 class Connections:
-    """Those that this process makes within `making`; and later ones to a port that it began to listen at there.
+    """The connections that this process makes within `making`, and later ones to ports on which it began to listen there.
 
-    Two ranks of a large group of Gloo connect at their first message. Connections to addresses that the process was
-    connected to before, as the store's, are only cut within `making`: other threads use them later; those of `own` always.
+    Two ranks of a large Gloo group connect at their first message. Connections to earlier addresses, such as the store's,
+    are only cut within `making`, because other threads use them later. The connections of `own` are always cut.
 
-    aborts: let go of the calls that are queued on the groups.
+    aborts: drop the calls that are queued on the groups.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Connections:
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """In the block groups are made, and nothing else is connected."""
+        """Inside the block, groups are created, and no other connections are made."""
         before, ports = _connected(), _ports()
         self._before = before
         try:
@@ -57,14 +57,14 @@ class Connections:
             self._before = None
 
     def own(self, connect: Callable[[], T]) -> T:
-        """The result of `connect`, whose connections nobody else uses."""
+        """The result of `connect`, whose connections are used by nothing else."""
         before = _connected()
         found = connect()
         self._made |= _connected() - before
         return found
 
     def cut(self) -> None:
-        """Shut them down, and abort what is queued, from any thread. The descriptors stay open: who made them closes them."""
+        """Shut them down, and abort queued calls, from any thread. The descriptors stay open: their owners close them."""
         # In a thread, as the abort of a communicator waits for CUDA graphs of its calls.
         if self.aborts and not self._aborting.is_alive():
             self._aborting = threading.Thread(
@@ -77,7 +77,7 @@ class Connections:
             found |= now - before
         for each in found:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.descriptor)) as copy:
-                # Shutting down a socket that listens would end the process, by Gloo.
+                # Shutting down a listening socket would end the process, through Gloo.
                 copy.getpeername()
                 copy.shutdown(socket.SHUT_RDWR)
 
@@ -85,7 +85,7 @@ class Connections:
 def abort_all(aborts: Iterable[Callable[[], object]]) -> None:
     """Abort groups, and return when that is done.
 
-    All at once: the abort of one communicator may wait for the kernels of all others on the device, see
+    All at the same time: the abort of one communicator may wait for the kernels of all others on the device, see
     https://github.com/pytorch/pytorch/issues/119797.
     """
 

@@ -1,4 +1,4 @@
-"""Bytes through a torch process group: Gloo, NCCL, or any registered backend."""
+"""Transport through a torch process group: Gloo, NCCL, or any registered backend."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MARGIN_S: Final = 60.0
 class ProcessGroupTransport(Transport):
     """Calls the process group's own methods, with option objects made once.
 
-    This skips what `torch.distributed.all_reduce` and its siblings do before the same call
-    (argument checks, group look-ups, global-rank translation): the communicator has done it.
+    This skips the argument checks, group lookups and global-rank translation of `torch.distributed.all_reduce` and its
+    siblings: the communicator has done this already.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ProcessGroupTransport(Transport):
         self.size = group.size()
         self.coord = group.rank()
         self.device = device
-        # As the plan says it, and as torch has it then: who creates a group may add to it.
+        # The timeout of the plan, and the one that torch reports now: the creator of a group may add to it.
         self._planned = timeout_s, timeout_of(group, device)
         self.any_source = self.name in ("gloo", "mpi")
         self.owned = owned
@@ -53,23 +53,23 @@ class ProcessGroupTransport(Transport):
 
     @property
     def timeout_s(self) -> float:
-        """Seconds after which a call of the group ends: of the plan, or since then of `torch.distributed.set_timeout`."""
+        """Seconds after which a call of the group ends: the plan's, unless `torch.distributed.set_timeout` has changed it."""
         planned, made = self._planned
         now = timeout_of(self.group, self.device) if hasattr(self, "group") else made
         if now == made:
             return made if planned is None else planned
-        # A backend that ends the process comes after the diagnosis.
+        # A backend that ends the process does so after the diagnosis.
         return now - min(MARGIN_S, now / 10) if self.ordered else now
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Gloo carries host memory, whatever the mesh's device is."""
+        """Gloo carries host memory on every mesh device."""
         with_gloo = self.serving(torch.device("cpu")) == "gloo"
         return tuple(dict.fromkeys((self.device.type, "cpu"))) if with_gloo else (self.device.type,)
 
     @property
     def message_kinds(self) -> tuple[str, ...]:
-        """Gloo's messages read and write host memory alone; its collectives copy what is elsewhere."""
+        """Gloo's messages use host memory only; its collectives copy tensors from other devices."""
         return ("cpu",) if self.name == "gloo" else self.kinds
 
     def serving(self, device: torch.device) -> str:
@@ -94,7 +94,7 @@ class ProcessGroupTransport(Transport):
             return (self._message(batch[0]),)
         if not self.ordered:
             return [self._message(message) for message in batch]
-        # NCCL runs the calls of one group as one kernel; apart they could wait for each other.
+        # NCCL runs the calls of one group as one kernel; separate calls could wait for each other.
         self.group._start_coalescing(self.device)
         for message in batch:
             self._message(message)
@@ -107,8 +107,8 @@ class ProcessGroupTransport(Transport):
             return self.group.send([x], peer, tag)
         if peer is not None:
             return self.group.recv([x], peer, tag)
-        # Gloo refuses this receive, and no other, where nothing is to come (torch 2.13): an empty message, which
-        # is announced and answered like any, fits into more room too.
+        # Gloo refuses this receive, and no other, if no data is to arrive (torch 2.13). An empty message, which is announced
+        # and answered like any other, also fits into a larger buffer.
         room = x if x.numel() else torch.empty(1, dtype=torch.uint8, device=x.device)
         return self.group.recv_anysource([room], tag)
 
@@ -128,15 +128,15 @@ class ProcessGroupTransport(Transport):
         work.wait()
 
     def abort(self) -> None:
-        # Another thread may have closed it.
+        # Another thread may have closed the group.
         group = getattr(self, "group", None)
         if self.ordered and self.owned and group is not None:
             group.abort()
 
     def close(self) -> None:
-        """Give the group back, and let go of it: its sockets and threads go with the last reference.
+        """Release the group: its sockets and threads end with the last reference.
 
-        What is kept of a failed call, a traceback say, holds this object for longer than the mesh lives.
+        The parts of a failed call that are kept, such as a traceback, hold this object for longer than the mesh exists.
         """
         if self.owned:
             give_back(self.group)
@@ -146,7 +146,7 @@ class ProcessGroupTransport(Transport):
 
 @cache
 def _options(kind: str, blocking: bool, op: str | None, root: int, device: torch.device | None) -> Any:
-    """An option object, made once and never changed."""
+    """An option object, created once and never changed."""
     options = options_type(kind)()
     options.asyncOp = not blocking
     if op is not None:

@@ -1,4 +1,4 @@
-"""What does each backend reduce? One table, for the check before a call and for the documentation."""
+"""The reductions of each backend. One table, for the check before a call and for the documentation."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _WHOLE: Final = frozenset((torch.int8, torch.uint8, torch.int32, torch.int64))
 _FLOATS: Final = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _COMPLEX: Final = frozenset((torch.complex64, torch.complex128))
 
-# Reduced in a wider dtype and put back, exact because the wider one holds every result's low bits.
+# Reduced in a wider dtype and converted back, which is exact because the wider dtype holds all low bits of the result.
 WIDENED: Final = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
-# Backends whose calls return when they are queued, to run in this order on a stream of the device. The last one is
-# that of meshcomm.testing, which stands for NCCL where there is no GPU.
+# Backends whose calls return when they are queued, and run in this order on a stream of the device. The last one is
+# the backend of meshcomm.testing that replaces NCCL on hosts without a GPU.
 STREAM_ORDERED: Final = frozenset(("nccl", "nccl-legacy", "nccl2", "xccl", "emulated_nccl"))
 
 
 def by_device(backend: str) -> dict[str, str]:
-    """The parts of a backend by device type; of one for all devices, by "".
+    """The parts of a backend string by device type; a backend for all devices has the key "".
 
     >>> by_device("cpu:gloo,cuda:nccl"), by_device("gloo")
     ({'cpu': 'gloo', 'cuda': 'nccl'}, {'': 'gloo'})
@@ -33,12 +33,12 @@ def by_device(backend: str) -> dict[str, str]:
 
 
 def backend_on(backend: str, device: torch.device) -> str:
-    """Which backend serves a device: "gloo" for cpu in "cpu:gloo,cuda:nccl"; all of it where none does."""
+    """The backend for a device: "gloo" for cpu in "cpu:gloo,cuda:nccl"; the full string if no part matches."""
     parts = by_device(backend)
     return parts.get(device.type) or parts.get("", backend)
 
 
-# dtypes that a backend reduces, as they are or widened; a backend that is not here is asked itself.
+# dtypes that a backend reduces, directly or widened; a backend that is not listed decides itself.
 REDUCED: Final[dict[str, frozenset[torch.dtype]]] = {
     "gloo": _WHOLE | _FLOATS | _COMPLEX | frozenset(WIDENED) | {torch.bool},
     "nccl": _WHOLE | _FLOATS | _COMPLEX | frozenset(WIDENED) | {torch.bool},
@@ -49,7 +49,7 @@ def check_reduce(backend: str, op: str, dtype: torch.dtype, where: Callable[[], 
     """Raise UnsupportedOp unless a reduction `op` of `dtype` exists and is exact on `backend`.
 
     Called on every rank with the same arguments, so that it fails on all of them or on none.
-    `where()` opens the message, as in `all_reduce along "dp"`.
+    `where()` is the beginning of the error, as in `all_reduce along "dp"`.
     """
     if not isinstance(op, str) or op not in REDUCTIONS:
         raise UnsupportedOp(
@@ -69,7 +69,7 @@ def check_reduce(backend: str, op: str, dtype: torch.dtype, where: Callable[[], 
 
 
 def reduce_refusal(backend: str, op: str, dtype: torch.dtype) -> tuple[str, str] | None:
-    """Why `backend` cannot reduce `dtype` with `op`, and what to do instead; None where it can."""
+    """Why `backend` cannot reduce `dtype` with `op`, and an alternative; None if it can."""
     row = REDUCTIONS[op]
     broken = dtype.is_floating_point or dtype.is_complex
     backend = "nccl" if backend in STREAM_ORDERED and backend != "xccl" else backend

@@ -1,8 +1,8 @@
-"""Private names of torch for process groups, their hooks, DeviceMesh, and graphs. Tried on torch 2.11, 2.13, 2.14 and 2.15.
+"""Private names of torch for process groups, their hooks, DeviceMesh, and graphs. Tested with torch 2.11, 2.13, 2.14 and 2.15.
 
-Why private names at all: `dist.new_group` names a group by counters that differ between ranks as
-soon as two ranks create different groups (two meshes on different ranks are enough), and groups
-with different names on their members never meet. Here a group is named by what it is.
+Private names are needed because `dist.new_group` names a group by counters. These differ between ranks as soon as two
+ranks create different groups, for example two meshes on different ranks. Members of a group with different names
+never meet. Here, the caller passes a name that is equal on all members.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# For a backend in Python: what it returns, the classes of its options, what sees every operator, the tensors in nested arguments.
+# For a backend in Python: its Work, its option classes, the mode that sees every operator, the tensors in nested arguments.
 Work: Any = dist._Work
 bindings: Any = c10d_bindings
 DispatchMode: Any = TorchDispatchMode
 leaves_of: Callable[[Any], list[Any]] = tree_leaves
-# A block that no mode sees.
+# A block in which no mode is active.
 without_modes: Callable[[], Any] = torch.utils._python_dispatch._disable_current_modes
-# The type of a group's name, where torch has one of its own.
+# The type of a group's name, if torch has a separate one.
 _NAME: Any = getattr(c10d, "GroupName", str)
-# Backends write to memory without autograd's knowledge. After this, backward of what has saved one of these
-# tensors raises, as after any operation in place. torch.autograd.graph.increment_version, without its questions.
+# Backends write to memory without autograd's knowledge. After this call, the backward of an operation that has saved one
+# of these tensors raises, as after any in-place operation. torch.autograd.graph.increment_version without its checks.
 written: Callable[[list[torch.Tensor]], None] = torch._C._increment_version
-# What the options of a backend are called differs between versions of torch.
+# The names of a backend's options differ between versions of torch.
 OPTIONS_KEY = next(
     name
     for name in inspect.signature(c10d._new_process_group_helper).parameters
@@ -58,7 +58,7 @@ OPTIONS_KEY = next(
 
 
 def storage_id(x: Any) -> int:
-    """The number of a tensor's storage, or of a storage: no other one has it while this one lives."""
+    """A number that identifies a tensor's storage, or a storage, while it is alive."""
     found: int = (x.untyped_storage() if isinstance(x, torch.Tensor) else x)._cdata
     return found
 
@@ -68,13 +68,13 @@ def options_type(name: str) -> Any:
     return getattr(bindings, name)
 
 
-# What no other hook of a group is called.
+# A name that no other hook of a group has.
 _HOOK: Any = 0x6D657368
-# The names of the calls that hooks are told of, by number: to ask a member of the enumeration for its name takes 2 us.
+# The names of the calls that hooks report, by number: reading an enumeration member's name takes 2 us.
 _HOOKED_CALLS: Any = getattr(bindings, "HookOpName", None)
 _MEMBERS: dict[str, Any] = getattr(_HOOKED_CALLS, "__members__", {})
 HOOK_NAMES: dict[int, str] = {int(member): name for name, member in _MEMBERS.items()}
-if not HOOK_NAMES:  # torch 2.13 and older has no hooks; a dry run calls ours by itself
+if not HOOK_NAMES:  # torch 2.13 and older has no hooks; a dry run calls ours itself
     _OLD = "SEND RECV BROADCAST ALLREDUCE REDUCE ALLGATHER REDUCE_SCATTER ALLTOALL BARRIER SCATTER GATHER ALLREDUCE_COALESCED"
     _OLD += " ALLGATHER_BASE ALLGATHER_COALESCED ALLGATHER_INTO_TENSOR_COALESCED REDUCE_SCATTER_BASE"
     HOOK_NAMES = dict(enumerate(f"{_OLD} REDUCE_SCATTER_TENSOR_COALESCED ALLTOALL_BASE".split()))
@@ -84,10 +84,10 @@ _HOOKED_GROUPS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 @final
 class GroupHooks:
-    """Calls `before` and `after` around every call on `group`, whoever makes it (torch 2.14 and newer).
+    """Calls `before` and `after` around every call on `group`, made by any code (torch 2.14 and newer).
 
-    before: gets name, input_tensors, output_tensors, root, async_op; if it raises, nothing is sent. after: gets name,
-    work. Older torch has no such hooks; only dry runs call these then. group: None where it has no hooks.
+    before: receives name, input_tensors, output_tensors, root, async_op; if it raises, nothing is sent. after: receives
+    name, work. Older torch has no such hooks; only dry runs call these then. group: None if it has no hooks.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class GroupHooks:
         if self.group is not None:
             self.group.register_pre_hook(_HOOK, before)
             self.group.register_post_hook(_HOOK, after)
-            # A group outlives Python in torch's registry, and would let go of them when there is no Python any more.
+            # A group outlives Python in torch's registry, and would release the hooks when Python has already ended.
             atexit.register(self.remove)
 
     def remove(self) -> None:
-        """Take the hooks off; harmless when repeated."""
+        """Remove the hooks. Calling it again has no effect."""
         atexit.unregister(self.remove)
         if self.group is not None:
             self.group.unregister_pre_hook(_HOOK)
@@ -113,17 +113,17 @@ class GroupHooks:
 
 
 def hooks_of(group: Any) -> GroupHooks | None:
-    """The last hooks that were put on a group of this name."""
+    """The last hooks that were set on a group of this name."""
     return _HOOKED_GROUPS.get(str(group.group_name))
 
 
 def has_hooks(group: Any) -> bool:
-    """Whether somebody sees the calls on a group by GroupHooks already."""
+    """Whether GroupHooks already observe the calls on a group."""
     hooks = hooks_of(group)
     return hooks is not None and hooks.group is group
 
 
-# Who is told of each group that torch makes; torch's own function stands behind, while there is anybody.
+# The callbacks for each group that torch creates. While there are any, they wrap torch's own function.
 _NEW_GROUPS: list[Callable[[Any], None]] = []
 _C10D: Any = c10d
 _PLAIN: Any = getattr(c10d, "_register_pg_in_world", None)
@@ -136,9 +136,9 @@ def _registered(group: Any, *args: Any, **given: Any) -> None:
 
 
 def on_new_groups(told: Callable[[Any], None]) -> Callable[[], None]:
-    """Call `told` with every process group that torch makes from now on; returns what ends that.
+    """Call `told` with every process group that torch creates from now on; returns a function that ends this.
 
-    Its ranks are known a moment later. Tried on torch 2.15; older torch tells of none.
+    The group's ranks are known only a moment later. Tested with torch 2.15; older torch reports none.
     """
     _NEW_GROUPS.append(told)
     if _PLAIN is not None:
@@ -153,15 +153,15 @@ def on_new_groups(told: Callable[[Any], None]) -> Callable[[], None]:
     return end
 
 
-# torch asks this last where it makes the default group, and tells this of every end of one: whatever name a program calls.
+# torch calls this last when it creates the default group, and at every end of one, whichever function a program calls.
 _MADE: Any = getattr(c10d, "_is_barrier_after_init", None)
 _SET: Any = getattr(c10d, "_update_default_pg", None)
 
 
 def on_default_group(begins: Callable[[], None], ends: Callable[[], None]) -> Callable[[], None]:
-    """Call `begins` when the default group is complete, and `ends` when it is gone; returns what takes that back.
+    """Call `begins` when the default group is complete, and `ends` when it is gone; returns a function that undoes this.
 
-    `begins` is asked again after each later group. Tried on torch 2.15.
+    `begins` is called again after each later group. Tested with torch 2.15.
     """
 
     def made() -> Any:
@@ -187,7 +187,7 @@ _NEW_GROUP: Any = c10d._new_group_with_tag
 
 
 def instead_of_new_group(function: Callable[..., Any]) -> Callable[[], None]:
-    """Make `dist.new_group` return what `function` does, which gets torch's own first; returns what takes that back."""
+    """Replace `dist.new_group` by `function`, which receives torch's own first; returns a function that undoes this."""
     _C10D._new_group_with_tag = given = partial(function, _NEW_GROUP)
 
     def end() -> None:
@@ -197,17 +197,17 @@ def instead_of_new_group(function: Callable[..., Any]) -> Callable[[], None]:
     return end
 
 
-# Whether torch's groups can be watched: their hooks came with torch 2.14.
+# Whether torch's groups can be watched: torch 2.14 added their hooks.
 CAN_WATCH: bool = None not in (_MADE, _SET, _PLAIN) and hasattr(dist.ProcessGroup, "register_pre_hook")
 
 
 def groups_by_name() -> dict[str, Any]:
-    """The process groups of this process, the default one among them."""
+    """The process groups of this process, including the default one."""
     return {str(name): group for group, name in c10d._world.pg_names.items()}
 
 
 def group_named(name: str) -> Any:
-    """One of them."""
+    """The process group of this name."""
     return c10d._resolve_process_group(_NAME(name))
 
 
@@ -216,24 +216,23 @@ profiling = torch.autograd._profiler_enabled
 
 
 def capturing() -> bool:
-    """Whether this thread captures a CUDA graph: to ask a Work whether it is over would end the capture."""
+    """Whether this thread captures a CUDA graph: asking a Work whether it is over would end the capture."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def unfinished_collectives() -> dict[str, list[tuple[int, str]]]:
-    """The collectives of each group, by its name, that NCCL has queued and not ended, in order; from torch's flight recorder.
+    """The collectives of each group, by its name, that NCCL has queued and not completed, in order; from torch's flight
+    recorder. Each has its number in the recorder, which is unique in the process, and its name there.
 
-    Each by its number in the recorder, which no other call of the process has, and its name there.
-
-    Since torch 2.8 a blocking call on NCCL returns no Work that could be asked (`asyncOp ? work : nullptr` in
-    ProcessGroupNCCL.cpp). Empty where TORCH_FR_BUFFER_SIZE=0 turns the recorder off.
+    Since torch 2.8 a blocking call on NCCL returns no Work that could be checked (`asyncOp ? work : nullptr` in
+    ProcessGroupNCCL.cpp). Empty if TORCH_FR_BUFFER_SIZE=0 disables the recorder.
     """
     dump = getattr(bindings, "_dump_nccl_trace_json", None)
     if dump is None:
         return {}
     found: dict[str, list[tuple[int, str]]] = {}
     for each in json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", ()):
-        # The messages of an exchange stay "scheduled" for good; together they are one more entry.
+        # The messages of an exchange stay "scheduled" forever; together they are one more entry.
         if not each["is_p2p"] and each["state"] != "completed" and "coalesced" not in each["profiling_name"]:
             calls = found.setdefault(each["process_group"][0], [])
             calls.append((each["record_id"], each["profiling_name"]))
@@ -244,13 +243,13 @@ def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
     """Copy each value into its tensor, in one call."""
     if tensors:
         torch._foreach_copy_(list(tensors), list(values))
-        # Told to autograd only where torch copies them one by one, which it does not on CUDA.
+        # Report the write to autograd only if torch copies one by one, which it does not on CUDA.
         some = any(map(torch.Tensor.is_inference, tensors))
         written([x for x in tensors if not x.is_inference()] if some else list(tensors))
 
 
 def explicit_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """What an operator does on any device, below modes: a mode that calls it sees the operators inside."""
+    """The implementation of an operator for all devices, below modes: a mode that calls it sees the operators inside."""
     return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
@@ -258,13 +257,13 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def outside_graphs(target: C) -> C:
-    """Keep a function, or all methods of a class, out of what torch.compile makes: the graph breaks around a call.
+    """Exclude a function, or all methods of a class, from torch.compile: the graph breaks around a call.
 
-    As torch.compiler.disable, which imports the compiler at once, and whose wrapper costs every call.
+    Like torch.compiler.disable, which imports the compiler immediately, and whose wrapper slows down every call.
     """
     for function in vars(target).values() if isinstance(target, type) else (target,):
         if isinstance(function, FunctionType):
-            # Read where a call is traced; the flag of the code, where its frame is to run between two graphs.
+            # Read when a call is traced; the flag of the code, when its frame would run between two graphs.
             function.__dict__["_torchdynamo_disable"] = True
             function.__dict__["_torchdynamo_disable_msg"] = "it communicates; mesh.functional compiles"
             set_code_exec_strategy(
@@ -274,21 +273,21 @@ def outside_graphs(target: C) -> C:
 
 
 def compiled_files() -> tuple[str, str]:
-    """How the names of files begin that torch.compile makes: of graphs, and of what inductor writes."""
+    """The beginnings of the names of files that torch.compile creates: of graphs, and of inductor's code."""
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
     return "<eval_with_key>", kept
 
 
 def once_in_graphs(function: C) -> C:
-    """What `function` returns for plain values is the same each time: tracing calls it, and does not look into it."""
+    """Declares that `function` returns the same result for the same plain values: tracing calls it without entering it."""
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
 
 def work_error(work: Any) -> RuntimeError | None:
-    """What a Work that is over has failed with. Does not wait: Gloo's messages cannot be waited for twice.
+    """The error of a completed Work. Does not wait: Gloo's messages cannot be waited for twice.
 
-    torch warns that to ask is deprecated, from C++ on stderr; inside of `apply_` it is a warning of Python's.
+    torch warns that the query is deprecated: on stderr from C++, or inside `apply_` as a Python warning.
     """
     found: list[RuntimeError | None] = []
 
@@ -305,12 +304,12 @@ def work_error(work: Any) -> RuntimeError | None:
 # The default process group, and its store.
 default_group: Callable[[], dist.ProcessGroup] = c10d._get_default_group
 default_store: Callable[[], dist.Store] = c10d._get_default_store
-# The global ranks of a group, in the order of its own.
+# The global ranks of a group, in the group's order.
 ranks_of: Callable[[Any], list[int]] = dist.get_process_group_ranks
 
 
 def source_rank(work: Any) -> int:
-    """The group rank that a receive from any source got its message from."""
+    """The group rank whose message a receive from any source received."""
     rank: int = work._source_rank()
     return rank
 
@@ -327,7 +326,7 @@ def backend_of(group: dist.ProcessGroup) -> str:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds after which a group's backend for `device` ends a call; 0.0 where it does not tell."""
+    """Seconds after which a group's backend for `device` ends a call; 0.0 if it does not report them."""
     try:
         timeout: timedelta = group._get_backend(device).options._timeout
         return timeout.total_seconds()
@@ -340,10 +339,10 @@ def has_backend(name: str) -> bool:
     return name.upper() in dist.Backend._plugins
 
 
-# The function that waits torch's own 30 minutes where it is given no timeout, and what it asks then.
+# The function that by default waits torch's own 30 minutes, and the function that it calls then.
 _MONITORED_BARRIER: Any = inspect.unwrap(dist.monitored_barrier).__code__
 _DEFAULT_TIMEOUT = c10d._get_default_timeout
-# By thread, the last such call: its group's name, and when it began, by the monotonic clock.
+# The last such call by thread: its group's name, and its start on the monotonic clock.
 _barriers: dict[int, tuple[str, float]] = {}
 
 
@@ -359,9 +358,9 @@ c10d._get_default_timeout = _default_timeout
 
 
 def overdue_barrier(limits: Mapping[str, float], now: float) -> str | None:
-    """A group that a thread has been in `dist.monitored_barrier` of for longer than its limit, without a timeout of its own.
+    """A group in whose `dist.monitored_barrier`, called without a timeout, a thread has been for longer than its limit.
 
-    limits: seconds by the group's name. None: no such group.
+    limits: seconds by the group's name. Returns None if there is none.
     """
     for thread, (name, began) in list(_barriers.items()):
         if now - began > limits.get(name, math.inf):
@@ -373,7 +372,7 @@ def overdue_barrier(limits: Mapping[str, float], now: float) -> str | None:
 
 
 def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh:
-    """A slice of a DeviceMesh as one dim over a group that there is: DeviceMesh._flatten would create another one."""
+    """A slice of a DeviceMesh as one dim over an existing group: DeviceMesh._flatten would create another group."""
     named: Any = staticmethod(lambda *_, **__: [group.group_name])
     with (
         patch.object(DeviceMesh, "_init_process_groups", named),
@@ -383,27 +382,27 @@ def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh
     return found
 
 
-# The DeviceMesh that a slice was cut from; of what is no slice itself.
+# The DeviceMesh that a slice comes from; for any other mesh, the mesh itself.
 root_of: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
 
 
 def flattened_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
-    """This rank's groups along the dims that were flattened of a DeviceMesh, by name."""
+    """This rank's groups along the flattened dims of a DeviceMesh, by name."""
     flat: Mapping[str, DeviceMesh] = getattr(root_of(mesh), "_flatten_mapping", {})
     return {name: each.get_group() for name, each in flat.items() if each.get_coordinate() is not None}
 
 
 def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Slices of one root as one DeviceMesh, whatever their order, as FSDP joins its own with those of a parameter."""
+    """Slices of one root as one DeviceMesh, in any order, like FSDP combines its own dims with those of a parameter."""
     found: DeviceMesh = DeviceMesh._concatenate(list(slices)) if len(slices) > 1 else slices[0]
     return found
 
 
 def forget_device_meshes(meshes: Iterable[DeviceMesh]) -> None:
-    """Take their groups from `meshes`, and empty DTensor's caches, which hold on to the DeviceMeshes that they have met.
+    """Take their groups from `meshes`, and empty DTensor's caches, which keep the DeviceMeshes that they have seen.
 
-    They know a DeviceMesh by its ranks and names: a later one over other groups with the same ranks would be taken for
-    the one before. A group that something still led to would keep its sockets and threads.
+    The caches identify a DeviceMesh by its ranks and names: a later mesh over other groups with the same ranks would be
+    confused with an earlier one. A group that is still referenced would keep its sockets and threads.
     """
     for mesh in meshes:
         for each in (mesh, mesh._get_root_mesh()):
@@ -436,11 +435,10 @@ def create_group(
     label: str,
     split: bool,
 ) -> dist.ProcessGroup:
-    """Create the group `ranks` (this process is number `coord` of it), group rank == place in `ranks`.
+    """Create the group `ranks`, in which this process is number `coord`: a group rank is a position in `ranks`.
 
-    Called by: exactly the ranks in `ranks`. Where the default group has a bound device and `split`
-    is true, NCCL splits the default group's communicator, and then every rank of the default group
-    has to be creating some group at this point.
+    Called by: exactly the ranks in `ranks`. If the default group has a bound device and `split` is true, NCCL splits the
+    default group's communicator. Then every rank of the default group must be creating some group at this point.
     """
     default = c10d._get_default_group()
     bound = default.bound_device_id
@@ -468,28 +466,28 @@ def create_group(
 
 
 def give_back(group: Any) -> None:
-    """Destroy a group, with the default group all of them, unless the program has done so."""
+    """Destroy a group, or all groups for the default group, unless the program has done so."""
     if group in c10d._world.pg_map:
         dist.destroy_process_group(group)
 
 
 _WAIT: Any = bindings.Work.wait
 _SLICE: timedelta = timedelta(seconds=0.25)
-# The numbers in c10d::OpType of calls whose Work can be waited for in slices; a wait for a message with a timeout closes all
-# connections of its group, and that for a reduce_scatter of Gloo knows no timeout.
+# The numbers in c10d::OpType of calls whose Work can be waited for in slices. A timed-out wait for a message closes all
+# connections of its group, and a wait for Gloo's reduce_scatter does not support a timeout.
 _IN_SLICES: frozenset[int] = frozenset({*range(9), 10, 11, 15})
 
 
 def interruptible_waits(given_up: Callable[[], bool]) -> None:
-    """Have every wait for a Work of a backend on the host end by a RuntimeError once `given_up` is true.
+    """Make every host wait for a backend's Work end with a RuntimeError once `given_up` is true.
 
-    Where a connection breaks, Gloo forgets a call of which it is just about to write the first bytes (torch 2.15: in
-    Pair::handleRemotePendingRecv the operation is on no list any more); that call then only ends at its group's timeout.
-    Waits inside C++, as of functional collectives, are as before.
+    If a connection breaks, Gloo loses a call of which it is about to write the first bytes (torch 2.15: in
+    Pair::handleRemotePendingRecv the operation is on no list at that moment); that call ends only at its group's timeout.
+    Waits inside C++, such as those of functional collectives, are unchanged.
     """
 
     def wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
-        # NCCL's wait is for a stream, and does not block.
+        # NCCL's wait is for a stream, and does not block the host.
         if torch.cuda.is_initialized():
             return bool(_WAIT(work, timeout))
         if work._get_op_type() not in _IN_SLICES:
@@ -541,7 +539,7 @@ _BESIDE: list[_Queues] = []
 
 
 def _beside() -> _Queues:
-    """A thread that waits for a Work that it is asked for, and puts what came of it into the other queue."""
+    """A thread that waits for the Works it receives, and puts each result into the other queue."""
     asks: SimpleQueue[Any] = SimpleQueue()
     answers: SimpleQueue[Any] = SimpleQueue()
 
@@ -559,7 +557,7 @@ def _beside() -> _Queues:
 
 
 def keep_for_good(groups: Sequence[Any]) -> None:
-    """Never destroy groups, also not as Python ends: their destructor waits for calls that the backend still holds."""
+    """Never destroy groups, not even when Python ends: their destructor waits for calls that the backend still holds."""
     for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -569,14 +567,14 @@ def split_color(ranks: Sequence[int]) -> int:
     return int(c10d._process_group_color(list(ranks)))
 
 
-# torch describes ProcessGroup by overloads that no subclass in Python could repeat.
+# torch types ProcessGroup's methods with overloads that a Python subclass cannot repeat.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
 class SoloGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group of one rank that copies instead of communicating, where torch wants one for a dim of size 1.
+    """A process group of one rank that copies instead of communicating, for torch code that needs a group for a dim of size 1.
 
-    Exact, where the "fake" backend leaves outputs unwritten.
+    Results are exact; the "fake" backend leaves outputs unwritten.
     """
 
     def __init__(self, name: str, rank: int) -> None:
@@ -584,7 +582,7 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
         self._name = name
         self._set_group_name(_NAME(name))
         self._set_group_desc(name)
-        # What torch looks groups up in: by handle, by name, by rank, by tag.
+        # torch's registries of groups: by handle, by name, by rank, by tag.
         world, tag = c10d._world, f"ptd:{name}"
         world.pg_map[self] = ("solo", dist.HashStore())
         world.pg_names[self] = _NAME(name)
@@ -595,7 +593,7 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
         c10d._register_process_group(_NAME(name), self)
 
     def close(self) -> None:
-        """Take the group out of torch's registry."""
+        """Remove the group from torch's registry."""
         give_back(self)
 
     @property
@@ -616,13 +614,13 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
         return _done([])
 
     def scatter(self, outputs: Any, inputs: Any, *options: Any) -> Any:
-        """What one rank does of every call that moves data; both in torch's own nesting, which differs by call."""
+        """The effect on one rank of every call that moves data; both arguments in torch's nesting, which differs by call."""
         for out, x in zip(_flat(outputs), _flat(inputs), strict=True):
             out.view(x.shape).copy_(x)
         return _done(outputs)
 
     gather = allgather = alltoall = reduce_scatter = scatter
-    # Each under the name of torch 2.14 and newer, then under that of older ones.
+    # Each under the name of torch 2.14 and newer, then under the older names.
     all_gather_single = reduce_scatter_single = all_to_all_single = scatter
     _allgather_base = _reduce_scatter_base = alltoall_base = scatter
     all_gather_single_coalesced = reduce_scatter_single_coalesced = scatter

@@ -181,7 +181,7 @@ def test_a_backward_after_the_mesh_names_it() -> None:
         said = (
             rf"is closed on {re.escape(mesh.label)}"
             if keep
-            else 'call along "tp" belongs to a mesh that is gone'
+            else 'call along "tp" belongs to a mesh that no longer exists'
         )
         mesh.close()
         if not keep:

@@ -116,7 +116,7 @@ def test_a_handle_waits_for_a_time(timeout_s: Any) -> None:
     work = Slow()
     work.over.set()
     handle = meshcomm.Handle([work], By(), "a call", lambda: 3)
-    with pytest.raises(UnsupportedOp, match="not a time to wait"):
+    with pytest.raises(UnsupportedOp, match="not a valid timeout"):
         handle.wait(timeout_s)
     assert handle.wait(float("inf")) == 3
 

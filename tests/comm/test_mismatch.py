@@ -242,7 +242,7 @@ def test_both_ends_of_a_mismatched_message_are_told_at_once(
     for kind, text, odd in pool.run(ends, case, late, validate, ranks=2):
         assert (kind, odd) == ("CallMismatchError", (0, 1))
         assert (
-            f"message {number} with tag 0 from rank 0 to rank 1 on pp means two things; nothing was sent"
+            f"message {number} with tag 0 from rank 0 to rank 1 on pp differs between its ends; nothing was sent"
             in text
         )
         assert f"rank 0 sends float32 ({x.numel()}) at {__file__}:" in text

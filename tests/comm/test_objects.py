@@ -131,9 +131,9 @@ def first_sends(mesh: Mesh, dim: str, send: dict[str, Any], recv: dict[str, Any]
     return mesh.objects.recv(dim, 0, **recv)
 
 
-UNSENT, PLAIN = "cannot be sent", "plain data that holds the same, or pickle=True on every rank of the call"
+UNSENT, PLAIN = "cannot be sent", "plain data with the same content, or pickle=True on every rank of the call"
 FUNCTION = 'coord 2: obj["model"][1] is a function'
-OVER, MORE = "what coord 1 has is over the size cap", "a larger max_bytes on every rank"
+OVER, MORE = "the object of coord 1 is over the size cap", "a larger max_bytes on every rank"
 SIZE = f"{encode(torch.zeros(5000, dtype=torch.uint8)).numel():,} bytes"
 # A call, and of the error that every rank raises: the call's name and dim, what, given, try.
 REFUSED: list[tuple[Callable[[Mesh], Any], str, str, str, str]] = [
@@ -154,7 +154,7 @@ REFUSED: list[tuple[Callable[[Mesh], Any], str, str, str, str]] = [
     ),
     (
         lambda m: m.objects.all_gather("model", {1: lambda: 0, 2: Odd()}.get(m.coord("model")), pickle=True),
-        "all_gather model", "what coords 1 2 have cannot be sent",
+        "all_gather model", "the object of coords 1 2 cannot be sent",
         "coord 2: obj cannot be pickled: TypeError: no size for you", "",
     ),
     (
@@ -175,12 +175,12 @@ REFUSED: list[tuple[Callable[[Mesh], Any], str, str, str, str]] = [
     ),
     (
         lambda m: first_sends(m, "tp", {"max_bytes": 6000}, {"max_bytes": 4000}, bytes(5000)),
-        " tp", "what coord 0 has is over the size cap", "max_bytes of coord 1", MORE,
+        " tp", "the object of coord 0 is over the size cap", "max_bytes of coord 1", MORE,
     ),
     (
         lambda m: m.objects.all_gather("model", 1, pickle=m.coord("model") == 2),
         "all_gather model", "the ranks disagree on pickle", "coord 2: pickle=True; coords 0 1 3: pickle=False",
-        "pickle=True on every rank where every sender is trusted, or on none",
+        "pickle=True on every rank if every sender is trusted, or on none",
     ),
     (
         lambda m: first_sends(m, "dp", {"pickle": True}, {}),
@@ -197,12 +197,12 @@ DIFFERENT: list[tuple[Callable[[Mesh], Any], str, str, str, str]] = [
     (
         lambda m: m.objects.broadcast("model", 1, src=m.coord("model") // 2),
         "broadcast model", "the ranks made different calls", "coords 0 1: broadcast, src=0; coords 2 3: broadcast, src=1",
-        "look at the order of calls",
+        "check the order of calls",
     ),
     (
         lambda m: m.objects.gather("model", 1, dst=0) if m.coord("model") == 1 else m.objects.all_gather("model", 1),
         " model", "the ranks made different calls", "coords 0 2 3: all_gather; coord 1: gather, dst=0",
-        "look at the order of calls",
+        "check the order of calls",
     ),
 ]  # fmt: skip
 
@@ -269,7 +269,9 @@ def test_a_pickle_is_never_read_by_a_rank_that_did_not_ask_for_it(mesh: Mesh, tm
         if attacker:
             # What an attacker would change in its own copy: a pickle, announced as plain data.
             patch.setattr(objects, "encode", lambda obj, pickle: encode(obj, True))
-        with pytest.raises(ObjectError, match=r"^what arrived is a pickle, and nothing of it was run"):
+        with pytest.raises(
+            ObjectError, match=r"^the received object is a pickle, and none of it was executed"
+        ):
             mesh.objects.broadcast("tp", Attack(str(mark)), src=0)
     mesh.barrier(timeout_s=20)
     assert not list(tmp_path.iterdir())
@@ -312,14 +314,14 @@ def test_a_dim_of_size_one() -> None:
         assert mesh.objects.scatter("tp", ["b"], src=0) == "b"
         # What fails on many ranks fails on one, with the same words.
         with pytest.raises(
-            ObjectError, match=r'what coord 0 has cannot be sent\n  given:    coord 0: obj\["f"\]'
+            ObjectError, match=r'the object of coord 0 cannot be sent\n  given:    coord 0: obj\["f"\]'
         ):
             mesh.objects.broadcast("dp", {"f": len}, src=0)
         with pytest.raises(ObjectError, match="objs has 2 elements"):
             mesh.objects.scatter("dp", [1, 2], src=0)
         with pytest.raises(ObjectError, match="is over the size cap"):
             mesh.objects.broadcast("dp", bytes(200), src=0, max_bytes=100)
-        with pytest.raises(UnsupportedOp, match="no messages to itself"):
+        with pytest.raises(UnsupportedOp, match="cannot send messages to itself"):
             mesh.objects.send("dp", x, dst=0)
     with pytest.raises(MeshClosed):
         mesh.objects.all_gather("dp", 1)

@@ -126,7 +126,7 @@ def test_a_mesh_of_open_size_is_not_compared() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "what"),
     [
-        ("RANK", "1", "error: the environment has half"),
+        ("RANK", "1", "error: the environment has only some"),
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "warn: TORCH_DISTRIBUTED_DEBUG"),
     ],
 )
@@ -205,7 +205,7 @@ def test_an_interface_set_twice_or_down_or_missing_in_the_environment() -> None:
         patch.setenv("GLOO_SOCKET_IFNAME", "eth7")
         down = load_config({"mesh": MESH, "network": {"interfaces": ["eth1"]}})
         twice, cannot = lines(host.interface_findings(down.network, HERE, env))
-    assert twice.startswith("error | GLOO_SOCKET_IFNAME is set twice, differently")
+    assert twice.startswith("error | GLOO_SOCKET_IFNAME is set twice, to different values")
     assert cannot == (
         "error | interface eth1 cannot carry anything | eth1 in [network] interfaces: down | one of lo, eth0"
     )
@@ -416,8 +416,8 @@ def test_a_store_that_others_reach_is_warned_of(monkeypatch: pytest.MonkeyPatch)
     assert str(exposure.exposed_store(name, port, "MASTER_ADDR=127.0.0.1", 1)) == (
         f"others can reach the job's store at {name}:{port}, though its one rank is on this host\n"
         f"  given:    {name}:{port}; it listens on {everywhere()}\n"
-        "  expected: an address that only this host reaches, 127.0.0.1: torch's TCPStore has no authentication,\n"
-        "            who reaches it can read and change all that the ranks tell each other\n"
+        "  expected: an address that only this host can reach, 127.0.0.1: torch's TCPStore has no authentication,\n"
+        "            anyone who reaches it can read and change everything that the ranks exchange\n"
         "  try:      MASTER_ADDR=127.0.0.1"
     )
     del joined
@@ -442,9 +442,9 @@ def test_a_rendezvous_file_that_all_can_replace(tmp_path: Path, mode: int, warne
     texts = [str(each.message) for each in caught if each.category is ExposedRendezvous]
     assert texts == (
         [
-            f"everybody can replace the rendezvous file {folder}/meet\n"
+            f"any user can replace the rendezvous file {folder}/meet\n"
             f"  given:    the folder {folder} with mode 0777\n"
-            "  expected: a folder that others cannot write, or a sticky one as /tmp is\n"
+            "  expected: a folder that others cannot write to, or one with the sticky bit, like /tmp\n"
             f"  try:      chmod o-w {folder}, or another process.path"
         ]
         if warned

@@ -53,7 +53,7 @@ UNKNOWN: dict[str, tuple[Callable[[Mesh, int], object], str]] = {
     "objects.broadcast": (lambda m, c: m.objects.broadcast("dp", {} if c == 1 else None, 1), "the object,"),
     "objects.scatter": (lambda m, c: m.objects.scatter("dp", [X] * 4 if c == 1 else None, 1), "the object,"),
     "objects.recv": (lambda m, c: m.objects.recv("dp", c ^ 1), "the object,"),
-    "recv_any": (lambda m, c: m.recv_any("dp", X), "who sends first"),
+    "recv_any": (lambda m, c: m.recv_any("dp", X), "which rank sends first"),
     "store.get": (lambda m, c: m.store.get("k"), 'only another rank could set "k"'),
     "store.wait": (lambda m, c: m.store.wait(["k"]), 'only another rank could set "k"'),
     "broadcast_object_list": (lambda m, c: dist.broadcast_object_list([None], src=1), "the objects, "),

@@ -41,9 +41,9 @@ def test_a_rank_that_is_lost_as_others_end_is_named(way: str, tmp_path: Path) ->
     what = "failed: KeyError: 'at the end'" if way == "raises" else "was ended by SIGKILL"
     lines = [line for line in ended.stderr.splitlines() if line.startswith("meshcomm: ")]
     assert lines[0].startswith(f"meshcomm: rank 1 (dp=1) {what}"), ended.stderr
-    assert lines[0].endswith("; replaced, 0 more can be")
+    assert lines[0].endswith("; replaced, replacements left: 0")
     assert lines[1].startswith(f"meshcomm: rank 1 (dp=1) {what}"), ended.stderr
-    assert "had ended well: no new process can meet all ranks any more" in lines[-1]
+    assert "had already completed: new processes can no longer meet all ranks" in lines[-1]
     assert "terminate called" not in ended.stderr
     assert ended.returncode == (1 if way == "raises" else 128 + signal.SIGKILL)
 
@@ -58,4 +58,4 @@ def test_a_program_without_a_mesh_is_not_waited_for(tmp_path: Path) -> None:
     )
     ended = run("--world-size", "2", str(script))
     assert ended.returncode == 0, ended.stderr
-    assert "rank 1 ended with exit code 3; replaced, 0 more can be" in ended.stderr
+    assert "rank 1 ended with exit code 3; replaced, replacements left: 0" in ended.stderr

@@ -117,7 +117,7 @@ def test_a_loop_of_ones_own_meets_the_new_process() -> None:
     assert ended.stdout.count("lost (3,)") == 3
     assert "replaced {3: 'was ended by SIGKILL'}" in ended.stdout
     assert lines == [f"rank {rank}: {whole}" for rank in range(4)]
-    assert "rank 3 (dp=1 tp=1) was ended by SIGKILL; replaced, 0 more can be" in ended.stderr
+    assert "rank 3 (dp=1 tp=1) was ended by SIGKILL; replaced, replacements left: 0" in ended.stderr
 
 
 def test_a_program_that_does_not_reopen_ends_by_the_name_of_the_lost_rank(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_program_that_does_not_reopen_ends_by_the_name_of_the_lost_rank(tmp_pa
     lines = ended.stderr.splitlines()
     assert "meshcomm: rank 1 (dp=1) was ended by SIGKILL" in lines
     assert (
-        "meshcomm: rank 0 ended by RankLost: a program goes on by mesh.reopen(error), a Trainer by itself"
+        "meshcomm: rank 0 ended by RankLost: a program continues with mesh.reopen(error), a Trainer by itself"
         in lines
     )
 
@@ -175,7 +175,7 @@ def test_a_training_goes_on_exactly(tmp_path: Path) -> None:
         assert job.process.wait(100) == 0, job.log.read_text()
         assert [line["loss"] for line in job.lines] == simulated(tmp_path, "dp2", STEPS)
         said = job.log.read_text()
-    assert "rank 0 (dp=0) was ended by SIGKILL; replaced, 0 more can be" in said
+    assert "rank 0 (dp=0) was ended by SIGKILL; replaced, replacements left: 0" in said
     assert "rank 0 replaced: goes on after step" in said
     assert not left_over(tmp_path)
 

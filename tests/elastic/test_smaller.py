@@ -93,8 +93,8 @@ def test_a_loop_of_ones_own_goes_on_with_fewer_and_grows_back(tmp_path: Path) ->
     assert ended.stdout.count("lost (), 1 new, dp=3") == 2
     for process in range(3):
         assert f"process {process} is rank {process} of 3: [3.0, 3.0]" in ended.stdout
-    assert "meshcomm: rank 1 (dp=1) was ended by SIGKILL; goes on with dp=2" in ended.stderr
-    assert "meshcomm: new processes for rank 1; goes on with dp=3" in ended.stderr
+    assert "meshcomm: rank 1 (dp=1) was ended by SIGKILL; continues with dp=2" in ended.stderr
+    assert "meshcomm: new processes for rank 1; continues with dp=3" in ended.stderr
 
 
 def test_a_training_goes_on_with_fewer(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_training_goes_on_with_fewer(tmp_path: Path) -> None:
         job.kill(0, signal.SIGKILL)
         assert job.process.wait(100) == 0, job.log.read_text()
         assert losses(job) == pytest.approx(simulated(tmp_path, "dp2", STEPS, BATCH[1::2]), rel=1e-12)
-        assert "rank 0 (dp=0) was ended by SIGKILL; goes on with dp=2" in job.log.read_text()
+        assert "rank 0 (dp=0) was ended by SIGKILL; continues with dp=2" in job.log.read_text()
         assert "with what the other ranks hold, dp=2" in job.log.read_text()
     assert not left_over(tmp_path)
 
@@ -183,4 +183,4 @@ def test_a_module_of_the_programs_own(tmp_path: Path) -> None:
         job.kill(1, signal.SIGKILL)
         assert job.process.wait(100) == 0, job.log.read_text()
         assert losses(job) == pytest.approx(before, rel=1e-12)
-        assert "goes on with dp=2" in job.log.read_text()
+        assert "continues with dp=2" in job.log.read_text()

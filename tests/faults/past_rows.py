@@ -170,7 +170,7 @@ def _row(
     if fault == "skipped step":
         # All its calls are like the others', one step ahead: it ends before them, without an error.
         expected[victim] = ""
-    cells = f"past-{name} | {fault} | past the mesh | {dim}"
+    cells = f"past-{name} | {fault} | outside the mesh | {dim}"
     return row(cells, program, expected, more.pop("named", (victim,)), dims=dims, **more)
 
 

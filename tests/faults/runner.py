@@ -88,7 +88,7 @@ class _Worker:
 # What ranks say that did not open their mesh within the row's short timeout.
 _UNOPENED: Final = (
     "could not create the group",
-    "never came to agree on the mesh",
+    "never arrived to agree on the mesh",
     "could not meet the others",
 )
 _TRIES: Final = 3

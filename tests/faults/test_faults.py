@@ -18,7 +18,7 @@ def marked(name: str) -> object:
     row, marks = ROWS[name], []
     if row.flaw:
         marks.append(pytest.mark.xfail(strict=not row.sometimes, reason=row.flaw))
-    if "past the mesh" in row.moment or row.bare:
+    if "outside the mesh" in row.moment or row.bare:
         marks.append(needs_group_hooks)
     return pytest.param(name, marks=marks)
 
@@ -75,7 +75,7 @@ def test_what_a_row_complains_about() -> None:
 
 
 def test_a_machine_too_busy_to_open_meshes_has_not_shown_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = Said("PeerLost", "rank 1 could not create the group tp[dp=0]: rank 0 has not come to it", 0.0)
+    late = Said("PeerLost", "rank 1 could not create the group tp[dp=0]: rank 0 has not joined it", 0.0)
     ended = [Result({1: late}), Result(), Result({1: late})]
     monkeypatch.setattr(runner, "_once", lambda row: ended.pop())
     assert run(ROWS["exception-in-creation"]).said == {1: late}  # there it is the fault itself
@@ -99,5 +99,5 @@ def test_no_second_of_the_page_is_beyond_what_is_promised() -> None:
 
 def test_which_ranks_a_text_names() -> None:
     assert names(Said("E", "ranks 1 3-5 differ, and rank 7 (dp=0 tp=2)", 0.0)) == {1, 3, 4, 5, 7}
-    assert names(Said("E", "what coord 2 has cannot be sent", 0.0)) == {2}
+    assert names(Said("E", "the object of coord 2 cannot be sent", 0.0)) == {2}
     assert names(Said("E", "rank 1", 0.0, (4,))) == {4}

@@ -95,14 +95,14 @@ ROWS = [
         )
     ),
     _differs(
-        "default-group-shape | other shape in dist.all_reduce | past the mesh",
+        "default-group-shape | other shape in dist.all_reduce | outside the mesh",
         *(_outside(6, False), _outside(4, False)),
         before=1,
         dim="default group",
         quick=True,
     ),
     _differs(
-        "new-group-shape | other shape in dist.all_reduce | past the mesh",
+        "new-group-shape | other shape in dist.all_reduce | outside the mesh",
         *(_outside(6, True), _outside(4, True)),
         dim="a group of dist.new_group",
     ),

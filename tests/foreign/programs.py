@@ -211,10 +211,12 @@ PROGRAMS: Final = {
     "transformers": Program("transformers", ""),
     "lightning": Program("lightning", "lightning"),
 }
-_ASLEEP: Final = r"rank {0} has not come: it is at \S+ in \w+"
-_RAISED: Final = r"rank {0} (failed: ValueError: planted|has not come: .* when it raised ValueError: planted)"
+_ASLEEP: Final = r"rank {0} has not arrived: it is at \S+ in \w+"
+_RAISED: Final = (
+    r"rank {0} (failed: ValueError: planted|has not arrived: .* when it raised ValueError: planted)"
+)
 _KILLED: Final = r"rank {0} was ended by SIGKILL"
-_LEFT: Final = r"rank {0} (failed: CallMismatchError|ended with exit code 0 while rank \d|has not come: it has ended, or left .*)"
+_LEFT: Final = r"rank {0} (failed: CallMismatchError|ended with exit code 0 while rank \d|has not arrived: it has ended, or left .*)"
 _SAID: Final = {"sleep": _ASLEEP, "raise": _RAISED, "kill": _KILLED}
 # By program and fault: what is said.
 FAULTS: Final = {

@@ -505,14 +505,14 @@ def graph_alive() -> None:
 
 
 def queue() -> None:
-    """What the backend says of the calls that a peer has not come to."""
+    """What the backend says of the calls that a peer has not reached."""
     with opened() as mesh:
         x, late, name = torch.ones(4), mesh.coord("dp") == 1, mesh.group("dp").group_name
         y, out = torch.ones(4), torch.zeros(4)
         for each in ("exchange", "all_reduce"):
             warm_calls(mesh, x.view(1, 4), each)
         for calls in range(3):
-            with case(f"{calls} calls and an exchange that a peer has not come to") as row:
+            with case(f"{calls} calls and an exchange that a peer has not reached") as row:
                 if late:
                     mesh.store.wait([f"queued/{calls}/{mesh.ranks('dp')[0]}"])
                 for _ in range(calls):

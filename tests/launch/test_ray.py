@@ -216,8 +216,8 @@ def test_a_lost_rank_is_replaced(gone: Any, capfd: pytest.CaptureFixture[str]) -
     assert (code, out.count("new\n")) == (0, 1)
     what = "was ended by SIGKILL" if isinstance(gone, tuple) else "lost its actor on 10.0.0.2: The node died."
     assert lines == [
-        f"meshcomm: rank 2 {what}; replaced, 1 more can be",
-        "meshcomm: rank 2 found no place: no such node; replaced, 0 more can be",
+        f"meshcomm: rank 2 {what}; replaced, replacements left: 1",
+        "meshcomm: rank 2 could not be placed: no such node; replaced, replacements left: 0",
     ]
     names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MESHCOMM_GENERATION")
     assert words(new.variables, *names) == "2 1 2 2"
@@ -265,8 +265,8 @@ def test_a_smaller_mesh_goes_on_and_grows_and_too_few_end(capfd: pytest.CaptureF
     replacing = Replacing(3, elastic, sizes, now=lambda: next(clock))
     code, _, lines = ran(capfd, actors, replacing, store)
     assert code == 0 and lines == [
-        "meshcomm: rank 0 was ended by SIGKILL; goes on with dp=2",
-        "meshcomm: new processes for rank 0; goes on with dp=3",
+        "meshcomm: rank 0 was ended by SIGKILL; continues with dp=2",
+        "meshcomm: new processes for rank 0; continues with dp=3",
     ]
     assert words(actors[3].variables, "RANK", "MESHCOMM_GENERATION") == "0 2"
 
@@ -277,7 +277,7 @@ def test_a_smaller_mesh_goes_on_and_grows_and_too_few_end(capfd: pytest.CaptureF
         Actor(["c\n"] * 3 + [RayError("gone too")], ("C", "10.0.0.3", 1)),
     ]
     code, _, lines = ran(capfd, actors, Replacing(3, ElasticConfig(min={"dp": 2}), sizes), Store())
-    assert code == 1 and lines[0].endswith("10.0.0.1: gone; goes on with dp=2")
+    assert code == 1 and lines[0].endswith("10.0.0.1: gone; continues with dp=2")
     assert lines[1] == "meshcomm: rank 1 lost its actor on 10.0.0.3: gone too"
 
 
@@ -290,7 +290,7 @@ def test_a_cluster_without_room_for_a_new_process(capfd: pytest.CaptureFixture[s
     code, _, lines = ran(capfd, actors, Replacing(2, ElasticConfig(replace=1)), Store(), 0.05)
     assert code == 1
     assert lines[1] == (
-        "meshcomm: rank 1 lost its actor on 10.0.0.2: gone; for 0.05 s the cluster has had no room for a new process"
+        "meshcomm: rank 1 lost its actor on 10.0.0.2: gone; for 0.05 s the cluster had no room for a new process"
     )
 
 
@@ -312,7 +312,7 @@ def test_what_the_words_say_of_losses(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError):
         ray._read(["train", path, "--set", "elastic.replace=-1"], None)
-    with pytest.raises(LaunchError, match=r"starts no doctor(.|\n)*try:"):
+    with pytest.raises(LaunchError, match=r"cannot start doctor(.|\n)*try:"):
         ray._read(["doctor"], None)
 
 

@@ -103,10 +103,10 @@ def _elastic(checks: Checks, python: Path) -> None:
             _, second = cluster.add(2), cluster.add(1)
             job = fewer.start(case, 3, "--replace", "1")
             seconds = fewer.kill(*cluster.all_of(second))
-            job.await_line("; goes on with dp=2")
+            job.await_line("; continues with dp=2")
             began = time.monotonic()
             cluster.add(1)
-            job.await_line("; goes on with dp=3")
+            job.await_line("; continues with dp=3")
             grown = time.monotonic() - began
             same = fewer.same(job, 1e-12)
             case.said = (

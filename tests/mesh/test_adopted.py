@@ -56,7 +56,7 @@ def test_the_same_losses_with_fewer_groups() -> None:
     begin_again()
     assert trained(*dims)[0] == losses
     # dp, cp, tp, fsdp, tp and loss: two are made, and one is of a single rank.
-    assert repr(adopted) == "6 groups asked for: 2 made, 3 shared, 1 of one rank"
+    assert repr(adopted) == "6 groups requested: 2 made, 3 shared, 1 of one rank"
     assert len(groups_by_name()) == plain - 3
     adopted.close()
     assert dist.new_group([0, 1]) is not dist.new_group([0, 1]) or dist.get_rank() > 1
@@ -90,7 +90,7 @@ def test_only_equal_groups_are_shared() -> None:
     if inside:
         dist.destroy_process_group(pair)
         with pytest.raises(
-            CommunicationError, match=r"(?s)asked again for a group that it had destroyed.*ranks 0 1"
+            CommunicationError, match=r"(?s)requested a group again that it had destroyed.*ranks 0 1"
         ):
             dist.new_group([0, 1])
     adopted.close()

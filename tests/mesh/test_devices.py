@@ -253,7 +253,5 @@ def test_options_of_a_dim_reach_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     opened("tp", True)
     assert given[0] is None and given[1].is_high_priority_stream
     assert [getattr(given[1].config, name) for name in list(own)[1:]] == [2, 4, 1, 1]
-    with pytest.raises(
-        UnsupportedOp, match="split_share has no effect: the group has a communicator of its own"
-    ):
+    with pytest.raises(UnsupportedOp, match="split_share has no effect: the group has its own communicator"):
         opened("tp", False)

@@ -146,7 +146,7 @@ def test_the_launcher_names_the_rank_that_has_not_come(pool: Pool, tmp_path: Pat
     code, err = ended(pool, tmp_path, f"trains({step}, {SLEEPS})")
     lines = err.splitlines()
     assert code == 1 and "  given:    call 7" in err
-    assert "            rank 1 (dp=1) has not come: it is at " in err
+    assert "            rank 1 (dp=1) has not arrived: it is at " in err
     assert lines[-2].startswith("meshcomm: rank 0 (dp=0) failed: CollectiveTimeout: all_reduce ")
     assert lines[-1] == "meshcomm: it waited for rank 1 (dp=1)"
 
@@ -178,8 +178,10 @@ except Exception:
 def test_other_launchers_show_it_on_the_ranks_stderr_once(pool: Pool, tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     code, err = ended(pool, tmp_path, f"trains(ddp, {SLEEPS})", torchrun)
-    assert code == 1 and err.count("made past the mesh along") == 1
-    assert 'CollectiveTimeout: all_reduce made past the mesh along "dp" on rank 0 (dp=0) did not end' in err
+    assert code == 1 and err.count("made outside the mesh along") == 1
+    assert (
+        'CollectiveTimeout: all_reduce made outside the mesh along "dp" on rank 0 (dp=0) did not end' in err
+    )
 
 
 @pytest.mark.faults
@@ -198,8 +200,8 @@ except Exception:
 {end}
 """
     _, err = ended(pool, tmp_path, script)
-    said = [line for line in err.splitlines() if "rank 1 (dp=1) has not come" in line]
-    where = "made past the mesh along" if step == "ddp" else 'along "default group"'
+    said = [line for line in err.splitlines() if "rank 1 (dp=1) has not arrived" in line]
+    where = "made outside the mesh along" if step == "ddp" else 'along "default group"'
     assert len(said) == 1 and said[0].startswith(f"meshcomm: all_reduce {where}")
 
 

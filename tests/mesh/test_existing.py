@@ -74,10 +74,10 @@ def test_groups_that_are_not_of_one_grid_are_refused() -> None:
     dist.init_process_group("gloo")
     tp, uneven = made({"tp": [[0, 1], [2, 3]], "uneven": [[0, 3], [1, 2]]}).values()
     for groups, says in (
-        ({"tp": tp}, "do not lead through all 4 ranks.*given: +tp: ranks .*2 ranks that are 2 apart"),
+        ({"tp": tp}, "do not reach all 4 ranks.*given: +tp: ranks .*2 ranks that are 2 apart"),
         (
             {"tp": tp, "odd": uneven},
-            'the ranks along "odd" are not evenly spaced|do not lead through all 4 ranks',
+            'the ranks along "odd" are not evenly spaced|do not reach all 4 ranks',
         ),
         ({"tp": tp, "dp": None}, 'no process group along "dp".*a NoneType, on rank'),
     ):
@@ -89,13 +89,13 @@ def test_groups_that_are_not_of_one_grid_are_refused() -> None:
     first, second = (rows, columns) if dist.get_rank() else (columns, rows)
     with pytest.raises(MeshMismatchError, match="rank 0"):
         meshcomm.from_groups({"dp": first, "tp": second}, timeout_s=20)
-    with pytest.raises(LaunchError, match=r"groups, and arguments that say the same"):
+    with pytest.raises(LaunchError, match=r"groups, and arguments that set the same values"):
         meshcomm.mesh.existing.of_groups({"tp": tp}, {"dims": {"tp": 4}})
     dist.destroy_process_group()
 
 
 def test_groups_before_torchs_default_group() -> None:
-    with pytest.raises(LaunchError, match="from_groups came before torch's default group"):
+    with pytest.raises(LaunchError, match="from_groups was called before torch's default group existed"):
         meshcomm.from_groups({"tp": None})  # type: ignore[dict-item]
 
 
@@ -130,9 +130,9 @@ def test_device_meshes_that_cannot_be_one_mesh() -> None:
     other = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("a", "b"))
     for source, keys, says in (
         ([mesh, mesh["tp"]], {}, "the DeviceMesh is a slice"),
-        ([mesh, other], {}, "not factorisations of the same ranks"),
-        ([], {}, "not one of DeviceMeshes"),
-        ([mesh, "tp"], {}, "not one of DeviceMeshes"),
+        ([mesh, other], {}, "not factorizations of the same ranks"),
+        ([], {}, "other objects than DeviceMeshes"),
+        ([mesh, "tp"], {}, "other objects than DeviceMeshes"),
         (mesh, {"dims": {"dp": 4}, "device": "cpu"}, "a DeviceMesh, and arguments.*dims, device"),
         (mesh, {"overrides": ["mesh.timeout_s=3"]}, "overrides have no effect"),
     ):

@@ -95,14 +95,14 @@ def test_a_worker_that_ray_has_started_ahead_of_its_job(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "0"}, "the environment has half of a launcher's variables: WORLD_SIZE is missing"),
-        ({"WORLD_SIZE": "2"}, "the environment has half of a launcher's variables: RANK is missing"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not a rank of a world of 2"),
+        ({"RANK": "0"}, "the environment has only some of a launcher's variables: WORLD_SIZE is missing"),
+        ({"WORLD_SIZE": "2"}, "the environment has only some of a launcher's variables: RANK is missing"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not a rank in a world of 2"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is not a number"),
         ({**TORCHRUN, "MASTER_PORT": ""}, "MASTER_PORT is not a number"),
         ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a port"),
         ({**OPEN_MPI, "MASTER_PORT": "-1"}, "MASTER_PORT=-1 is not a port"),
-        (BATCH, "this is the batch script of Slurm job 7, and none of its 4 tasks"),
+        (BATCH, "this is the batch script of Slurm job 7, not one of its 4 tasks"),
     ],
 )
 def test_what_makes_no_sense_is_refused(variables: dict[str, str], message: str) -> None:

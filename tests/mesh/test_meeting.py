@@ -188,11 +188,11 @@ IN_EACH = "try:      set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each p
 
 def test_nobody_to_meet(pool: Pool) -> None:
     (text,) = pool.run(refused, {"dp": 2}, {"RANK": "RANK", "WORLD_SIZE": "2"}, ranks=1)
-    assert text.startswith("rank 0 of 2 has no address at which to meet the others\n")
+    assert text.startswith("rank 0 of 2 has no address to meet the others at\n")
     assert 'process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun' in text
     # Processes of multiprocessing do not each take a world for themselves.
     for text in pool.run(refused, {"dp": -1}, {}, ranks=2):
-        assert text.startswith("how many processes? dims = { dp = -1 } takes all there are\n")
+        assert text.startswith("how many processes? dims = { dp = -1 } uses all there are\n")
         assert IN_EACH in text
 
 
@@ -202,7 +202,7 @@ def test_a_process_that_no_launcher_started(pool: Pool, monkeypatch: pytest.Monk
     assert text.startswith("the mesh needs 4 processes, and no launcher has started this one\n")
     assert IN_EACH in text and "or init(rank=..., world_size=4, ...)" in text
     monkeypatch.setattr("multiprocessing.parent_process", lambda: None)
-    assert "try:      torchrun --nproc-per-node 4 script.py; srun and mpirun do as well" in refused(dims, {})
+    assert "try:      torchrun --nproc-per-node 4 script.py; srun and mpirun work too" in refused(dims, {})
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     simulated = "try:      meshcomm.simulate(function, dims={'dp': -1, 'tp': 4}): every rank a thread"
     assert simulated in refused(dims, {})
@@ -286,7 +286,7 @@ def test_network_settings_are_set_before_and_put_back_after(pool: Pool) -> None:
 def test_an_interface_that_is_set_twice_is_refused(pool: Pool) -> None:
     for error in pool.run(network, ranks=2, env={"GLOO_SOCKET_IFNAME": "eth7"}, allow=True):
         assert isinstance(error, LaunchError)
-        assert error.what == "GLOO_SOCKET_IFNAME is set twice, differently"
+        assert error.what == "GLOO_SOCKET_IFNAME is set twice, to different values"
 
 
 # -- backends, and a default group that is there already ---------------------------------------------
@@ -405,7 +405,7 @@ def test_a_rank_that_comes_twice(tmp_path: Path) -> None:
         "FileStore": dist.FileStore(str(tmp_path / "store"), 2),
     }
     for kind, store in stores.items():
-        missing = MeshMismatchError("rank 2 never came", given="ranks 0 1", expected="", hint="")
+        missing = MeshMismatchError("rank 2 never arrived", given="ranks 0 1", expected="", hint="")
         missing.missing = (2,)
         blame(missing, store)
         assert (missing.given, missing.mismatched_ranks) == ("ranks 0 1", ()), kind
@@ -417,15 +417,13 @@ def test_a_rank_that_comes_twice(tmp_path: Path) -> None:
         assert twice(store, elsewhere, kept=True) == "taken over", kind
         for first, kept in ((running, True), (elsewhere, False)):
             text = twice(store, first, kept)
-            assert text.startswith("rank 1 came twice: another process has said before that it is rank 1"), (
-                kind
-            )
+            assert text.startswith("rank 1 exists twice: another process has already claimed rank 1"), kind
             assert f"{first}\n            {process_name()} (this one)" in text, kind
         blame(missing, store)
         assert missing.mismatched_ranks == (1,), kind
         assert missing.missing == (2,), kind
         # What was left about the process before is of an owner that is none any more.
-        assert missing.given == f"ranks 0 1\nrank 1 came twice: {elsewhere}; and {process_name()}", kind
+        assert missing.given == f"ranks 0 1\nrank 1 exists twice: {elsewhere}; and {process_name()}", kind
 
 
 def test_a_rank_that_comes_twice_by_file(tmp_path: Path) -> None:
@@ -433,7 +431,7 @@ def test_a_rank_that_comes_twice_by_file(tmp_path: Path) -> None:
     running, _ = processes()
     file = dist.FileStore(path, 2)
     file.set("meshcomm/process/0", running)
-    with pytest.raises(LaunchError, match=f"rank 0 came twice.*\n *given: *{running}\n"):
+    with pytest.raises(LaunchError, match=f"rank 0 exists twice.*\n *given: *{running}\n"):
         meet(ProcessConfig(init="file", path=path, rank=0, world_size=2), SINGLE, 5)
 
 
@@ -443,9 +441,7 @@ def test_a_rank_that_comes_twice_by_file(tmp_path: Path) -> None:
 def test_a_program_that_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(
-            TimeoutError, match=r"^no store of torch answers: another program has the port, or"
-        ):
+        with pytest.raises(TimeoutError, match=r"^no torch store answers: another program has the port, or"):
             find_tcp_store("127.0.0.1", port, 2, hosts=False, timeout=timedelta(seconds=0.1))
         for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1"}.items():
             monkeypatch.setenv(name, value)
@@ -460,12 +456,12 @@ def test_a_program_that_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.Mo
         ({"backend": "ucc"}, 'no backend ucc\n.*a torch that was built with ucc.*mesh.backend = "auto"'),
         (
             {"config": {"mesh": {"dims": {"dp": 1}, "device": "cpu"}, "network": {"interfaces": ["none7"]}}},
-            r"this host has no interface none7\n.*none7 in \[network\] interfaces\n.*take it out of \[network\]",
+            r"this host has no interface none7\n.*none7 in \[network\] interfaces\n.*remove it from \[network\]",
         ),
         ({"options": {"dp": {"backend": "nonsense"}}}, "this torch has no backend nonsense"),
-        ({"world_size": "2"}, "world_size is no number of ranks: '2'"),
-        ({"rank": True}, "rank is no number of ranks: True"),
-        ({"store": 5}, "no store to meet at: 5"),
+        ({"world_size": "2"}, "world_size is not an integer: '2'"),
+        ({"rank": True}, "rank is not an integer: True"),
+        ({"store": 5}, "not a torch store: 5"),
         ({"config": {"mesh": {"dims": {"dp": 1}}}, "overrides": 5}, "overrides are texts"),
     ],
 )

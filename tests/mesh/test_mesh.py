@@ -264,7 +264,9 @@ def test_disagreement_is_an_error_on_every_rank_naming_the_odd_one() -> None:
 @on_ranks(4)
 def test_a_rank_that_never_comes_is_named() -> None:
     if os.environ["RANK"] != "2":
-        with pytest.raises(MeshMismatchError, match="rank 2 of 4 never came to agree on the mesh") as caught:
+        with pytest.raises(
+            MeshMismatchError, match="rank 2 of 4 never arrived to agree on the mesh"
+        ) as caught:
             meshcomm.init(dims={"dp": 4}, device="cpu", timeout_s=2)
         assert "ranks 0 1 3" in str(caught.value)
 

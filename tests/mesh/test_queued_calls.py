@@ -22,7 +22,7 @@ PROGRAM = str(Path(__file__).with_name("queued_program.py"))
 
 # What the launcher's last lines say of the cause; rank 1 shares its "dp" group with rank 3.
 CAUSES = {
-    "skips": r"rank 3 \(dp=1 tp=1\) has not come: it has closed the mesh.*\n(.*\n)*.*(it waited for rank 3|rank 3 .*ended with exit code 0 while rank 1 waited)",
+    "skips": r"rank 3 \(dp=1 tp=1\) has not arrived: it has closed the mesh.*\n(.*\n)*.*(it waited for rank 3|rank 3 .*ended with exit code 0 while rank 1 waited)",
     "deaf": r"send to rank [23], message 1 .*\n(.*\n)*.*(it waited for rank [23]|rank [23] .*ended with exit code 0 while rank [01] waited)",
     "raises": r"rank 3.* failed: ValueError: a fault of the program",
     "killed": r"rank 3.* was ended by SIGKILL",

@@ -209,7 +209,10 @@ def test_what_is_no_longer_remembered_is_said_so() -> None:
     other = [list(calls) for calls in steps]
     other[20] = []
     found = difference({0: steps, 1: other, 2: steps}, first=11)
-    assert found["what"] == 'ranks differ in step 61 or one before along "dp": rank 1 (dp=1) made other calls'
+    assert (
+        found["what"]
+        == 'ranks differ in step 61 or an earlier one along "dp": rank 1 (dp=1) made other calls'
+    )
     # What is remembered is bounded, and steps that are all alike take no more room.
     alike = noted([ADD] * 3000, [0, 1])
     data = alike.steps.data()

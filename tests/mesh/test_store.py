@@ -140,10 +140,10 @@ def test_a_key_that_never_comes_is_named_with_the_rank_and_the_seconds(store: Me
         assert str(caught.value) == (
             f'store.{name} on rank 3 (dp=1 tp=1): "gone" not set within 0.05 s\n'
             f"  given:    1 of {of} keys missing, {kind}\n"
-            "  expected: another rank to set what is waited for\n"
-            "  try:      look at the rank that sets it; or timeout_s=..."
+            "  expected: another rank to set the key\n"
+            "  try:      check the rank that sets it; or set timeout_s=..."
         )
-    with pytest.raises(UnsupportedOp, match="is not a time to wait"):
+    with pytest.raises(UnsupportedOp, match="is not a valid timeout"):
         store.get("gone", 0)
     assert store.get("here") == b"1"
 
@@ -310,13 +310,13 @@ def test_who_did_not_come(mesh: Mesh) -> None:
     if mesh.coord("tp") == 1:
         mesh.barrier("dp", timeout_s=20)
     elif mesh.rank != 4:
-        with pytest.raises(BarrierTimeout, match="1 of 4 ranks did not come within 2 s") as caught:
+        with pytest.raises(BarrierTimeout, match="1 of 4 ranks did not arrive within 2 s") as caught:
             mesh.barrier("dp", timeout_s=2)
         assert caught.value.missing == (4,)
-        assert "missing: rank 4; came: rank 7 2 6" in str(caught.value)
+        assert "missing: rank 4; arrived: rank 7 2 6" in str(caught.value)
     mesh.barrier(None)
     if mesh.rank == 4:  # comes after the others gave up: it must not go on as if they had met
-        with pytest.raises(BarrierTimeout, match="all have come by now, but some gave up before"):
+        with pytest.raises(BarrierTimeout, match="all have arrived by now, but some gave up earlier"):
             mesh.barrier("dp", timeout_s=1)
 
 
@@ -343,7 +343,7 @@ def test_a_barrier_after_a_skipped_call_says_who_has_made_how_many(mesh: Mesh) -
     if mesh.rank == 1:
         text = str(caught.value)
         assert isinstance(caught.value, BarrierTimeout)
-        assert text.startswith("barrier along dp on rank 1 (dp=1 tp=0): 2 of 3 ranks did not come")
+        assert text.startswith("barrier along dp on rank 1 (dp=1 tp=0): 2 of 3 ranks did not arrive")
         # 81 calls, of which rank 1 made 80: one all_gather before them.
         for rank in (0, 2):
             assert f"rank {rank} has made 81 calls on dp" in text

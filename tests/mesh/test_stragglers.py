@@ -55,4 +55,4 @@ def test_the_slow_rank_is_found_along_its_dim(mesh: Mesh) -> None:
         assert own.last[1] > 0.8 and own.mean_s[1] > 0.075
         text = str(found)
         assert f"tp, {CALLS} calls" in text and "tp: rank 5, " in text
-        assert "latest of the whole mesh along" in text
+        assert "latest of the mesh along" in text

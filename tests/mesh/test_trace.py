@@ -105,7 +105,7 @@ def traced(folder: str) -> dict[str, Any]:
             mesh.all_reduce("dp", [torch.ones(2), torch.ones(3, dtype=torch.int64)])
             gather = mesh.all_gather("dp", torch.ones(2), async_op=True)
             gather.wait()
-            with pytest.raises(UnsupportedOp, match="trace inside a trace"), mesh.trace("other.json"):
+            with pytest.raises(UnsupportedOp, match="another trace is active"), mesh.trace("other.json"):
                 pass
         assert path.is_file(), "all ranks go on when the file is there"
         mesh.all_reduce("dp", x, op="max")  # behind: quick again
@@ -114,7 +114,9 @@ def traced(folder: str) -> dict[str, Any]:
             mesh.barrier("dp")
             raise ZeroDivisionError
         with (
-            pytest.raises(StoreError, match=r"could not be written\n.*\n.*a path on the first rank.s host"),
+            pytest.raises(
+                StoreError, match=r"could not be written\n.*\n.*a writable path on the first rank.s host"
+            ),
             mesh.trace(path / "below" / "a.json"),
         ):
             mesh.barrier("dp")
@@ -341,7 +343,7 @@ def test_the_simulator_refuses_and_says_what_to_do() -> None:
             mesh.trace("trace.json")
         return str(caught.value)
 
-    assert all("mesh.stats() counts" in text for text in meshcomm.simulate(body, dims={"dp": 2}))
+    assert all("mesh.stats() works" in text for text in meshcomm.simulate(body, dims={"dp": 2}))
 
 
 def test_a_file_by_hand(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_two_jobs_that_are_given_one_port_name_each_other(pool: Pool, tmp_path: 
     first, second = (f"Slurm step 17.{job}" for job in _TWO)
     store = find_job("127.0.0.1", [port], first, 0, 2, _SHORT)
     for rank in _TWO:
-        with pytest.raises(LaunchError, match="another job meets there") as caught:
+        with pytest.raises(LaunchError, match="another job uses this address") as caught:
             find_job("127.0.0.1", [port], second, rank, 2, _SHORT)
         given = caught.value.given
         assert f"127.0.0.1:{port}: the store of {first}, whose rank 0 is process {os.getpid()} of " in given
@@ -197,7 +197,7 @@ def test_a_job_that_has_all_its_ranks_goes_on_when_another_one_comes(pool: Pool,
     first = start(0)
     first.until_printed("open")
     code, out, err = start(1).finish()
-    assert (code, out) == (1, "") and "another job meets there" in err and "rank 1 came twice" in err
+    assert (code, out) == (1, "") and "another job uses this address" in err and "rank 1 exists twice" in err
     (tmp_path / "enough").touch()
     code, out, err = first.finish()
     assert (code, out.count("open"), out.count("right")) == (0, 2, 2), (out, err)
@@ -221,8 +221,7 @@ def test_a_port_that_another_job_or_program_has_is_passed_over() -> None:
                 find_job("127.0.0.1", ports[:2], "mine", rank, 2, _SHORT)
             assert f"{ports[0]}: the store of another job, whose rank 0 is process " in caught.value.given
             assert (
-                f"{ports[1]}: no store of torch answers: another program has the port, or "
-                in caught.value.given
+                f"{ports[1]}: no torch store answers: another program has the port, or " in caught.value.given
             )
 
 
@@ -255,7 +254,7 @@ def test_a_further_mesh_keeps_the_server_of_the_first() -> None:
 def test_a_store_of_torch_is_no_job_of_meshcomm() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(
-        LaunchError, match=f"127.0.0.1:{store.port}: a store of torch that is of no job of meshcomm"
+        LaunchError, match=f"127.0.0.1:{store.port}: a store of torch that belongs to no meshcomm job"
     ):
         find_job("127.0.0.1", [store.port], "mine", 1, 2, _SHORT)
     assert not store.check(["meshcomm/owner/1"])

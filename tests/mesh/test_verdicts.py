@@ -128,7 +128,7 @@ def left(mesh: Any) -> None:
 
 
 def past(mesh: Any) -> None:
-    """Ranks 3, 6 and 7 leave out what their neighbours along dp do past the mesh."""
+    """Ranks 3, 6 and 7 leave out what their neighbours along dp do outside the mesh."""
     group, x = mesh.group("dp"), torch.ones(4)
     dist.all_reduce(x, group=group)
     if mesh.rank in (3, 6, 7):
@@ -174,7 +174,7 @@ SKIPPED = (
         'all_reduce along "tp" on rank 7 (pp=1 dp=1 tp=1) did not end in time\n  given:    call 2 on tp[pp=1 dp=1], '
         "ranks [6, 7], at ",
         f"{__file__}:",
-        "rank 6 (pp=1 dp=1 tp=0) has not come: it is at ",
+        "rank 6 (pp=1 dp=1 tp=0) has not arrived: it is at ",
         " in skipped, after barrier, call 1",
     ],
 )
@@ -187,7 +187,9 @@ BY_HAND = (
 
 def made_past(rank: int, call: str, does: str) -> tuple[str, tuple[int, ...], list[str]]:
     pp, tp = rank // 4, rank % 2
-    first = f'{call} made past the mesh along "dp" on rank {rank} (pp={pp} dp=0 tp={tp}) did not end in time'
+    first = (
+        f'{call} made outside the mesh along "dp" on rank {rank} (pp={pp} dp=0 tp={tp}) did not end in time'
+    )
     return LATE, (rank + 2,), [first, f"rank {rank + 2} (pp={pp} dp=1 tp={tp}) {does}"]
 
 
@@ -208,7 +210,7 @@ STORIES = {
             0: (
                 LATE,
                 (1,),
-                ['rank 1 (pp=0 dp=0 tp=1) has not come: it is in all_reduce along "dp", call 2, at '],
+                ['rank 1 (pp=0 dp=0 tp=1) has not arrived: it is in all_reduce along "dp", call 2, at '],
             ),
             **{rank: (LATE, (other,), []) for rank, other in ((1, 3), (2, 0), (3, 2))},
         },
@@ -229,7 +231,7 @@ STORIES = {
                 ],
             ),
             # It waits for rank 6 in a collective, which is said to wait for a message.
-            4: (LATE, (6,), ['has not come: it is in recv from rank 2, message 2 with tag 0 along "pp"']),
+            4: (LATE, (6,), ['has not arrived: it is in recv from rank 2, message 2 with tag 0 along "pp"']),
         },
         [r"rank 2 \(pp=0 dp=1 tp=0\) is at .*rank 6 waits for it in recv from rank 2, message 2 with tag 0"],
         alone=False,
@@ -237,23 +239,23 @@ STORIES = {
     "ranks that left": Story(
         left,
         {
-            2: (LOST, (3,), ["has not come: it has closed the mesh, after all_reduce, call 2"]),
+            2: (LOST, (3,), ["has not arrived: it has closed the mesh, after all_reduce, call 2"]),
             6: (LOST, (7,), ["after all_reduce, call 2, when it raised ValueError: no batch\n"]),
             7: ("ValueError", (), []),
         },
         more={"timeout_s": 40.0, "stay": False},
     ),
-    "calls past the mesh": Story(
+    "calls outside the mesh": Story(
         past,
         {
-            1: made_past(1, "all_reduce", "has not come: it "),
+            1: made_past(1, "all_reduce", "has not arrived: it "),
             4: made_past(4, "recv", "has sent 0 of 1 with tag 0"),
-            5: made_past(5, "all_reduce", "has not come: it "),
+            5: made_past(5, "all_reduce", "has not arrived: it "),
         },
     ),
-    "a rank in a call past the mesh": Story(
+    "a rank in a call outside the mesh": Story(
         by_hand,
-        {7: (LATE, (6,), ["rank 6 (pp=1 dp=1 tp=0) has not come: it is ", BY_HAND])},
+        {7: (LATE, (6,), ["rank 6 (pp=1 dp=1 tp=0) has not arrived: it is ", BY_HAND])},
         alone=False,
         more={"dp_s": 60.0},
     ),
@@ -474,7 +476,7 @@ def test_a_call_is_overdue_by_the_clock_alone() -> None:
     assert late(213.1 + GRACE_S)
     waited.waited(since)
     assert not late(220.0)
-    # A Work of a call past the mesh is asked no sooner than that.
+    # A Work of a call outside the mesh is asked no sooner than that.
     done, stuck = _Work(True), _Work(False)
     for work, overdue in ((done, False), (stuck, True)):
         recorder.work = work
@@ -558,7 +560,7 @@ def test_a_rank_that_left_out_one_of_many_equal_calls_is_named(pool: Pool, tmp_p
         assert f"ranks 0 1 2 made all_reduce, at {__file__}:" in text
         assert "as call 75" in text
         assert "mesh.step()" in text
-        assert "every rank of the group has come" not in text
+        assert "every rank of the group has arrived" not in text
     lines = report(tmp_path).splitlines()
     assert lines[1] == "the ranks of dp made different calls with the sequence number 75:"
     assert lines[2].startswith(f"  rank 3 (dp=3) made barrier, at {__file__}:")
@@ -583,13 +585,13 @@ def test_equal_operations_with_other_counts_say_who_is_behind_and_who_is_ahead()
     found = diagnose(CALL_9, statuses)
     assert (found.missing, found.mismatched, found.silent) == ([3], (), False)
     assert found.lines == [
-        'rank 3 (dp=3) has not come: it is in all_reduce along "dp", call 8, at train.py:83'
+        'rank 3 (dp=3) has not arrived: it is in all_reduce along "dp", call 8, at train.py:83'
     ]
     statuses[3] = status_of(3, 10, (9, call), (10, call))
     found = diagnose(CALL_9, statuses)
     assert (found.missing, found.mismatched) == ([], ())
     assert found.lines == [
-        'rank 3 (dp=3) has gone on: it is in all_reduce along "dp", call 10, at train.py:103'
+        'rank 3 (dp=3) has continued: it is in all_reduce along "dp", call 10, at train.py:103'
     ]
 
 
@@ -732,7 +734,7 @@ def test_a_work_past_the_mesh_that_does_not_end_is_told_once(capfd: pytest.Captu
     watchdog.close()
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1 and ended == []
-    assert said[0].startswith('meshcomm: all_gather made past the mesh along "dp" on rank 0 (dp=0)')
+    assert said[0].startswith('meshcomm: all_gather made outside the mesh along "dp" on rank 0 (dp=0)')
     assert "rank 1 does not answer" in said[0]
 
 

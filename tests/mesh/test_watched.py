@@ -105,7 +105,7 @@ def test_the_default_group_of_a_mesh_is_the_meshs() -> None:
 def test_ranks_that_do_not_watch_are_named() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=2))
     if dist.get_rank() == 0:
-        with pytest.raises(MeshMismatchError, match="rank 1 of 2 never came to agree on the watch"):
+        with pytest.raises(MeshMismatchError, match="rank 1 of 2 never arrived to agree on the watch"):
             meshcomm.watch()
     else:
         time.sleep(2.5)
@@ -162,7 +162,7 @@ def outside(watch: Watch) -> list[Any]:
     [
         ({"validate_calls": -1}, ConfigError, "validate_calls"),
         ({"validate_calls": "often"}, ConfigError, "validate_calls"),
-        ({"tells_s": 0}, UnsupportedOp, "tells_s: timeout_s=0 is not a time to wait"),
+        ({"tells_s": 0}, UnsupportedOp, "tells_s: timeout_s=0 is not a valid timeout"),
     ],
 )
 def test_what_a_watch_does_not_take_is_refused(given: dict[str, Any], error: Any, said: str) -> None:
@@ -323,7 +323,9 @@ def test_a_call_that_blocks_is_told_of_once_and_may_still_end(pool: Pool, tmp_pa
     code, out, err = Job(pool, tmp_path, *command).finish()
     said = [line for line in err.splitlines() if line.startswith("meshcomm: ")]
     assert code == 0 and out.split() == ["trained"] * 4 and len(said) == 1, err
-    assert " has waited 1 s in all_reduce along " in said[0] and "rank 1 has not come: it is at " in said[0]
+    assert (
+        " has waited 1 s in all_reduce along " in said[0] and "rank 1 has not arrived: it is at " in said[0]
+    )
 
 
 @pytest.mark.faults
@@ -332,4 +334,4 @@ def test_one_line_under_another_launcher(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program)
     command = ("-m", "torch.distributed.run", "--nproc-per-node", "4", "train.py", "sleep", "5")
     code, _, err = Job(pool, tmp_path, *command).finish()
-    assert code == 1 and "rank 1 has not come: it is at " in err and "CollectiveTimeout" in err
+    assert code == 1 and "rank 1 has not arrived: it is at " in err and "CollectiveTimeout" in err

@@ -270,4 +270,4 @@ def _refused(mesh: Mesh) -> tuple[str, str]:
 
 def test_seeds_are_refused_where_they_mean_nothing() -> None:
     told: Any = meshcomm.simulate(_refused, load_config({"mesh": {"dims": {"tp": 2}, "device": "cpu"}}))
-    assert "tpp" in told[0][0] and "must follow from something" in told[0][1]
+    assert "tpp" in told[0][0] and "a seed needs a key" in told[0][1]

@@ -117,7 +117,7 @@ def message_behind_a_collective(mesh: Mesh) -> None:
 def test_messages_of_an_nccl_group_are_queued() -> None:
     """What ends on Gloo and waits for ever on NCCL is told."""
     for program, size, error, text in (
-        (receives_first, 2, RankFailed, "ranks that do the same wait for ever"),
+        (receives_first, 2, RankFailed, "ranks that all do this wait forever"),
         (around, 3, DeadlockError, "ranks start calls of one NCCL group in different orders: "),
         (
             message_behind_a_collective,

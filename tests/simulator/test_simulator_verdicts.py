@@ -125,7 +125,7 @@ def test_a_mismatch_is_told_when_some_never_come() -> None:
     assert re.search(
         r'ranks differ in call 1 along "all": rank 1 is mismatched; nothing was sent\n'
         r"  given:    rank 1: all_gather\(.*\) at .*\n"
-        r"            rank 2 3: did not come\n"
+        r"            rank 2 3: did not arrive\n"
         r"  expected: as rank 0: all_reduce\(",
         text,
     ), text
@@ -180,7 +180,7 @@ def test_errors_of_several_ranks_are_folded_and_followers_are_named() -> None:
     assert isinstance(error, RankFailed) and sorted(error.by_rank) == [1, 2, 3]
     text = str(error)
     assert re.search(r"ranks 2 3 at .*test_simulator_verdicts.py:\d+:\n +ValueError: common", text), text
-    assert "rank 0 waited for others when nothing more could happen" in text
+    assert "rank 0 waited for others when no rank could continue" in text
 
 
 def test_an_interrupt_ends_all_ranks() -> None:

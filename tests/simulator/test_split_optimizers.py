@@ -94,7 +94,7 @@ def test_what_needs_the_whole_tensor_is_refused_by_name(make: Any, named: str, c
     if make is lbfgs and not closed:
         return
     with pytest.raises(
-        (UnsupportedOp, RankFailed), match=rf"{named}.step looks at a part of a parameter"
+        (UnsupportedOp, RankFailed), match=rf"{named}.step treats a part of a parameter"
     ) as caught:
         meshcomm.simulate(trained, dims={"tp": 2}, args=(make, closed))
     assert "along tp" in str(caught.value)

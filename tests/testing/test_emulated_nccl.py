@@ -99,7 +99,7 @@ def messages(mesh: Mesh) -> None:
     sent = mesh.isend("dp", x, dst=peer) if peer else None
     out = torch.empty(2)
     if sent is not None:
-        with pytest.raises(UnsupportedOp, match="ranks that do the same wait for ever") as refused:
+        with pytest.raises(UnsupportedOp, match="ranks that all do this wait forever") as refused:
             mesh.irecv("dp", out, src=peer)
         assert "mesh.exchange" in refused.value.hint
         sent.wait()
