@@ -176,7 +176,7 @@ def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
     ]
     if fixed:
         raise ConfigError(
-            f"this configuration is a different training from the checkpoint: {', '.join(fixed)}",
+            f"this configuration trains something different from the checkpoint: {', '.join(fixed)}",
             given="\n".join(
                 f"{name} = {toml(differences[name][1])}, and {toml(differences[name][0])} in {folder}"
                 for name in fixed

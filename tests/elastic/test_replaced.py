@@ -153,7 +153,7 @@ def test_a_training_goes_on_exactly(tmp_path: Path, expected: dict[str, list[flo
         assert [line["loss"] for line in job.lines] == losses(expected, "dp2", tmp_path)
         said = job.log.read_text()
     assert "rank 0 (dp=0) was ended by SIGKILL; replaced, 0 more can be" in said
-    assert "rank 0 replaced: goes on after step" in said
+    assert "rank 0 replaced: continues after step" in said
     assert not left_over(tmp_path)
 
 

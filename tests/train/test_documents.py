@@ -148,7 +148,7 @@ def test_documents_that_are_not_masked_and_masks_that_cannot_be_are_refused(
     (what,) = pool.run(refused_module, masked, ranks=1)
     assert what == "this model cannot be trained with data.document_mask"
     unknown = DataConfig(seq_len=8, tokenizer="bytes", document_mask=True)
-    with pytest.raises(TrainingError, match="nothing says where a document ends"):
+    with pytest.raises(TrainingError, match="the end of a document is not defined"):
         load(unknown)
 
 

@@ -56,7 +56,7 @@ FIELDS = b"}" + text("_value_") + b"K\x07s"
 def test_metadata_run_no_code_and_set_no_attribute_but_fields_of_new_objects(data: bytes) -> None:
     hash_of, members = MetadataIndex.__hash__, [each.value for each in WriteItemType]
     try:
-        with pytest.raises(pickle.UnpicklingError, match="has no place in a checkpoint of tensors"):
+        with pytest.raises(pickle.UnpicklingError, match="is not allowed in a checkpoint of tensors"):
             unpickle(data)
         assert MetadataIndex.__hash__ is hash_of and [each.value for each in WriteItemType] == members
     finally:
@@ -84,11 +84,11 @@ def place(found: Saved) -> Any:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"relative_path": "../__0_0.distcp"}, "is no file of this folder"),
-        ({"relative_path": "/etc/hostname"}, "is no file of this folder"),
-        ({"relative_path": ".."}, "is no file of this folder"),
-        ({"offset": -1}, "is no offset and length"),
-        ({"length": 0.5}, "is no offset and length"),
+        ({"relative_path": "../__0_0.distcp"}, "is not a file of this folder"),
+        ({"relative_path": "/etc/hostname"}, "is not a file of this folder"),
+        ({"relative_path": ".."}, "is not a file of this folder"),
+        ({"offset": -1}, "is not an offset and a length"),
+        ({"length": 0.5}, "is not an offset and a length"),
     ],
 )
 def test_records_lie_in_files_of_the_folder(tmp_path: Path, change: dict[str, Any], words: str) -> None:

@@ -175,7 +175,7 @@ def test_leaving_out_every_step_is_no_training(pool: Pool, tmp_path: Path) -> No
     ((text, faults),) = pool.run(spoilt, config, ("backward", 0, WQ, range(2, 21)), ranks=1)
     assert isinstance(text, str)
     assert text.startswith(
-        "steps 2 to 12 give nothing finite, so leaving them out does not help\n  given:    rank 0"
+        "steps 2 to 12 have no finite result, so skipping them does not help\n  given:    rank 0"
     )
     assert len(faults) == 10
 
