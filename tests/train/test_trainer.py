@@ -298,7 +298,7 @@ REFUSED = [
     ("end", "one=1", "the data ended before the training"),
     ("no model", "dp=2", "no model is given, and the configuration has none"),
     ("no data", "dp=2", "no data are given, and the configuration has none"),
-    ("share", "dp=2", "a step does not get this rank's share of the global batch"),
+    ("share", "dp=2", "the step has a wrong number of samples for this rank"),
     ("not split", "dp=2 tp=2", "no parameter of the module is split along tp, which plays parallel.tensor"),
     ("plateau", "dp=2", "the scheduler is a ReduceLROnPlateau"),
 ]
