@@ -466,7 +466,7 @@ def test_a_program_that_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.Mo
         ({"world_size": "2"}, "world_size is no number of ranks: '2'"),
         ({"rank": True}, "rank is no number of ranks: True"),
         ({"store": 5}, "no store to meet at: 5"),
-        ({"config": {"mesh": {"dims": {"dp": 1}}}, "overrides": 5}, "overrides are texts"),
+        ({"config": {"mesh": {"dims": {"dp": 1}}}, "overrides": 5}, "overrides must be texts"),
     ],
 )
 def test_what_cannot_be_met_by(given: dict[str, Any], said: str) -> None:

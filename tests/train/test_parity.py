@@ -405,5 +405,5 @@ def test_what_cannot_be_compared_is_refused(
 def test_no_training_is_refused() -> None:
     mesh_alone = load_config({"mesh": {"dims": {"dp": 2}}})
     for function in (in_float64, reference):
-        with pytest.raises(ConfigError, match="says nothing about training"):
+        with pytest.raises(ConfigError, match="describes no training"):
             function(mesh_alone)

@@ -299,7 +299,7 @@ REFUSED = [
     ("no model", "dp=2", "no model is given, and the configuration has none"),
     ("no data", "dp=2", "no data are given, and the configuration has none"),
     ("share", "dp=2", "the step has a wrong number of samples for this rank"),
-    ("not split", "dp=2 tp=2", "no parameter of the module is split along tp, which plays parallel.tensor"),
+    ("not split", "dp=2 tp=2", "no parameter of the module is split along tp, the dim of parallel.tensor"),
     ("plateau", "dp=2", "the scheduler is a ReduceLROnPlateau"),
 ]
 
@@ -367,5 +367,5 @@ def test_a_configuration_without_a_model_is_told_by_the_command(tmp_path: Path) 
     path.write_text(
         '[mesh]\ndims = { dp = 2 }\ndevice = "cpu"\n[parallel]\ndata = "dp"\n[train]\nsteps = 1\nglobal_batch_size = 2\nmicro_batch_size = 1\n'
     )
-    with pytest.raises(ConfigError, match=r"says nothing about a model\n.*\n.*meshcomm run with a script"):
+    with pytest.raises(ConfigError, match=r"has no settings for a model\n.*\n.*meshcomm run with a script"):
         train(path, [], None)
