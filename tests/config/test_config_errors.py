@@ -373,7 +373,7 @@ FILES: dict[str, tuple[str, bytes, str, list[str]]] = {
     "open bracket at the end": ("mesh.toml", b"[mesh]\ndims = {\n", "line 2, column 9", ["not TOML"]),
     "key twice": ("mesh.toml", b"[mesh]\ntimeout_s = 1\n\ttimeout_s = 2\n", "line 3, column 15", ["given:     timeout_s = 2", "try:      write the key once"]),
     "nothing after the equals sign": ("mesh.toml", b"[mesh]\ndims =", "line 2, column 7", ["not TOML: Invalid value"]),
-    "JSON with a comma too many": ("mesh.json", b'{\n  "mesh": {"dims": {"dp": 2,}}\n}', f"line 2, column {_COMMA}", ["not JSON", "try:      remove the comma"]),
+    "JSON with a comma too many": ("mesh.json", b'{\n  "mesh": {"dims": {"dp": 2,}}\n}', f"line 2, column {_COMMA}", ["not JSON", "try:      remove the trailing comma"]),
     "JSON with a key twice": ("mesh.json", b'{"mesh": {"dims": {"dp": 2, "dp": 4}}}', "dp", ["twice", "dp = 2, dp = 4", "remove one"]),
     "YAML with a key twice": ("mesh.yaml", b"mesh:\n  dims: {dp: 2}\n  dims: {dp: 4}\n", "line 3, column 3", ["the key dims occurs twice"]),
     "YAML that ends early": ("mesh.yml", b"mesh: {dims: {dp: 2}\nprocess: 3\n", "line 2, column 1", ["not YAML", "given:    process: 3\n"]),
