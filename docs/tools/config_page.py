@@ -98,6 +98,7 @@ replace = 3
 min = { dp = 1 }
 patience_s = 10
 delay_s = 60
+copy_every = 10
 """,
     ),
     "topology": (

@@ -85,11 +85,7 @@ def test_a_number_that_stands_on_a_page_is_that_of_its_table() -> None:
     table = parity.partition("<!-- parity table -->")[2]
     assert re.findall(r"^\| (\w.*?) \|", table, re.M)[1:] == list(CASES)
     faults = (DOCS / "reference/faults.md").read_text()
-    assert (
-        re.findall(r"\[(\d+) faults\]", readme)
-        == re.findall(r"^(\d+) rows", faults, re.M)
-        == [str(len(ROWS))]
-    )
+    assert re.findall(r"^(\d+) rows", faults, re.M) == [str(len(ROWS))]
 
 
 def test_every_public_name_of_torch_distributed_is_on_its_page() -> None:

@@ -19,6 +19,10 @@ from typing import Final
 
 import psutil
 
+import meshcomm
+from meshcomm.config import load_config
+from meshcomm.train import Trainer
+
 ROOT: Final = Path(__file__).parents[2]
 
 _COMMON: Final = """
@@ -162,6 +166,14 @@ def undisturbed(folder: Path, mesh: str, steps: int, more: str = "") -> list[flo
     with training(folder, config_of(mesh, steps, more), 0) as run:
         assert run.process.wait(200) == 0, run.log.read_text()
         return [line["loss"] for line in run.lines]
+
+
+def simulated(folder: Path, mesh: str, steps: int, words: Sequence[str] = ()) -> list[float]:
+    """The same losses, bit-equal, from the simulator, in a second. mesh: without shards and pipelines."""
+    path = folder / "simulated.toml"
+    path.write_text(config_of(mesh, steps))
+    settings = load_config(path, [*words, f'train.out="{folder / "simulated"}"'])
+    return list(meshcomm.simulate(lambda mesh: Trainer(mesh, settings).run().losses, settings)[0])
 
 
 def _disturbed(folder: Path, mesh: str, steps: int, deaths: int, draw: random.Random) -> tuple[Run, int]:

@@ -148,6 +148,15 @@ def test_a_training_goes_on_exactly(mesh: str, tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
+def test_shards_go_back_to_copies(tmp_path: Path) -> None:
+    config = queued(config_of("fsdp2", STEPS))
+    expected = losses(tmp_path / "before", config, TRAINS, {})
+    copies = config + "[elastic]\ncopy_every = 1\n"
+    assert losses(tmp_path / "after", copies, TRAINS, {2: 1, 4: 0}) == expected
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
 def test_a_norm_that_was_given_up_scales_nothing(tmp_path: Path) -> None:
     """Ranks 0 and 2 have applied the step, and rank 1 completes it."""
     config = queued(DP_TP + config_of("dp2", STEPS).partition('data = "dp"\n')[2])

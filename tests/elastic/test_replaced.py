@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.deaths import MESHES, ROOT, config_of, left_over, training, undisturbed
+from tests.elastic.deaths import MESHES, ROOT, config_of, left_over, simulated, training, undisturbed
 
 STEPS = 8
 SCRIPT = Path(__file__).parent / "own_loop.py"
@@ -145,12 +145,12 @@ def losses(expected: dict[str, list[float]], mesh: str, folder: Path) -> list[fl
     return expected[mesh]
 
 
-def test_a_training_goes_on_exactly(tmp_path: Path, expected: dict[str, list[float]]) -> None:
+def test_a_training_goes_on_exactly(tmp_path: Path) -> None:
     with training(tmp_path, config_of("dp2", STEPS), 1) as job:
         assert job.await_step(2)
         job.kill(0, signal.SIGKILL)
         assert job.process.wait(100) == 0, job.log.read_text()
-        assert [line["loss"] for line in job.lines] == losses(expected, "dp2", tmp_path)
+        assert [line["loss"] for line in job.lines] == simulated(tmp_path, "dp2", STEPS)
         said = job.log.read_text()
     assert "rank 0 (dp=0) was ended by SIGKILL; replaced, 0 more can be" in said
     assert "rank 0 replaced: continues after step" in said

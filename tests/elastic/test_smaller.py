@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.deaths import ROOT, Run, config_of, left_over, training
+from tests.elastic.deaths import ROOT, Run, config_of, left_over, simulated, training
 
 STEPS = 12
 BATCH = ("--set", "train.global_batch_size=12", "--set", "train.micro_batch_size=1")
@@ -97,19 +97,13 @@ def test_a_loop_of_ones_own_goes_on_with_fewer_and_grows_back(tmp_path: Path) ->
     assert "meshcomm: new processes for rank 1; goes on with dp=3" in ended.stderr
 
 
-def expected(folder: Path, mesh: str) -> list[float]:
-    with training(folder / "undisturbed", config_of(mesh, STEPS), 0, words=BATCH) as job:
-        assert job.process.wait(200) == 0, job.log.read_text()
-        return losses(job)
-
-
 def test_a_training_goes_on_with_fewer(tmp_path: Path) -> None:
     text = config_of("dp2", STEPS).replace("dp = 2", "dp = 3") + elastic("min = { dp = 2 }")
     with training(tmp_path, text, 0, words=BATCH) as job:
         assert job.await_step(3), job.log.read_text()
         job.kill(0, signal.SIGKILL)
         assert job.process.wait(100) == 0, job.log.read_text()
-        assert losses(job) == pytest.approx(expected(tmp_path, "dp2"), rel=1e-12)
+        assert losses(job) == pytest.approx(simulated(tmp_path, "dp2", STEPS, BATCH[1::2]), rel=1e-12)
         assert "rank 0 (dp=0) was ended by SIGKILL; goes on with dp=2" in job.log.read_text()
         assert "with the state of the other ranks, dp=2" in job.log.read_text()
     assert not left_over(tmp_path)
