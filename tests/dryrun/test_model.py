@@ -91,7 +91,7 @@ def test_what_is_no_model_or_no_dim_is_refused(tmp_path: Path) -> None:
     for dims, said in (
         ("pp=0", "pp=0 is not a dim"),
         ("rows=2", "rows=2 is not a dim"),
-        ("dp=4,ep=3", "cannot be spread"),
+        ("dp=4,ep=3", "cannot be distributed"),
     ):
         with pytest.raises(ConfigError, match=said):
             training_of(path, dims)

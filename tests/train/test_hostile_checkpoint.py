@@ -122,10 +122,10 @@ def test_a_record_is_what_the_metadata_say(tmp_path: Path, value: Any) -> None:
     [
         ([((0,), (2,)), ((0,), (2,))], "parts that overlap"),
         ([((0,), (3,)), ((2,), (1,))], "parts that overlap"),
-        ([((0,), (2,)), ((3,), (2,))], "outside of shape"),
-        ([((-1,), (4,))], "outside of shape"),
-        ([((0,), (-4,)), ((0,), (8,))], "outside of shape"),
-        ([((0, 0), (4, 1))], "outside of shape"),
+        ([((0,), (2,)), ((3,), (2,))], "outside shape"),
+        ([((-1,), (4,))], "outside shape"),
+        ([((0,), (-4,)), ((0,), (8,))], "outside shape"),
+        ([((0, 0), (4, 1))], "outside shape"),
         ([((0,), (2,))], "parts of 2 of 4 elements"),
     ],
 )

@@ -562,7 +562,7 @@ def saved_counting(config: Config, out: Path) -> None:
 
 def test_weights_without_an_extra_state_that_they_need_are_refused(pool: Pool, tmp_path: Path) -> None:
     pool.run(saved_counting, config_on(BASE, "one=1"), tmp_path, ranks=1)
-    with pytest.raises(UnsupportedOp, match="the extra state of the model is no tensor"):
+    with pytest.raises(UnsupportedOp, match="the extra state of the model is not a tensor"):
         export_weights(tmp_path, tmp_path / "weights")
 
 
