@@ -349,7 +349,7 @@ def loaded(config: Config, folder: Path, damage: str) -> str:
         ("older", "a checkpoint's lock.json cannot be read", "format 2, written by another version"),
         ("missing", "a checkpoint's lock.json cannot be read", "No such file"),
         ("changed", "a checkpoint's lock.json cannot be read", "its SHA-256 differs"),
-        ("elsewhere", "a checkpoint's lock.json cannot be read", "nowhere is none"),
+        ("elsewhere", "a checkpoint's lock.json cannot be read", "nowhere is not one"),
     ],
 )
 def test_a_misfitting_folder_changes_nothing(
