@@ -17,7 +17,7 @@ def _one_dim(elastic: ElasticConfig) -> Iterator[Problem]:
         yield Problem(
             "min",
             f"{len(elastic.min)} dims",
-            "the one along which copies of the model go on",
+            "the one along which copies of the model continue",
             ways,
             elastic.written("min"),
         )
@@ -42,13 +42,11 @@ class ElasticConfig(Section):
     patience_s: float = Field(default=0.0, ge=0)
     """With min: seconds to wait for a new process before continuing with fewer ranks. Default 0."""
     delay_s: float = Field(default=0.0, ge=0)
-    """With replace: seconds between a loss and the start of the new process, for example to let a device
-                  recover. Default 0.
+    """With replace: seconds between a loss and the start of the new process, for example to let a device recover.
+    Default 0.
     """
     copy_every: int = Field(default=0, ge=0, examples=[10])
-    """With replace: interval in steps at which each rank copies its state, and that of the rank before it, to
-                  host memory. If no
-    other rank holds the parts of a lost rank, as along shard, pipeline or tensor alone, all ranks return to the
-    last
-    copies. Default 0: they return to the last checkpoint.
+    """With replace: interval in steps at which each rank copies its state, and the state of the rank before it, to
+    host memory. If no other rank holds the parts of a lost rank, as along shard, pipeline or tensor alone, all
+    ranks return to the last copies. Default 0: they return to the last checkpoint.
     """

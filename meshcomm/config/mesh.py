@@ -15,7 +15,7 @@ from meshcomm.layout import GroupOptions, Layout, Plan
 from meshcomm.layout.names import merged_name
 from meshcomm.layout.sizes import resolve
 
-# Options of a group that NCCL alone has.
+# Options of a group that only NCCL has.
 NCCL_OPTIONS: Final = ("high_priority", "min_ctas", "max_ctas", "cga_cluster_size", "split_share")
 
 
@@ -34,9 +34,7 @@ class DimOptions(Section):
     min_ctas: int | None = Field(default=None, ge=1)
     """NCCL only: minimum number of thread blocks per kernel. If omitted, NCCL chooses."""
     max_ctas: int | None = Field(default=None, ge=1)
-    """NCCL only: maximum number of thread blocks per kernel, each on a multiprocessor. If omitted, NCCL
-               chooses.
-    """
+    """NCCL only: maximum number of thread blocks per kernel, each on a multiprocessor. If omitted, NCCL chooses."""
     cga_cluster_size: int | None = Field(default=None, ge=0, le=8)
     """NCCL only: size of the thread block clusters on Hopper and newer GPUs. If omitted, NCCL chooses."""
     split_share: bool = False
@@ -113,7 +111,7 @@ class MeshConfig(Section):
         etp: if None, tp.
         keys: further keys of `[mesh]`, such as `merge={"dp_cp": ("dp", "cp")}`.
 
-        Ranks are equal to those of the RankGenerator in Megatron-Core 0.16. Raises ConfigError.
+        Ranks are equal to the result of the RankGenerator in Megatron-Core 0.16. Raises ConfigError.
 
         >>> mesh = MeshConfig.from_megatron(tp=2, pp=2, ep=2, etp=1)
         >>> mesh.sizes(8), mesh.layout(8).views["expert"]["edp"]
@@ -127,7 +125,7 @@ class MeshConfig(Section):
             expected = f'some of {", ".join(sizes)}, each once, joined by "-"'
             unknown = Problem("order", what, expected, ('order="tp-cp-ep-dp-pp"',), f"{order!r}")
             raise report("MeshConfig.from_megatron", [unknown])
-        # What Megatron's order leaves out is outermost.
+        # Dims that Megatron's order leaves out are outermost.
         outermost = [*reversed(missing), *reversed(names)]
         dense = {name: sizes[name] for name in outermost if name != "ep"}
         if ep == 1 and etp is None:
@@ -184,9 +182,9 @@ class MeshConfig(Section):
                 f"{world} is not a number of processes",
                 given=f"a world of {world}",
                 expected=f"1 to {MOST_RANKS}",
-                hint="the number of processes that the job has",
+                hint="give the number of processes of the job",
             )
-        # The other rules hold since the section was made.
+        # The other rules were checked when the section was made.
         here = self.model_copy()
         here._world = world
         problems = list(run((sizes_fit,), here))

@@ -28,7 +28,7 @@ from meshcomm.layout.sizes import divisors
 
 
 def _fact(example: int) -> Any:
-    """What follows from `pretrained`, is not asked of what is built by code, and must be said of the built-in model."""
+    """A setting that follows from `pretrained`, is not needed for models built by code, and is required for the built-in model."""
     return Field(default=None, ge=1, examples=[example])
 
 
@@ -50,7 +50,7 @@ def _folder(model: ModelConfig) -> Iterator[Problem]:
     try:
         said = read(path)
     except (ValueError, OSError) as error:
-        what, expected = f"no model of transformers: {error}", "a config.json that save_pretrained wrote"
+        what, expected = f"not a model of transformers: {error}", "a config.json that save_pretrained wrote"
         ways = ["model.save_pretrained(folder)"]
         yield Problem("pretrained", what, expected, ways, model.written("pretrained"))
         return
@@ -58,16 +58,16 @@ def _folder(model: ModelConfig) -> Iterator[Problem]:
     for name, value in sizes_of(model.pretrained).items():
         if getattr(model, name) != value:
             what = f"the folder's config.json has {name} {value}"
-            expected = f"{value}, or nothing: it follows from the folder"
+            expected = f"{value}, or no setting, because it follows from the folder"
             yield Problem(name, what, expected, [f"remove model.{name}"], model.written(name))
 
 
 def _dropout(model: ModelConfig) -> Iterator[Problem]:
     shares = dropouts_of(model.pretrained)
     if shares and not model.given("dropout"):
-        what = "the model drops out, by random numbers that would differ from mesh to mesh"
+        what = "the model has dropout, with random numbers that would differ from mesh to mesh"
         expected = (
-            "model.dropout: behind attention and feed-forward of each block, in the same places on every mesh"
+            "model.dropout: after attention and feed-forward of each block, in the same places on every mesh"
         )
         ways = [f"model.dropout = {max(shares.values())}", "model.dropout = 0.0"]
         written = ", ".join(f"{name} = {value}" for name, value in shares.items())
@@ -78,7 +78,9 @@ def _shared_kv_heads(model: ModelConfig) -> Iterator[Problem]:
     num_heads, num_kv_heads = model.num_heads, model.num_kv_heads
     if None not in (num_heads, num_kv_heads) and num_heads % num_kv_heads:
         what = f"num_heads is not divisible by num_kv_heads: {remainder(num_heads, num_kv_heads)}"
-        expected = "num_heads divisible by num_kv_heads: equally many query heads share each of them"
+        expected = (
+            "num_heads divisible by num_kv_heads, so that the same number of query heads share each of them"
+        )
         ways = [f"model.num_kv_heads = {n}" for n in nearest(num_kv_heads, divisors(num_heads))]
         ways += [f"model.num_heads = {n}" for n in multiples(num_heads, num_kv_heads, 1)]
         yield Problem("num_kv_heads", what, expected, ways, model.written("num_heads num_kv_heads"))
@@ -96,7 +98,7 @@ def _head_size(model: ModelConfig) -> Iterator[Problem]:
         yield Problem("hidden_size", what, expected, fitting, given)
     elif model.head_size % 2:
         what = f"the size of a head is odd: {hidden_size} / {num_heads} = {model.head_size}"
-        expected = "an even size: rotary embeddings turn pairs of elements"
+        expected = "an even size: rotary embeddings rotate pairs of elements"
         yield Problem("hidden_size", what, expected, fitting, given)
 
 
@@ -120,9 +122,7 @@ class LoraConfig(Section):
     dropout: Fraction = 0.0
     """Dropout on the input of A in training: the fraction of elements of x, the same elements on every mesh."""
     targets: FrozenList[Text] = Field(default=(), examples=[["q_proj", "v_proj"]])
-    """Linear layers to adapt: full names, or their last components. Default []: all linear layers of the
-        blocks.
-    """
+    """Linear layers to adapt: full names, or their last components. Default []: all linear layers of the blocks."""
 
 
 class ModelConfig(Section):
@@ -139,14 +139,14 @@ class ModelConfig(Section):
         NoEffect("random_weights", "pretrained", way='pretrained = "FOLDER"'),
         NoEffect("args", "build", way='build = "my_package.models:gpt"'),
         NoEffect("lora", "pretrained build", way='pretrained = "FOLDER"'),
-        NoEffect("rope_theta norm_eps", "pretrained", (None,), why=": the folder's config.json says it"),
+        NoEffect("rope_theta norm_eps", "pretrained", (None,), why=": the folder's config.json sets it"),
         NoEffect(
             "capacity_factor balance_loss",
             "pretrained",
             (None,),
             why=": the code of its family routes tokens",
         ),
-        NoEffect("rope_theta norm_eps dropout", "build", (None,), why=": the code of the model says it"),
+        NoEffect("rope_theta norm_eps dropout", "build", (None,), why=": the code of the model sets it"),
         NoEffect(
             "experts_per_token experts_every capacity_factor balance_loss", "experts", way="experts = 8"
         ),
@@ -164,9 +164,7 @@ class ModelConfig(Section):
     args: Arguments = Field(default_factory=Table, examples=[{"num_layers": 4}])
     """With build: keyword arguments of the function."""
     lora: LoraConfig | None = None
-    """With pretrained or build: train only low-rank adapters of the linear layers. If omitted, all weights are
-        trained.
-    """
+    """With pretrained or build: train only low-rank adapters of the linear layers. If omitted, all weights are trained."""
     num_layers: int = _fact(4)
     """Number of transformer blocks."""
     hidden_size: int = _fact(128)
@@ -199,8 +197,7 @@ class ModelConfig(Section):
     """With experts: layers n, 2n, ..., counted from 1, have experts. Default 1: all layers."""
     capacity_factor: float | None = Field(default=None, gt=0)
     """With experts: maximum number of tokens per expert, as a multiple of an even share. Excess tokens skip the
-                  expert. If
-    omitted, no limit.
+    expert. If omitted, no limit.
     """
     balance_loss: float = Field(default=0.01, ge=0)
     """With experts: weight of the load-balancing loss."""
@@ -208,7 +205,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_pretrained(cls, data: Any) -> Any:
-        """The sizes that the folder's config.json says, where it can be read; `_folder` tells why not."""
+        """The sizes in the folder's config.json, if it can be read. `_folder` reports why not."""
         if isinstance(data, dict) and isinstance(data.get("pretrained"), str):
             return {**sizes_of(data["pretrained"]), **data}
         return data
@@ -247,7 +244,7 @@ class ModelConfig(Section):
             raise ConfigError(
                 f"{what} cannot be predicted for a model that code builds",
                 given=f'model.build = "{self.build}" without {", ".join(unknown)}',
-                expected="its sizes, from which it follows",
+                expected="its sizes, on which this depends",
                 hint=", ".join(f"model.{name} = ..." for name in unknown),
             )
         return self

@@ -1,4 +1,4 @@
-"""The training of a model of transformers on a mesh, of its config.json and a few sizes, where there is no configuration yet."""
+"""The training of a transformers model on a mesh, from its config.json and a few sizes, without a configuration file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshcomm.config.pretrained import dropouts_of, read, sizes_of
 from meshcomm.errors import ConfigError
 
 PARTS: Final = {"pp": "pipeline", "dp": "data", "fsdp": "shard", "cp": "context", "tp": "tensor"}
-"""Names of dims -> what they are for. `ep` is one more, along which experts are spread."""
+"""Names of dims -> their purpose. `ep` is another one, along which experts are distributed."""
 
 TOPOLOGY: Final[dict[str, Any]] = {
     "ranks_per_node": 8,
@@ -22,23 +22,23 @@ TOPOLOGY: Final[dict[str, Any]] = {
     "tflops": 400,
     "memory_gbytes": 80,
 }
-"""Nodes of eight GPUs such as the H100, one network card each; 400 of its 989 TFLOPS in bfloat16."""
+"""Nodes of eight GPUs such as the H100, with one network card each; 400 of its 989 TFLOPS in bfloat16."""
 
 _EXAMPLE: Final = "--dims pp=16,fsdp=64,tp=8,ep=64"
 
 
 def is_of_model(path: Path) -> bool:
-    """Whether the file is the config.json of a model, and no configuration of meshcomm."""
+    """Whether the file is the config.json of a model, and not a configuration of meshcomm."""
     with suppress(OSError, ValueError):
         return path.suffix == ".json" and "model_type" in read(path)
     return False
 
 
 def training_of(path: Path, dims: str) -> dict[str, Any]:
-    """A configuration: nodes of TOPOLOGY, bfloat16, activation checkpointing, samples of 4,096 tokens, two microbatches for each stage.
+    """A configuration: nodes of TOPOLOGY, bfloat16, activation checkpointing, samples of 4,096 tokens, two microbatches per stage.
 
-    path: a config.json. dims: such as "pp=16,fsdp=64,tp=8,ep=64"; ep divides the ranks beside pp and tp.
-    Raises ConfigError for dims that are none, or do not divide.
+    path: a config.json. dims: such as "pp=16,fsdp=64,tp=8,ep=64"; ep divides the ranks left after pp and tp.
+    Raises ConfigError for invalid dims, or dims that do not divide.
     """
     sizes = _sizes(dims)
     spread = sizes.pop("ep", 1)
@@ -46,11 +46,13 @@ def training_of(path: Path, dims: str) -> dict[str, Any]:
     others = math.prod(sizes.values()) // math.prod(kept.values())
     if path.name != "config.json" or others % spread:
         raise ConfigError(
-            "experts cannot be spread over these ranks"
+            "experts cannot be distributed over these ranks"
             if others % spread
-            else "this is no folder of a model",
-            given=f"{dims}: {others} ranks beside pp and tp, ep={spread}" if others % spread else str(path),
-            expected="an ep that divides them" if others % spread else "a file that is called config.json",
+            else "this is not the folder of a model",
+            given=f"{dims}: {others} ranks left after pp and tp, ep={spread}"
+            if others % spread
+            else str(path),
+            expected="an ep that divides them" if others % spread else "a file with the name config.json",
             hint=_EXAMPLE,
         )
     parallel: dict[str, Any] = {PARTS[name]: name for name in sizes}
@@ -83,8 +85,8 @@ def training_of(path: Path, dims: str) -> dict[str, Any]:
 
 
 def placed_on(path: Path, world: int) -> dict[str, Any]:
-    """The configuration of which `tune` ranks the meshes of `world` ranks: with pp, fsdp, tp and, for experts, ep; two samples
-    a rank and step. path: a config.json.
+    """The configuration for which `tune` ranks the meshes of `world` ranks: with pp, fsdp, tp and, for experts, ep; two samples
+    per rank and step. path: a config.json.
     """
     spread = ",ep=2" if world % 2 == 0 and sizes_of(path.parent).get("experts") else ""
     return training_of(path, f"pp=1,fsdp={world},tp=1{spread}")
@@ -96,7 +98,7 @@ def _sizes(text: str) -> dict[str, int]:
         name, _, size = pair.partition("=")
         if name not in (*PARTS, "ep") or not size.isdecimal() or not int(size) or name in found:
             raise ConfigError(
-                f"{pair} is no dim of a model's mesh",
+                f"{pair} is not a dim of a model's mesh",
                 given=f"--dims {text}",
                 expected=f"sizes of {', '.join((*PARTS, 'ep'))}, each once",
                 hint=_EXAMPLE,

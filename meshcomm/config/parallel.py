@@ -15,7 +15,7 @@ from meshcomm.config.write import toml
 ParallelRole: TypeAlias = Literal["data", "shard", "tensor", "pipeline", "context", "expert"]
 PARTS: tuple[ParallelRole, ...] = ("data", "shard", "tensor", "pipeline", "context", "expert")
 PipelineSchedule: TypeAlias = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
-# Those that run several stages on each rank.
+# The schedules that run several stages on each rank.
 _MANY_STAGES: tuple[PipelineSchedule, ...] = ("interleaved_1f1b", "zero_bubble")
 _A_DIM: Final = "name a dim in parallel.{}"
 _BY_BLOCK: Final = " with parallel.shard: gradients are reduced block by block"
@@ -26,7 +26,7 @@ def _one_part_each(parallel: ParallelConfig) -> Iterator[Problem]:
     for part, dim in parallel.parts.items():
         first = seen.setdefault(dim, part)
         if first != part:
-            what, expected = f"the dim {dim} plays {first} already", "another dim for every part"
+            what, expected = f"the dim {dim} already has the role {first}", "another dim for every role"
             ways = [f"remove parallel.{part}, or give it another dim"]
             yield Problem(part, what, expected, ways, parallel.written(f"{first} {part}"))
 
@@ -34,7 +34,9 @@ def _one_part_each(parallel: ParallelConfig) -> Iterator[Problem]:
 def _kept_in_halves(parallel: ParallelConfig) -> Iterator[Problem]:
     options = parallel.options
     if options.reshard and options.schedule == "zero_bubble" and parallel.pipeline is not None:
-        what = "zero_bubble looks in the second half of a backward pass for the weights that the forward pass used"
+        what = (
+            "the second half of a backward pass of zero_bubble needs the weights that the forward pass used"
+        )
         ways = ["parallel.options.reshard = false", 'parallel.options.schedule = "interleaved_1f1b"']
         given = parallel.written("options.reshard options.schedule")
         yield Problem("options.reshard", what, "weights that stay gathered", ways, given)
@@ -69,15 +71,13 @@ class ParallelOptions(Section):
 
     place = "parallel.options"
     reduce_dtype: Literal["bfloat16"] | None = None
-    """With shard: dtype in which gradients are accumulated over microbatches and reduced over ranks. If
-                omitted,
+    """With shard: dtype in which gradients are accumulated over microbatches and reduced over ranks. If omitted,
     train.dtype.
     """
     reshard: bool | None = None
-    """With shard: free a layer's gathered weights after its forward pass, and gather them again for the
-                backward pass.
-    If false, weights are gathered once per step and freed after its last pass. If omitted, true, but false with
-    a pipeline.
+    """With shard: free a layer's gathered weights after its forward pass, and gather them again for the backward
+    pass. If false, weights are gathered once per step and freed after its last pass. If omitted, true, but false
+    with a pipeline.
     """
     sequence_parallel: bool = False
     """With tensor: split activations between blocks along the sequence."""
@@ -94,7 +94,7 @@ class ParallelOptions(Section):
 class ParallelConfig(Section):
     """`[parallel]`: the role of each dim of the mesh in training.
 
-    In its methods, `sizes` are as from MeshConfig.sizes, and `views` are those of a mesh or a layout.
+    In its methods, `sizes` are from MeshConfig.sizes, and `views` from a mesh or a layout.
     """
 
     place = "parallel"
@@ -113,8 +113,7 @@ class ParallelConfig(Section):
     shard: Text | None = None
     """The dim along which samples and weights are split; weights are gathered where they are used (FSDP). With
     data: hybrid sharding, with replicas of the shards. With context: weights are sharded along both. If
-          omitted, weights are not
-    sharded.
+    omitted, weights are not sharded.
     """
     tensor: Text | None = None
     """The dim along which each layer is split. If omitted, none."""
@@ -147,9 +146,9 @@ class ParallelConfig(Section):
         return self._played("data", "shard", "context")
 
     def shard_dims(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """The dims along which all weights except experts' are sharded, as one: those of shard and context.
+        """The dims along which all weights except experts' are sharded, as one: shard and context.
 
-        If there are several, only those of size above 1, in the order of `sizes`.
+        If there are several, only dims of size above 1, in the order of `sizes`.
         """
         if self.shard is None:
             return ()
@@ -176,7 +175,7 @@ class ParallelConfig(Section):
         return ranks == 1 if self.options.reshard is None else self.options.reshard
 
     def size(self, part: ParallelRole, sizes: Mapping[str, int]) -> int:
-        """Number of ranks along the dim of a role; 1 if no dim has it. For expert, `sizes` are those of its
+        """Number of ranks along the dim of a role; 1 if no dim has it. For expert, `sizes` are from its
         view.
         """
         dim = self.parts.get(part)

@@ -1,4 +1,4 @@
-"""What do TOML, JSON and YAML texts hold, and where is one that cannot be parsed wrong?"""
+"""Parses TOML, JSON and YAML texts, and locates errors in texts that cannot be parsed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshcomm.config.problems import Problem, report
 from meshcomm.config.write import key_path, toml
 from meshcomm.errors import ConfigError
 
-# Far deeper than any configuration, and not too deep for recursion.
+# Far deeper than any configuration, but not too deep for recursion.
 _DEEPEST: Final = 32
 
 # The core schema of YAML 1.2. PyYAML follows YAML 1.1, in which 1:20 is 80, 010 is 8, on is true and 1e-5 is text.
@@ -36,7 +36,7 @@ _EXAMPLES: Final = {
 
 
 def _parse(language: str, text: str, label: str) -> Any:
-    """What a text holds; a repeated key is refused. Raises ConfigError with the line that is wrong, or without PyYAML."""
+    """The content of a text. A repeated key is refused. Raises ConfigError with the line of the error, or if PyYAML is missing."""
     try:
         data = _LOADERS[language](text, label)
         inner = [data]
@@ -45,7 +45,7 @@ def _parse(language: str, text: str, label: str) -> Any:
     except (ValueError, RecursionError) as error:  # TOMLDecodeError and JSONDecodeError are ValueErrors
         raise report(label, [_syntax_error(language, text, error)]) from None
     if inner:
-        what = f"no configuration in {language}: tables or lists more than {_DEEPEST} deep"
+        what = f"not a configuration in {language}: tables or lists more than {_DEEPEST} deep"
         raise report(label, [Problem("the file", what, "settings, which are at most 4 deep")])
     return data
 
@@ -60,7 +60,7 @@ def _json(text: str, label: str) -> Any:
         if len(set(keys)) < len(keys):
             twice = next(key for key in keys if keys.count(key) > 1)
             given = ", ".join(f"{key} = {toml(value)}" for key, value in pairs if key == twice)
-            what, ways = "the key is there twice in one object", ["remove one of them"]
+            what, ways = "the key occurs twice in one object", ["remove one of them"]
             raise report(label, [Problem(key_path([twice]), what, "each key once", ways, given)])
         return dict(pairs)
 
@@ -68,13 +68,13 @@ def _json(text: str, label: str) -> Any:
 
 
 def _yaml(text: str, label: str) -> Any:
-    """YAML 1.2 without aliases, with which a small file can stand for a large value."""
+    """YAML 1.2 without aliases, because a small file with aliases can expand to a large value."""
     try:
         yaml = import_module("yaml")
     except ImportError:
         what = f"{label}: YAML files need PyYAML, which is not installed"
         hint = "pip install 'meshcomm[yaml]'"
-        expected = "PyYAML beside meshcomm; TOML and JSON need nothing"
+        expected = "PyYAML in addition to meshcomm; TOML and JSON need no package"
         raise ConfigError(what, given=label, expected=expected, hint=hint) from None
     loader: Any = type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
     for tag, pattern, first in _CORE:
@@ -97,7 +97,7 @@ def _yaml_table(loader: Any, node: Any) -> Any:
     keys = [loader.construct_object(key_node, deep=True) for key_node, _ in node.value]
     for place, key in enumerate(keys):
         if key in keys[:place]:
-            said, mark = f"the key {key} is there twice", node.value[place][0].start_mark
+            said, mark = f"the key {key} occurs twice", node.value[place][0].start_mark
             raise import_module("yaml").MarkedYAMLError(problem=said, problem_mark=mark)
     return loader.construct_mapping(node, deep=True)
 
@@ -108,12 +108,12 @@ def _yaml_int(_: Any, node: Any) -> int:
 
 
 def _syntax_error(language: str, text: str, error: Exception) -> Problem:
-    """Where a text cannot be parsed, the line itself, and what the parser says."""
+    """For a text that cannot be parsed: the position, the line itself, and the parser's message."""
     lines, expected = text.splitlines() or [""], f"a file in {language}"
     if isinstance(error, json.JSONDecodeError):
         said, line, column = error.msg, error.lineno, error.colno
     elif isinstance(error, tomllib.TOMLDecodeError):
-        # The position is only in the message before Python 3.14.
+        # Before Python 3.14, the position is only in the message.
         said, _, place = str(error).rpartition(" (at ")
         numbers = [int(number) for number in re.findall(r"\d+", place)]
         line, column = numbers or (len(lines), len(lines[-1]) + 1)
@@ -127,9 +127,9 @@ def _syntax_error(language: str, text: str, error: Exception) -> Problem:
     if "twice" in said or "overwrite" in said:
         way = "write the key once"
     elif language == "YAML" and "\\t" in said:
-        way = "spaces in place of the tab"
+        way = "use spaces instead of the tab"
     elif language == "JSON" and (before.endswith(",") or "trailing comma" in said):
-        way = "remove the comma that nothing follows"
+        way = "remove the trailing comma"
     given = f"{shown[start : start + 90]}\n{' ' * (column - 1 - start)}^"
     return Problem(f"line {line}, column {column}", f"not {language}: {said}", expected, [way], given)
 

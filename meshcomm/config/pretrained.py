@@ -1,4 +1,4 @@
-"""What does the config.json of a model of transformers say? Read by transformers itself, so that it means what it means there."""
+"""Facts from the config.json of a transformers model, read by transformers itself, so that their meaning is the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from meshcomm.config.problems import Problem
 
-# Our name -> theirs: attributes of a configuration, of which families lack some.
+# Our name -> theirs: attributes of a configuration. Some families lack some of them.
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_layers": ("num_hidden_layers",),
     "hidden_size": ("hidden_size",),
@@ -19,7 +19,7 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_kv_heads": ("num_key_value_heads",),
     "intermediate_size": ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner"),
     "vocab_size": ("vocab_size",),
-    # Of latent attention, the keys'.
+    # For latent attention, the keys'.
     "head_dim": ("qk_head_dim", "head_dim"),
     "tied_embeddings": ("tie_word_embeddings",),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
@@ -27,16 +27,16 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "experts_every": ("decoder_sparse_step",),
 }
 UNPUBLISHED: Final = ("gpt2",)
-"""Model types that publish no plan of how they are split, and that meshcomm has one for."""
-# How the names of shares end that are set to zero in training.
+"""Model types that publish no plan of how they are split, but for which meshcomm has one."""
+# The suffixes of names of dropout probabilities.
 DROPPED: Final = ("drop", "dropout", "pdrop", "dropout_prob")
-# Parts that are no decoder of text.
+# Parts that do not belong to a decoder of text.
 _OTHER_SENSES: Final = ("vision", "audio", "image", "speech", "video")
 _A_SPEC: Final = 'model.build = "module:function", which returns a meshcomm.models.ModelSpec'
 
 
 def sizes_of(folder: str | Path) -> dict[str, Any]:
-    """The settings of `[model]` that follow from `folder`/config.json; none where it cannot be read."""
+    """The settings of `[model]` that follow from `folder`/config.json; none if it cannot be read."""
     found: dict[str, Any] = {}
     with suppress(Exception):
         config = understood(folder)
@@ -56,7 +56,7 @@ def sizes_of(folder: str | Path) -> dict[str, Any]:
 
 
 def misunderstood(folder: str | Path, said: Mapping[str, Any], reads_weights: bool) -> Iterator[Problem]:
-    """Why no causal language model can be made of `folder`/config.json, which says `said`."""
+    """Why no causal language model can be created from `folder`/config.json, whose content is `said`."""
     try:
         config = understood(folder)
     except ImportError as error:
@@ -66,7 +66,7 @@ def misunderstood(folder: str | Path, said: Mapping[str, Any], reads_weights: bo
     except Exception as error:
         text = " ".join(str(error).split())
         what = f"transformers does not understand its config.json: {text}"
-        ways = ["mend config.json, or pip install -U transformers", _A_SPEC]
+        ways = ["repair config.json, or pip install -U transformers", _A_SPEC]
         yield Problem("pretrained", what, "a config.json that save_pretrained wrote", ways, f"{folder}")
         return
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
@@ -75,32 +75,35 @@ def misunderstood(folder: str | Path, said: Mapping[str, Any], reads_weights: bo
     senses = [name for name in config.sub_configs if name.partition("_")[0] in _OTHER_SENSES]
     given = f'model_type = "{kind}" in {folder}'
     if senses:
-        what = f"a {kind} has parts that are no language model: {', '.join(senses)}"
-        ways = [f'the folder of its text alone, "{kind}_text"' if f"{kind}_text" in names else "", _A_SPEC]
+        what = f"a {kind} has parts that do not belong to a language model: {', '.join(senses)}"
+        ways = [
+            f'the folder of only its text model, "{kind}_text"' if f"{kind}_text" in names else "",
+            _A_SPEC,
+        ]
         yield Problem("pretrained", what, "a decoder of text", [way for way in ways if way], given)
     elif config.is_encoder_decoder:
         yield Problem(
-            "pretrained", f"this {kind} is an encoder and a decoder", "a decoder alone", [_A_SPEC], given
+            "pretrained", f"this {kind} has an encoder and a decoder", "only a decoder", [_A_SPEC], given
         )
     elif reads_weights and said.get("quantization_config"):
         what, expected = (
-            "its weights are quantized, and meshcomm trains none",
-            "weights of a floating-point type",
+            "its weights are quantized, which meshcomm does not train",
+            "weights of a floating-point dtype",
         )
         ways = ["model.random_weights = true", "a folder of weights in bfloat16"]
         yield Problem("pretrained", what, expected, ways, f"quantization_config in {folder}")
     elif kind not in names:
-        what = f"a {kind} is no causal language model of transformers"
-        yield Problem("pretrained", what, "a model that AutoModelForCausalLM makes", [_A_SPEC], given)
+        what = f"a {kind} is not a causal language model of transformers"
+        yield Problem("pretrained", what, "a model that AutoModelForCausalLM supports", [_A_SPEC], given)
 
 
 def dropouts_of(folder: str | None) -> dict[str, float]:
-    """The shares above 0 that `folder`/config.json says are dropped in training, by their names."""
+    """The dropout probabilities above 0 in `folder`/config.json, by name."""
     if folder is None:
         return {}
     with suppress(Exception):
         said = understood(folder).to_dict()
-        # A summary or a classifier is what no causal language model computes.
+        # Causal language models have no summary and no classifier.
         dropped = [
             name for name in said if name.endswith(DROPPED) and not name.startswith(("summary", "class"))
         ]
@@ -109,12 +112,12 @@ def dropouts_of(folder: str | None) -> dict[str, float]:
 
 
 def windows_of(folder: str | Path | None) -> tuple[int | None, ...]:
-    """Of each layer, how many keys a query meets at most by `folder`/config.json; None: all before it. (): no layer has a window."""
+    """For each layer, the maximum number of keys that a query attends to, by `folder`/config.json. None: all earlier ones. (): no layer has a window."""
     if folder is not None:
         with suppress(Exception):
             config = understood(folder)
             kinds = getattr(config, "layer_types", None)
-            # A key that the family does not have is kept, and says nothing.
+            # A key that the family does not have is kept, but has no meaning.
             window = hasattr(type(config), "sliding_window") and config.sliding_window
             if getattr(config, "use_sliding_window", True) and window:
                 kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
@@ -123,7 +126,7 @@ def windows_of(folder: str | Path | None) -> tuple[int | None, ...]:
 
 
 def has_gate(folder: str | Path | None) -> bool:
-    """Whether a feed-forward block has three matrices, gate, up and down, by the family's published plan."""
+    """Whether a feed-forward block has three matrices, gate, up and down, according to the family's published plan."""
     if folder is not None:
         with suppress(Exception):
             config = understood(folder)
@@ -132,7 +135,7 @@ def has_gate(folder: str | Path | None) -> bool:
 
 
 def publishes_plan(folder: str | Path | None) -> bool:
-    """Whether a model can be split along a tensor's dim, as far as its family says; True where no folder says which."""
+    """Whether a model can be split along a tensor dim, according to its family. True if no folder names a family."""
     if folder is not None:
         with suppress(Exception):
             config = understood(folder)
@@ -141,7 +144,7 @@ def publishes_plan(folder: str | Path | None) -> bool:
 
 
 def understood(folder: str | Path) -> Any:
-    """The configuration that transformers makes of `folder`/config.json. Raises what it raises."""
+    """The configuration that transformers creates from `folder`/config.json. Raises its errors."""
     path = Path(folder) / "config.json"
     read(path)
     return _understood(str(folder), path.stat().st_mtime_ns)
@@ -155,7 +158,7 @@ def _understood(folder: str, changed: int) -> Any:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The config.json at `path`. Raises OSError where there is none, ValueError where it is no object of JSON."""
+    """The config.json at `path`. Raises OSError if there is none, ValueError if it is not a JSON object."""
     return _read(path, path.stat().st_mtime_ns)
 
 
@@ -164,7 +167,7 @@ def _read(path: Path, changed: int) -> dict[str, Any]:
     try:
         said = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(said, dict):
-        raise ValueError(f"{path} is no object")
+        raise ValueError(f"{path} is not an object")
     return said

@@ -40,7 +40,7 @@ RENAMED: Final[dict[str, str]] = {
 
 
 class Fit(NamedTuple):
-    """In place of a way out: the sizes of this part's dim that no rule refuses, the nearest first, `most` at most."""
+    """Instead of a fix as text: the sizes of this role's dim that satisfy all rules, the nearest first, at most `most`."""
 
     part: str
     most: int = 1
@@ -50,9 +50,8 @@ class Fit(NamedTuple):
 class Problem:
     """One problem of a configuration.
 
-    key: the path of the setting, such as `mesh.dims.tp`. what: the error, with the arithmetic. expected, given:
-         as in
-    MeshcommError. tries: possible fixes.
+    key: the path of the setting, such as `mesh.dims.tp`. what: the error, with the arithmetic. expected, given: as in
+         MeshcommError. tries: possible fixes.
     """
 
     key: str
@@ -82,7 +81,7 @@ def report(source: str, problems: Iterable[Problem]) -> ConfigError:
 
 
 def refused(key: str, make: Callable[..., object], *args: Any, **options: Any) -> list[Problem]:
-    """What keeps a layout, or a part of one, from being made, as a problem of the setting `key`."""
+    """The reason why a layout, or a part of it, cannot be made, as a problem of the setting `key`."""
     try:
         make(*args, **options)
     except LayoutError as error:
@@ -92,7 +91,7 @@ def refused(key: str, make: Callable[..., object], *args: Any, **options: Any) -
 
 
 def nearest(value: int, fitting: Iterable[int], most: int = 2) -> list[int]:
-    """Of the numbers in `fitting`, the `most` nearest to `value`, which is left out; the larger of two first.
+    """The `most` numbers of `fitting` that are nearest to `value`, without `value` itself; on a tie, the larger first.
 
     >>> nearest(8, range(3, 100, 3))
     [9, 6]
@@ -117,13 +116,13 @@ def remainder(number: int, by: int) -> str:
 
 
 def quotient(number: int, by: int) -> str:
-    """A division as text in front of another number, `32/2 = 16, `; nothing for a division by 1."""
+    """A division as text before another number, `32/2 = 16, `; empty for a division by 1."""
     return "" if by == 1 else f"{number}/{by} = {number // by}, "
 
 
 # -- pydantic's errors ------------------------------------------------------------------------------
 
-# What pydantic expects, by its type of error; for all other types its own message says it.
+# The values that pydantic expects, by its type of error. For all other types its own message describes them.
 _EXPECTED: Final = {
     "bool_type": "true or false",
     "dict_type": "a table",
@@ -138,7 +137,7 @@ _EXPECTED: Final = {
     "too_short": "a longer list",
     "tuple_type": "a list",
 }
-# What reads a value of another type: "2" for 2, "yes" for true, 3 for "3".
+# Conversions of values of another type: "2" to 2, "yes" to true, 3 to "3".
 _LAX: Final[dict[str, TypeAdapter[Any]]] = {
     "int_type": TypeAdapter(int),
     "float_type": TypeAdapter(float),
@@ -150,7 +149,7 @@ _LAX: Final[dict[str, TypeAdapter[Any]]] = {
 def refusals(
     model: type[BaseModel], data: Mapping[str, Any], errors: Iterable[PydanticError]
 ) -> list[Problem]:
-    """pydantic's `errors` about `data` as problems; those of a union's types are one."""
+    """pydantic's `errors` about `data` as problems. The errors of a union's types are one problem."""
     settings: dict[tuple[Path, bool], list[PydanticError]] = {}
     for error in errors:
         settings.setdefault(_located(data, error), []).append(error)
@@ -161,7 +160,7 @@ def refusals(
     for path, error in unknown.items():
         problem, near = _unknown_key(model, path, error["input"])
         problems.append(problem)
-        # The setting is there under another name.
+        # The setting is present under another name.
         meant.add((*path[:-1], near or path[-1]))
     for (path, is_there), found in settings.items():
         if path not in unknown and (is_there or path not in meant):
@@ -170,14 +169,14 @@ def refusals(
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field's annotation names, as one, as one or none, or as the values of a table."""
+    """The section in a field's annotation: itself, optional, or as the values of a table."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for inner in get_args(annotation) if (found := section_of(inner)) is not None), None)
 
 
 def _located(data: Any, error: PydanticError) -> tuple[Path, bool]:
-    """The setting's path, and whether it is there. A union's error names one of its types behind the path."""
+    """The setting's path, and whether it is present. A union's error appends one of its types to the path."""
     path: list[str | int] = []
     for part in error["loc"]:
         if isinstance(data, Mapping) and part in data:
@@ -194,7 +193,7 @@ def _located(data: Any, error: PydanticError) -> tuple[Path, bool]:
 
 
 def _field_at(model: type[BaseModel], path: Path) -> tuple[type[BaseModel], FieldInfo | None, int]:
-    """The section and the field that a path leads to, and how many of its parts do; the rest is inside the field."""
+    """The section and the field at a path, and how many of its components lead there; the rest is inside the field."""
     section, field, depth, is_name = model, None, 0, False
     for index, part in enumerate(path):
         if is_name or part not in section.model_fields:
@@ -215,7 +214,7 @@ def _expected(error: PydanticError) -> str:
 def _refused(
     model: type[BaseModel], data: Mapping[str, Any], path: Path, errors: Sequence[PydanticError]
 ) -> Problem:
-    """A setting that pydantic refuses, with its default, its example or what was probably meant; no errors: it is missing."""
+    """A setting that pydantic refuses, with its default, its example or a likely correction. If there are no errors, it is missing."""
     _, field, depth = _field_at(model, path)
     key, examples = key_path(path), list(field.examples or ()) if field is not None else []
     if not errors or field is None:
@@ -244,7 +243,7 @@ def _refused(
 
 
 def _unknown_key(model: type[BaseModel], path: Path, value: Any) -> tuple[Problem, str | None]:
-    """The problem, and the key of the same section that was probably meant."""
+    """The problem, and the key of the same section that was probably intended."""
     *above, last = path
     section, key = _field_at(model, path)[0], key_path(path)
     known = list(section.model_fields)
@@ -284,7 +283,7 @@ def _is_taken(model: type[BaseModel], data: Mapping[str, Any], path: Path, value
     holder: Any = changed
     for part in path[:-1]:
         if isinstance(holder, dict) and part not in holder:
-            return False  # below a key that is no text
+            return False  # below a key that is not text
         holder = holder[part]
     holder[path[-1]] = plain(value)
     try:

@@ -13,7 +13,7 @@ from meshcomm.config.problems import Problem
 from meshcomm.config.section import FrozenList, NoEffect, Section, Text
 from meshcomm.config.write import toml
 
-# What NCCL's own parser knows; it ignores every other word without saying so.
+# The words that NCCL's own parser knows; it ignores every other word silently.
 _SUBSYSTEMS: Final = (
     "INIT", "COLL", "P2P", "SHM", "NET", "GRAPH", "TUNING", "ENV", "ALLOC", "CALL", "PROXY", "NVLS",
     "BOOTSTRAP", "REG", "PROFILE", "RAS", "ALL",
@@ -25,7 +25,7 @@ _ADDRESS: Final = "host:port of rank 0 (IPv6 in brackets), a port from 1 to 6553
 
 
 def _no_number(value: object) -> object:
-    # 1 == True: the choices alone would let a number pass.
+    # 1 == True, so the choices alone would accept a number.
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         raise PydanticCustomError("literal_error", '"auto", true or false')
     return value
@@ -90,7 +90,7 @@ def _sockets_of_nccl(network: NetworkConfig) -> Iterator[Problem]:
     threads, sockets = network.nccl_socket_nthreads or 0, network.nccl_nsocks_perthread or 0
     if threads * sockets > _MOST_SOCKETS:
         what = f"more than {_MOST_SOCKETS} sockets: {threads}*{sockets} = {threads * sockets}"
-        expected = f"at most {_MOST_SOCKETS} sockets for a connection, which is NCCL's own limit"
+        expected = f"at most {_MOST_SOCKETS} sockets per connection, which is NCCL's own limit"
         ways = [f"network.nccl_nsocks_perthread = {_MOST_SOCKETS // threads}"]
         given = network.written("nccl_nsocks_perthread nccl_socket_nthreads")
         yield Problem("nccl_nsocks_perthread", what, expected, ways, given)

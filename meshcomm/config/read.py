@@ -22,7 +22,7 @@ from meshcomm.errors import ConfigError
 from meshcomm.layout import Plan
 from meshcomm.layout.names import nearest_name
 
-# One key of a path, also as TOML writes one that is not of ASCII letters.
+# One key of a path. TOML quotes keys with other characters than ASCII letters.
 _PART = r'(?:[\w-]+|"[^"\\]+")'
 _WORD = r"[^\s\"'\[\]{}=#,]+"
 
@@ -94,7 +94,7 @@ def _read(path: Path, label: str) -> dict[str, Any]:
     parser = PARSERS.get(path.suffix.lower())
     if parser is None:
         raise ConfigError(
-            f"{label}: not a kind of file that a configuration is read from",
+            f"{label}: not a file type of a configuration",
             given=f"the ending {path.suffix}" if path.suffix else "no ending",
             expected="one of " + ", ".join(PARSERS),
             hint=str(path.with_suffix(".toml")) if path.suffix else f"{label}.toml",
@@ -119,7 +119,7 @@ def _read(path: Path, label: str) -> dict[str, Any]:
         del data["$schema"]
     if not isinstance(data, (dict, type(None))):
         raise ConfigError(
-            f"{label}: holds no table",
+            f"{label}: contains no table",
             given=toml(data),
             expected="sections at the top: mesh, process, ...",
             hint='{ "mesh": { "dims": { "dp": 8 } } }'
@@ -130,19 +130,19 @@ def _read(path: Path, label: str) -> dict[str, Any]:
 
 
 def near_file(path: Path) -> str:
-    """What to try where there is no such file: the one in its folder with the most similar name, endings left out."""
+    """The hint if there is no such file: the one in its folder with the most similar name, ignoring extensions."""
     try:
         present = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
     except OSError:
         return f"the folder {path.parent} cannot be read either"
-    # Of two files whose names differ in the ending alone, the one with the same ending comes last and is kept.
+    # If the names of two files differ only in the extension, the one with the same extension is last and is kept.
     by_stem = {Path(name).stem: name for name in sorted(present, key=lambda n: n.endswith(path.suffix))}
     near = nearest_name(path.stem, by_stem)
     return "a path to a file" if near is None else f"did you mean {path.parent / by_stem[near]}?"
 
 
 def _anchor(data: dict[str, Any], folder: Path) -> None:
-    """Make model.pretrained and the paths of `[data]` start at `folder`, where they are texts at all."""
+    """Make model.pretrained and the paths of `[data]` relative to `folder`, if they are texts."""
     model, texts = (data[name] if isinstance(data.get(name), dict) else {} for name in ("model", "data"))
     for section, key, word in ((model, "pretrained", ""), (texts, "tokenizer", BYTES)):
         if isinstance(named := section.get(key), str) and named not in ("", word):
@@ -166,19 +166,19 @@ def _changes(overrides: object) -> list[str]:
     changes = [overrides] if isinstance(overrides, str) else overrides
     if not isinstance(changes, (list, tuple)) or not all(isinstance(each, str) for each in changes):
         raise ConfigError(
-            "overrides are texts",
+            "overrides must be texts",
             given=f"overrides={overrides!r}",
-            expected="a sequence of KEY.PATH=VALUE texts, as --set takes them",
+            expected="a sequence of KEY.PATH=VALUE texts, as for --set",
             hint='overrides=["mesh.dims.tp=4"]',
         )
     return list(changes)
 
 
 def apply(data: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
-    """Set every `KEY.PATH=VALUE` in `data`, in order; what cannot be set comes back as problems.
+    """Set every `KEY.PATH=VALUE` in `data`, in order; return those that cannot be set as problems.
 
-    VALUE is TOML, or a bare word, which is text. An empty VALUE removes the key. A key that is there
-    keeps its place; a new one comes last.
+    VALUE is TOML, or a bare word, which is text. An empty VALUE removes the key. An existing key
+    keeps its place; a new one is last.
 
     >>> data = {"mesh": {"dims": {"pp": 2, "tp": 2}}}
     >>> apply(data, ["mesh.dims.pp=4", "mesh.backend=gloo"]), data
@@ -188,7 +188,7 @@ def apply(data: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
 
 
 def shown(override: str) -> str:
-    """An override on one line, as it is given on a command line."""
+    """An override on one line, as on a command line."""
     return "--set " + override.replace("\n", "\\n")
 
 
@@ -210,7 +210,7 @@ def _apply(data: dict[str, Any], text: str) -> Problem | None:
         parsed = {}
     if list(parsed) == ["value"]:
         return _set(data, path, parsed["value"], text)
-    # A shell has taken the quotes off: train.out=runs/x.
+    # A shell has removed the quotes: train.out=runs/x.
     if re.fullmatch(_WORD, written):
         return _set(data, path, written, text)
     line = written.replace("\n", "\\n")
@@ -229,7 +229,7 @@ def _set(data: dict[str, Any], path: list[str], value: Any, text: str) -> Proble
         inside = holder[part]
         if not isinstance(inside, dict):
             outer, inner = key_path(path[:depth]), key_path(path[depth:])
-            what, expected = f"{outer} is not a table", "a table that the rest of the path can be in"
+            what, expected = f"{outer} is not a table", "a table, for the rest of the path"
             ways = [f"--set '{outer}={{ {inner} = {toml(value)} }}'"]
             return Problem(shown(text), what, expected, ways, f"{outer} = {toml(inside)}")
         holder = inside
@@ -243,7 +243,7 @@ def _remove(data: dict[str, Any], path: list[str], text: str) -> Problem | None:
         holder = holder.get(part) if isinstance(holder, dict) else None
     if not isinstance(holder, dict) or path[-1] not in holder:
         what = f"there is no {key_path(path)} to remove"
-        expected = "a value behind the =, or a key that the file has"
+        expected = "a value after the =, or a key that the file has"
         return Problem(shown(text), what, expected, [f"--set {key_path(path)}=..."], text)
     del holder[path[-1]]
     return None

@@ -53,7 +53,7 @@ class Config(Section):
     train: TrainConfig | None = None
     """Training settings. Omit it if you do not train."""
 
-    # Where it was read from, for reports that come later; two equal files at two places are equal.
+    # The file it was read from, for later reports. Two equal files in two places compare equal.
     _source: str = PrivateAttr("Config")
 
     def __eq__(self, other: object) -> bool:
@@ -113,7 +113,7 @@ class Config(Section):
         return () if self.parallel is None else self.parallel.expert_gradient_dims(self.mesh.views)
 
     def microbatches(self, sizes: Mapping[str, int]) -> int:
-        """Micro-batches of one rank per step. `sizes`: as from MeshConfig.sizes."""
+        """Microbatches of one rank per step. `sizes`: from MeshConfig.sizes."""
         if self.train is None or self.parallel is None:
             raise ConfigError(
                 "a configuration without training has no micro-batches",

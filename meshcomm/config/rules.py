@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshcomm.config.root import Config
 
 T = TypeVar("T")
-# What a section cannot be without; a model, and with it data, may be made by code.
+# Required parts of a section. The model, and with it the data, may come from code.
 _NEEDS: Final = {
     "parallel": ("train",),
     "model": ("parallel", "train", "data"),
@@ -33,19 +33,19 @@ _NEEDS: Final = {
     "train": ("parallel",),
 }
 _A_VIEW: Final = (
-    "a view with the dims of pipeline and tensor as they are, and two in place of the others: copies, experts"
+    "a view with the dims of pipeline and tensor unchanged, and two instead of the others: copies, experts"
 )
-# How far to look for the size of a dim.
+# How far to search for the size of a dim.
 _MOST_SIZE: Final = 256
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration as its cross-section rules read it: every size is a number.
+    """A configuration for cross-section rules: every size is a number.
 
     A rule is skipped if it reads an invalid setting, a missing section, or a size that is -1 until the number
     of processes is known. `Config.resolved` runs all rules with that number.
-    config: as written. sizes: of the dims of the base and of views, without unknown ones.
+    config: as written. sizes: of the dims of the base and of views, except unknown ones.
     """
 
     config: Config
@@ -124,7 +124,7 @@ class Resolved:
 
 
 def problems(resolved: Resolved, rules: Iterable[Rule]) -> Iterator[Problem]:
-    """What the rules find, each problem with the sizes of dims that fit."""
+    """The problems that the rules find, each with the sizes of dims that fit."""
     rules = list(rules)
     for problem in run(rules, resolved):
         ways = (_sizes_that_fit(resolved, rules, problem, way) for way in problem.tries)
@@ -132,12 +132,12 @@ def problems(resolved: Resolved, rules: Iterable[Rule]) -> Iterator[Problem]:
 
 
 def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way: str | Fit) -> list[str]:
-    """A way out as text. A size fits where nothing is wrong that was not wrong before, and this problem is gone."""
+    """A fix as text. A size fits if it causes no new problem, and this problem is gone."""
     if isinstance(way, str):
         return [way]
     part = next(part for part in PARTS if part == way.part)
     dim, mesh = resolved.dim(part), resolved.config.mesh
-    dims = mesh.__dict__.get("dims", {})  # where they are wrong, a view may have a dim of this name
+    dims = mesh.__dict__.get("dims", {})  # if they are wrong, a view may have a dim of this name
     known = {other.what for other in chain(run(rules, resolved), mesh.problems())} - {problem.what}
     fitting: list[int] = []
     size = resolved.sizes[dim]
@@ -152,7 +152,7 @@ def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way
 
 
 def _known(sizes: Mapping[str, int], number: int | None) -> dict[str, int]:
-    """The sizes that are numbers, and in the place of one -1 what the others leave of the number of ranks."""
+    """The known sizes, with one -1 replaced by the remaining factor of the number of ranks."""
     known = {name: size for name, size in sizes.items() if size > 0}
     product = math.prod(known.values())
     if number and len(known) == len(sizes) - 1 and -1 in sizes.values() and number % product == 0:
@@ -170,9 +170,9 @@ def _present(value: T | None) -> T:
 
 
 def _sections(resolved: Resolved) -> Iterator[Problem]:
-    """The sections of a training are there together; [parallel] alone is the roles of dims, for a program's own training."""
+    """The sections of a training must all be present. [parallel] alone only assigns roles, for a program's own training."""
     sections = resolved.config.__dict__
-    # A section that is wrong is there.
+    # A section with errors counts as present.
     present = [name for name in _NEEDS if sections.get(name, name) is not None]
     needed = {name for section in present for name in _NEEDS[section]}
     missing = [name for name in _NEEDS if name in needed.difference(present)]
@@ -180,8 +180,8 @@ def _sections(resolved: Resolved) -> Iterator[Problem]:
         return
     absent, there = (" ".join(f"[{name}]" for name in names) for names in (missing, present))
     what = "missing" if len(missing) == 1 else f"{len(missing)} sections are missing"
-    expected = "all of [parallel] [model] [data] [train], without [model] and [data] where code makes them, or a mesh "
-    expected += "alone, or [parallel] alone: its roles"
+    expected = "all of [parallel] [model] [data] [train], without [model] and [data] if code makes them, or only a mesh, "
+    expected += "or only [parallel] for the roles of dims"
     yield Problem(", ".join(missing), what, expected, [f"add {absent}", f"remove {there}"], there)
 
 
@@ -201,24 +201,24 @@ def _elastic(resolved: Resolved) -> Iterator[Problem]:
         parts = [] if parallel is None else [part for part, name in parallel.parts.items() if name == dim]
         if size is None:
             yield Problem(
-                f"elastic.min.{dim}", "no dim of the mesh", f"one of {', '.join(mesh.dims)}", [], given
+                f"elastic.min.{dim}", "not a dim of the mesh", f"one of {', '.join(mesh.dims)}", [], given
             )
         elif least > size != -1:
             ways = [f"elastic.min.{dim} = {size - 1}"] * (size > 1)
             what = f"more than the mesh has along {dim}: {least} > {size}"
             yield Problem(f"elastic.min.{dim}", what, f"at most {size}", ways, given)
         elif parts and not {"data", "shard"} & {*parts}:
-            what = f"the model needs every rank along {dim}, which plays {parts[0]}"
+            what = f"the model needs every rank along {dim}, which has the role {parts[0]}"
             copies = (
                 [name for part, name in parallel.parts.items() if part in ("data", "shard")]
                 if parallel
                 else []
             )
             ways = [f"elastic.min = {{{name} = 1}}" for name in copies]
-            yield Problem(f"elastic.min.{dim}", what, "a dim that plays data or shard", ways, given)
+            yield Problem(f"elastic.min.{dim}", what, "a dim with the role data or shard", ways, given)
     for key in ("ranks", "rank_order"):
         if elastic.min and getattr(mesh, key) is not None:
-            what = f"a mesh with {key} keeps its size"
+            what = f"a mesh with {key} cannot change its size"
             yield Problem(
                 "elastic.min",
                 what,
@@ -248,8 +248,8 @@ def _tokenizer(resolved: Resolved) -> Iterator[Problem]:
         what = "no effect without a tokenizer: bytes have no token for it"
         yield Problem("data.eos", what, "data.tokenizer", ways, data.written("eos"))
     if data.tokenizer is None and model is not None and model.reads_weights:
-        what = "the weights were trained on tokens of a tokenizer, which their folder does not have"
-        expected = 'a tokenizer.json; or "bytes", if a byte is a token of these weights'
+        what = "the weights were trained on tokens of a tokenizer, which is not in their folder"
+        expected = 'a tokenizer.json; or "bytes" if each byte is a token of these weights'
         ways = [f'data.tokenizer = "{text}"' for text in ("FOLDER", "bytes")]
         ways.append("data.tokens, with the tokens of these texts")
         yield Problem("data.tokenizer", what, expected, ways, f"no tokenizer.json in {pretrained}")
@@ -268,13 +268,13 @@ def _evaluation(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("data.validation_files", what, "train.eval_every of 1 or more", ways, "eval_every = 0")
 
 
-# -- every part has a dim, and every dim a part -----------------------------------------------------
+# -- every role has a dim, and every dim a role ------------------------------------------------------
 
 
 def _parts(resolved: Resolved) -> Iterator[Problem]:
-    """Parts have dims of the base; dims of the base that no part uses make all their ranks do the same."""
+    """Dims with roles are in the base. Along a dim of the base without a role, all ranks would do the same."""
     mesh, parallel = resolved.config.mesh, resolved.parallel
-    # The expert's dim is one of a view.
+    # The expert dim is in a view.
     used = {part: dim for part, dim in parallel.parts.items() if part != "expert"}
     unknown = [_unknown_dim(mesh, part, dim) for part, dim in used.items() if dim not in mesh.dims]
     yield from unknown
@@ -287,8 +287,8 @@ def _parts(resolved: Resolved) -> Iterator[Problem]:
             played = ", ".join(f"{part} = {toml(name)}" for part, name in parallel.parts.items())
             what = f"no part of the training uses {dim}: its {size} ranks would all do the same"
             ways = [f"mesh.dims.{dim} = 1", *(f'parallel.{part} = "{dim}"' for part in free)]
-            given = f"dims.{dim} = {size}; parallel has {played or 'no part'}"
-            yield Problem(f"mesh.dims.{dim}", what, f"size 1, or a part that {dim} plays", ways, given)
+            given = f"dims.{dim} = {size}; parallel has {played or 'no role'}"
+            yield Problem(f"mesh.dims.{dim}", what, f"size 1, or a role for {dim}", ways, given)
 
 
 def _unknown_dim(mesh: MeshConfig, part: ParallelRole, dim: str) -> Problem:
@@ -305,11 +305,11 @@ def _unknown_dim(mesh: MeshConfig, part: ParallelRole, dim: str) -> Problem:
 
 
 def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
-    """The expert's dim is in exactly one view, and not in the base."""
+    """The expert dim is in exactly one view, and not in the base."""
     mesh, parallel, _ = resolved.config.mesh, resolved.parallel, resolved.train
     dim = resolved.dim("expert")
     homes = [view for view, sizes in mesh.views.items() if dim in sizes]
-    # A dim that plays two parts is reported by [parallel].
+    # A dim with two roles is reported by [parallel].
     if (len(homes) == 1 and dim not in mesh.dims) or list(parallel.parts.values()).count(dim) > 1:
         return
     if dim in mesh.dims:
@@ -323,14 +323,14 @@ def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
     near = nearest_name(dim, others)
     names = [] if homes else others if near is None else [near]
     ways: list[str | Fit] = [*(f'parallel.expert = "{name}"' for name in names), "remove parallel.expert"]
-    expected = "a dim of one of mesh.views that is no dim of mesh.dims"
+    expected = "a dim of one of mesh.views that is not in mesh.dims"
     expected += f": {', '.join(others)}" if others else ", as ep in mesh.views.expert = { edp = 2, ep = 4 }"
     given = f"expert = {toml(dim)}, mesh.dims = {toml(mesh.dims)}, mesh.views = {toml(mesh.views)}"
     yield Problem("parallel.expert", what, expected, ways, given)
 
 
 def _expert_view(resolved: Resolved) -> Iterator[Problem]:
-    """Along pipeline and tensor experts are split as all weights are; with shard, along two dims at most."""
+    """Along pipeline and tensor, experts are split like all weights; with shard, along at most two dims."""
     mesh, parallel, _ = resolved.config.mesh, resolved.parallel, resolved.train
     view = _present(parallel.expert_view(mesh.views))
     if parallel.expert in mesh.dims:
@@ -339,11 +339,13 @@ def _expert_view(resolved: Resolved) -> Iterator[Problem]:
     given = f"views.{view} = {toml(sizes)}"
     for part, dim in parallel.parts.items():
         if part in ("pipeline", "tensor") and dim in mesh.dims and dim not in sizes:
-            what, dims = f"does not hold {dim}, which plays {part}", toml(mesh.dims)
-            expected = f"{dim} = {mesh.dims[dim]} in it: experts are split along {part} as all weights are"
+            what, dims = f"does not contain {dim}, which has the role {part}", toml(mesh.dims)
+            expected = (
+                f"{dim} = {mesh.dims[dim]} in it, because experts are split along {part} like all weights"
+            )
             listed = f"{given}, mesh.dims = {dims}, {part} = {toml(dim)}"
             yield Problem(path, what, expected, [_A_VIEW], listed)
-    # FSDP takes two dims: one along which weights are shards, and one along which these are copied.
+    # FSDP supports two dims: one along which weights are sharded, and one along which they are replicated.
     copied = [dim for dim in parallel.expert_gradient_dims(mesh.views) if sizes[dim] != 1]
     if parallel.shard is not None and len(copied) > 2:
         what = f"has {', '.join(copied)} next to the dims of expert, pipeline and tensor"
@@ -363,7 +365,7 @@ def _global_batch(resolved: Resolved) -> Iterator[Problem]:
         parts: list[ParallelRole] = [part for part in resolved.parallel.parts if part in ("data", "shard")]
         names = [resolved.dim(part) for part in parts]
         what = f"not divisible by {'*'.join(names)}: {remainder(batch, ranks)}"
-        expected = f"equally many samples for each of the {ranks} ranks along {' and '.join(names)}"
+        expected = f"the same number of samples for each of the {ranks} ranks along {' and '.join(names)}"
         ways: list[str | Fit] = [*(f"train.global_batch_size = {n}" for n in batches), *map(Fit, parts)]
         given = resolved.written("train.global_batch_size data shard")
         yield Problem("train.global_batch_size", what, expected, ways, given)
@@ -376,7 +378,7 @@ def _global_batch(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _microbatches(resolved: Resolved) -> Iterator[Problem]:
-    """As many micro-batches as the pipeline's schedule runs."""
+    """The number of microbatches must fit the pipeline's schedule."""
     parallel, train, ranks = resolved.parallel, resolved.train, resolved.size("pipeline")
     copies = resolved.size("data") * resolved.size("shard")
     batch, micro, schedule = train.global_batch_size, train.micro_batch_size, parallel.options.schedule
@@ -388,7 +390,7 @@ def _microbatches(resolved: Resolved) -> Iterator[Problem]:
     if number < ranks:
         few, one = ("stages", "stage") if schedule == "1f1b" else (f"ranks along {dim}", "rank")
         what = f"fewer micro-batches than {few}: {arithmetic} < {ranks}"
-        expected = f"at least one micro-batch for each {one} of {schedule}"
+        expected = f"at least one micro-batch for each {one} with {schedule}"
     elif schedule == "interleaved_1f1b":
         what = f"micro-batches are not a multiple of {dim}: {arithmetic}, {remainder(number, ranks)}"
         expected = f"full rounds of {ranks} micro-batches, one for each rank along {dim}"
@@ -396,7 +398,7 @@ def _microbatches(resolved: Resolved) -> Iterator[Problem]:
         rounds = number // ranks
         division = f"{number} // {ranks} = {rounds}, {remainder(number, rounds)}"
         what = f"micro-batches do not fall into {rounds} equal rounds: {arithmetic}, {division}"
-        expected = f"rounds of equally many micro-batches, at least one for each rank along {dim}"
+        expected = f"rounds with the same number of micro-batches, at least one for each rank along {dim}"
     one_stage = " and parallel.options.stages_per_rank = 1" if parallel.options.stages_per_rank > 1 else ""
     ways = [
         f"train.global_batch_size = {-(-number // ranks) * ranks * copies * micro}",
@@ -418,7 +420,7 @@ def _tokens(resolved: Resolved) -> Iterator[Problem]:
     if seq_len % chunks:
         dim = resolved.dim("context")
         what = f"not divisible by {'2*' if ring else ''}{dim}: {remainder(seq_len, chunks)}"
-        expected = f"equally many tokens for each of the {context} ranks along {dim}"
+        expected = f"the same number of tokens for each of the {context} ranks along {dim}"
         if ring:
             expected = "two chunks of equal length for each rank, one early and one late: zig-zag"
         ways: list[str | Fit] = [*fitting, Fit("context")]
@@ -428,7 +430,7 @@ def _tokens(resolved: Resolved) -> Iterator[Problem]:
         dim = resolved.dim("tensor")
         division = f"{quotient(seq_len, context)}{remainder(tokens, tensor)}"
         what = f"a rank's tokens are not divisible by {dim}: {division}"
-        expected = f"equally many tokens for each of the {tensor} ranks along {dim}"
+        expected = f"the same number of tokens for each of the {tensor} ranks along {dim}"
         ways = [*fitting, "parallel.options.sequence_parallel = false"]
         given = resolved.written("data.seq_len context tensor parallel.options.sequence_parallel")
         yield Problem("data.seq_len", what, expected, ways, given)
@@ -438,7 +440,7 @@ def _tokens(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _split_along_tensor(resolved: Resolved) -> Iterator[Problem]:
-    # Embedding and head of a folder stay unsplit where they cannot be split; code says itself what it can.
+    # The embedding and head of a folder's model stay unsplit if they cannot be split. Code defines this itself.
     model, size = resolved.model, resolved.size("tensor")
     if size > 1 and not publishes_plan(model.pretrained):
         what = "transformers publishes no plan of how the folder's model is split"
@@ -480,14 +482,12 @@ def _ulysses(resolved: Resolved) -> Iterator[Problem]:
     if num_heads % context:
         what = f"a rank's heads are not divisible by {dim}: "
         what += quotient(heads[0], tensor) + remainder(num_heads, context)
-        expected = (
-            f"equally many heads for each of the {context} ranks along {dim}: they exchange tokens for heads"
-        )
+        expected = f"the same number of heads for each of the {context} ranks along {dim}, which exchange tokens for heads"
         yield Problem("model.num_heads", what, expected, ways, given)
     elif num_kv_heads % context and context % num_kv_heads:
         arithmetic = quotient(heads[1], tensor) + remainder(num_kv_heads, context)
         what = f"neither a rank's num_kv_heads nor {dim} divides the other: {arithmetic}, {remainder(context, num_kv_heads)}"
-        expected = f"equally many for each of the {context} ranks along {dim}, or each on equally many"
+        expected = f"the same number for each of the {context} ranks along {dim}, or each on the same number of ranks"
         yield Problem("model.num_kv_heads", what, expected, ways, given)
 
 
@@ -496,7 +496,7 @@ def _windows(resolved: Resolved) -> Iterator[Problem]:
     seq_len, _ = resolved.data.seq_len, _present(model.num_layers)
     short = [window for window in model.windows if window is not None and window < seq_len]
     if ring and short and resolved.size("context") > 1:
-        what = "a sliding window is not passed around a ring"
+        what = "ring attention does not support a sliding window"
         given = resolved.written("model.pretrained data.seq_len context parallel.options.attention")
         given += f", a window of {min(short)} tokens in the folder's config.json"
         ways: list[str | Fit] = ['parallel.options.attention = "ulysses"', Fit("context")]
@@ -514,12 +514,12 @@ def _experts(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("parallel.expert", what, "model.experts of 1 or more", ways, given)
     elif model.experts % (size := resolved.size("expert")):
         what = f"experts is not divisible by {dim}: {remainder(model.experts, size)}"
-        expected = f"equally many experts for each of the {size} ranks along {dim}"
+        expected = f"the same number of experts for each of the {size} ranks along {dim}"
         ways = [f"model.experts = {n}" for n in multiples(model.experts, size)]
         yield Problem("model.experts", what, expected, ways, resolved.written("model.experts expert"))
 
 
-# -- what cannot be had together --------------------------------------------------------------------
+# -- combinations that are not supported --------------------------------------------------------------
 
 
 def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
@@ -527,7 +527,7 @@ def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
     # ran twice for each micro-batch, once for the inputs and once for the weights.
     halves = resolved.parallel.options.schedule == "zero_bubble"
     if resolved.train.compile and halves and resolved.sizes.get(resolved.dim("pipeline")) != 1:
-        what = "cannot compile for zero_bubble: a compiled block's backward pass is one piece, and this schedule "
+        what = "cannot compile for zero_bubble: a compiled block's backward pass cannot be divided, but this schedule "
         what += "runs the halves for inputs and weights at different times"
         ways = ["train.compile = false", 'parallel.options.schedule = "interleaved_1f1b"']
         given = resolved.written("train.compile parallel.options.schedule")
@@ -536,9 +536,7 @@ def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
 
 def _compiled_documents(resolved: Resolved) -> Iterator[Problem]:
     if resolved.train.compile and resolved.data.document_mask:
-        what = (
-            "cannot compile attention within documents: which tokens meet is another question in each batch"
-        )
+        what = "cannot compile attention within documents: the visible tokens differ from batch to batch"
         ways = ["train.compile = false", "data.document_mask = false"]
         given = resolved.written("train.compile data.document_mask")
         yield Problem("train.compile", what, "one of them", ways, given)

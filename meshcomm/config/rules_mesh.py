@@ -1,4 +1,4 @@
-"""What must hold between the settings of `[mesh]`: sizes that fit, names that mean one thing, backends for the device."""
+"""Rules between the settings of `[mesh]`: sizes that fit, unambiguous names, backends for the device."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from meshcomm.layout.sizes import fold, nearest_fits, resolve, times, toml_dims
 if TYPE_CHECKING:
     from meshcomm.config.mesh import MeshConfig
 
-# What is planned in seconds and about a gigabyte; no job comes near.
+# This many are planned in seconds with about a gigabyte; no job is near it.
 MOST_RANKS: Final = 2**24
 
 # -- sizes ------------------------------------------------------------------------------------------
 
 
 def sizes_fit(mesh: MeshConfig) -> Iterator[Problem]:
-    """Dims, ranks and views by themselves; then what depends on several of them."""
+    """Dims, ranks and views separately; then rules that depend on several of them."""
     problems = list(run((_dims, _ranks), mesh))
     yield from problems
     yield from run((_view_sizes,), mesh)
@@ -46,7 +46,7 @@ def _view_sizes(mesh: MeshConfig) -> Iterator[Problem]:
 
 
 def _factorisation(key: str, sizes: Mapping[str, int], what: str) -> Iterator[Problem]:
-    """What is wrong with `dims` (what: "the mesh") or one view by itself."""
+    """The problems of `dims` (what: "the mesh") or of one view alone."""
     if not sizes:
         way = f"mesh.{key} = {{ dp = 1 }}" if key == "dims" else f"remove mesh.{key}"
         yield Problem(key, "no dim", "at least one dim", [way], f"{key} = {{}}")
@@ -99,7 +99,7 @@ def _rank_order(mesh: MeshConfig) -> Iterator[Problem]:
 
 
 def _fits(mesh: MeshConfig) -> Iterator[Problem]:
-    """Dims, then views, on the number of ranks, where it is known."""
+    """Dims, then views, on the number of ranks, if it is known."""
     number = mesh.count(mesh._world)
     if number is None:
         return
@@ -123,12 +123,12 @@ def _fits(mesh: MeshConfig) -> Iterator[Problem]:
             fitting[view] = resolve(sizes, number, f"view {view}")
         except LayoutError:
             fits = nearest_fits(sizes, number, limit=None)
-            # A dim that the base has too means the same ranks there.
+            # A dim that is also in the base means the same ranks there.
             shared = [fit for fit in fits if not refused(key, Layout, base, views={view: fit})]
             ways = [f"mesh.{key} = {toml_dims(fit)}" for fit in (shared or fits)[:3]]
             what = f"does not fit the mesh: {times(sizes)}, the mesh has {number} rank{'s' * (number > 1)}"
             yield Problem(key, what, f"sizes that multiply to {number}", ways, f"{key} = {toml_dims(sizes)}")
-    # A view may clash with the base, or only with another view: try each, then all.
+    # A view may conflict with the base, or only with another view: try each, then all.
     each = [refused(key_path(["views", view]), Layout, base, views={view: fitting[view]}) for view in fitting]
     yield from chain.from_iterable(each if any(each) else [refused("views", Layout, base, views=fitting)])
 
@@ -141,7 +141,7 @@ def _merged(mesh: MeshConfig) -> Iterator[Problem]:
     dims = dict.fromkeys(mesh.dims, 1)
     views = {view: dict.fromkeys(sizes, 1) for view, sizes in mesh.views.items()}
     if refused("", Layout, dims, views=views):
-        return  # of names that are reported by themselves
+        return  # for names that are reported separately
     for name, parts in mesh.merge.items():
         path, given = key_path(["merge", name]), f"{name} = {toml(parts)}"
         remove = f"remove mesh.{path}"
@@ -177,7 +177,7 @@ def _view_names(mesh: MeshConfig) -> Iterator[Problem]:
 
 # -- backends ---------------------------------------------------------------------------------------
 
-# What "auto" is on a device.
+# The backend that "auto" means on a device.
 DEFAULTS: Final = {"cpu": "gloo", "cuda": "nccl"}
 _NAME: Final = re.compile("[a-z][a-z0-9_-]*")
 _PAIRS: Final = re.compile("[a-z][a-z0-9_-]*:[a-z][a-z0-9_-]*(,[a-z][a-z0-9_-]*:[a-z][a-z0-9_-]*)*")
@@ -185,7 +185,7 @@ _DEVICE: Final = re.compile("[a-z][a-z0-9_]*")
 
 
 def backends(text: str) -> dict[str, str] | None:
-    """Device type -> backend, "" for any device; None where the text is no backend.
+    """Device type -> backend, "" for any device; None if the text is not a backend.
 
     >>> backends("gloo"), backends("cpu:gloo,cuda:nccl")
     ({'': 'gloo'}, {'cpu': 'gloo', 'cuda': 'nccl'})
@@ -200,7 +200,7 @@ def backends(text: str) -> dict[str, str] | None:
 
 
 def chosen(mesh: MeshConfig, backend: str) -> str | None:
-    """The backend that a group gets, or None where the process decides that at its start."""
+    """The backend that a group gets, or None if the process decides that at its start."""
     by_device = backends(backend) or {}
     device = "" if mesh.device == "auto" else mesh.device
     name = by_device.get(device, by_device.get("", "auto"))
@@ -217,7 +217,7 @@ def _devices(mesh: MeshConfig) -> Iterator[Problem]:
     """The device's type; then the backends for it."""
     plain = _DEVICE.match(mesh.device.lower())
     kind = plain.group() if plain else "auto"
-    # Not torch's word: without this, only a rank would find that its host has no such device.
+    # Not a name that torch knows. Without this check, only a rank would find that its host has no such device.
     if kind == "gpu" or kind != mesh.device:
         what = f"{toml(mesh.device)} is not a device type"
         expected = "auto, cpu, cuda, or another of torch's device types, without an index"
@@ -257,7 +257,7 @@ def _nccl_options(mesh: MeshConfig) -> Iterator[Problem]:
         if backends(backend) is None or used in (None, "nccl"):
             continue
         for option, value in options.backend_options():
-            what, expected = f"no effect: {used} has no {option}", f"{option} only where the backend is nccl"
+            what, expected = f"no effect: {used} has no {option}", f"{option} only if the backend is nccl"
             remove = f"remove mesh.{path}.{option}"
             ways = [remove, f'mesh.{path}.backend = "nccl" and mesh.device = "cuda"']
             given = f'{option} = {toml(value)}, backend = {toml(backend)}, mesh.device = "{mesh.device}"'

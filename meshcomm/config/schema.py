@@ -19,10 +19,10 @@ def schema() -> dict[str, Any]:
     found: dict[str, Any] = Config.model_json_schema()
     for part in (found, *found["$defs"].values()):
         part.pop("title", None)
-        # What is for readers of the code follows in further paragraphs.
+        # Text for readers of the code follows in further paragraphs.
         part["description"] = part["description"].partition("\n\n")[0]
         for setting in part["properties"].values():
-            # The title is the key itself in other letters; no file has to write a default of nothing.
+            # The title is the key itself in other letters. No file has to write an empty default.
             setting.pop("title", None)
             setting["description"] = " ".join(setting["description"].split())
             if setting.get("default") is None or isinstance(setting["default"], dict):

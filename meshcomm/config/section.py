@@ -1,6 +1,4 @@
-"""Base class of the sections of a configuration: frozen and strict, with rules, and reporting all problems at
-once.
-"""
+"""Base class of the sections of a configuration: frozen and strict, with rules, and reporting all problems at once."""
 
 from __future__ import annotations
 
@@ -32,12 +30,12 @@ T = TypeVar("T")
 
 
 class Absent(Exception):
-    """A rule read a setting that is wrong by itself, or a size that is not known yet. The rule is skipped."""
+    """A rule read an invalid setting, or a size that is not known yet. The rule is skipped."""
 
 
 def _refuse(what: str) -> NoReturn:
     raise ConfigError(
-        "a configuration does not change",
+        "a configuration cannot be changed",
         given=f"a change of {what}",
         expected="a new configuration",
         hint='meshcomm.config.load_config(config, ["mesh.dims.tp=4"])',
@@ -45,7 +43,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 class Table(dict[K, V]):
-    """A dict that keeps its order and refuses changes. Two tables are equal where their order is equal too.
+    """A dict that keeps its order and refuses changes. Two tables are equal if their order is equal too.
 
     >>> Table(dp=2, tp=4) == {"tp": 4, "dp": 2}, Table(dp=2, tp=4) == Table(tp=4, dp=2)
     (True, False)
@@ -75,7 +73,7 @@ class Table(dict[K, V]):
 
 
 def _as_tuple(value: object) -> object:
-    # Files hold lists; strict validation wants the tuple that is kept.
+    # Files contain lists; strict validation expects the tuple that is stored.
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -98,11 +96,11 @@ Rule: TypeAlias = Callable[[Any], Iterable[Problem]]
 
 
 class NoEffect(NamedTuple):
-    """A row of a section: when a setting that was written down has no effect.
+    """A row of a section: conditions under which a setting has no effect.
 
-    fields: names of settings, with spaces between them; false and an empty value ask for nothing.
-    needs: names of settings (or of a property that names one): one of them must hold one of `values`, or, without values,
-    be set. way: a setting of the section that gives `fields` an effect, or advice. why: in place of the report's own reason.
+    fields: names of settings, separated by spaces; false and empty values count as unset.
+    needs: names of settings (or of a property that names one). One of them must have one of `values` or, without values,
+    be set. way: a setting of the section that gives `fields` an effect, or advice. why: replaces the report's own reason.
     """
 
     fields: str
@@ -146,8 +144,8 @@ class Section(BaseModel):
     Raises ConfigError with every problem found.
     """
 
-    place: ClassVar[str] = ""  # where it stands in a file
-    rules: ClassVar[tuple[Rule, ...]] = ()  # what must hold between its settings
+    place: ClassVar[str] = ""  # its path in a file
+    rules: ClassVar[tuple[Rule, ...]] = ()  # rules between its settings
     no_effect: ClassVar[tuple[NoEffect, ...]] = ()
     model_config = ConfigDict(
         extra="forbid",
@@ -167,8 +165,8 @@ class Section(BaseModel):
         if problems:
             raise report(type(self).__name__, problems)
 
-    # Validation from a file makes nested sections without calling __init__, so that problems of
-    # all sections come together. pydantic decides by this mark (tried on 2.14).
+    # Validation from a file creates nested sections without calling __init__, so that problems of
+    # all sections are reported together. pydantic decides by this mark (tested with 2.14).
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     def problems(self) -> Iterator[Problem]:
@@ -177,7 +175,7 @@ class Section(BaseModel):
         yield from run(self.rules, self)
 
     def given(self, field: str) -> bool:
-        """Whether a setting was written down instead of left at its default."""
+        """Whether a setting was set explicitly instead of left at its default."""
         inner, _, last = field.rpartition(".")
         section = self.at(inner) if inner else self
         return last in section.model_fields_set and getattr(section, last) is not None
@@ -222,7 +220,7 @@ M = TypeVar("M", bound=Section)
 
 
 def too_large(section: Section, field: str, limit: str, why: str) -> Iterator[Problem]:
-    """The setting `field`, where it is above the first of those in `limit`; a report shows them all."""
+    """The setting `field`, if it is above the first of the limits in `limit`. A report shows them all."""
     most = limit.partition(" ")[0]
     value, largest = section.at(field), section.at(most)
     if value > largest:
@@ -232,7 +230,7 @@ def too_large(section: Section, field: str, limit: str, why: str) -> Iterator[Pr
 
 
 def one_of(section: Section, fields: str, what: str) -> Iterator[Problem]:
-    """The last of `fields` that is set, where another one is set too. what: the name of several of them."""
+    """The last of `fields` that is set, if another one is set too. what: the plural name for them."""
     named = [field for field in fields.split() if section.at(field)]
     if len(named) > 1:
         ways, given = [f"remove {section.place}.{field}" for field in named], section.written(" ".join(named))
@@ -240,16 +238,16 @@ def one_of(section: Section, fields: str, what: str) -> Iterator[Problem]:
 
 
 def run(rules: Iterable[Rule], subject: Any) -> Iterator[Problem]:
-    """What the rules find; a rule ends where it reads what is absent."""
+    """The problems that the rules find. A rule ends when it reads an absent setting."""
     for rule in rules:
         with suppress(Absent):
             yield from rule(subject)
 
 
 def check(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Problem]]:
-    """`data` as a section, and all that is wrong with it, in the order of its keys.
+    """`data` as a section, and all of its problems, in the order of its keys.
 
-    Settings that are wrong by themselves are absent from the section, which is then of use to nobody else.
+    Invalid settings are absent from the section, which must then not be used for anything else.
     """
     section, errors = _valid(model, data)
     problems = [*refusals(model, data, errors), *section.problems()]
@@ -259,7 +257,7 @@ def check(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Problem]]:
 
 
 def _valid(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Any]]:
-    """The section that the valid settings in `data` make, and pydantic's errors about the others. Nested sections alike."""
+    """The section made from the valid settings in `data`, and pydantic's errors about the others. Nested sections too."""
     try:
         return model.model_validate(data), []
     except ValidationError as error:
@@ -267,7 +265,7 @@ def _valid(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Any]]:
     wrong = {each["loc"][0] for each in errors}
     right = {key: value for key, value in data.items() if key in model.model_fields and key not in wrong}
     fields = {name: field for name, field in model.model_fields.items() if name in wrong}
-    # What is needed is there while pydantic makes the section.
+    # Required values are present while pydantic creates the section.
     needed = {name: (field.examples or [{}])[0] for name, field in fields.items() if field.is_required()}
     section = model.model_validate({**right, **needed})
     for name, field in fields.items():

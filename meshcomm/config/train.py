@@ -30,7 +30,7 @@ from meshcomm.config.write import toml
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 
-# In place of a tokenizer.
+# The value that replaces a tokenizer.
 BYTES: Final = "bytes"
 
 _WITH_BETAS: Final = ("adamw", "adam", "nadam", "radam", "adamax")
@@ -40,7 +40,7 @@ _WITH_EPS: Final = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta")
 def _token_weights(data: DataConfig) -> Iterator[Problem]:
     weights, entries = data.weights, len(data.tokens)
     if weights and entries and (len(weights) != entries or min(weights) <= 0):
-        what = "a weight is not above 0"
+        what = "a weight is not greater than 0"
         if len(weights) != entries:
             what = f"{len(weights)} weights of {entries} entries of tokens"
         expected = "a number above 0 for each entry of data.tokens"
@@ -62,9 +62,9 @@ class DataConfig(Section):
         NoEffect("eos_id", "document_mask", way="document_mask = true"),
         NoEffect("tokenizer", "source", ("files", "chat"), why=" without text"),
         NoEffect("max_bytes", "source", ("files",), why=" without text"),
-        NoEffect("eos", "source", ("files",), why=": it is put behind the texts of data.files alone"),
+        NoEffect("eos", "source", ("files",), why=": it is only added after texts of data.files"),
         NoEffect("validation_files", "source", ("files", "tokens", "chat"), why=" without files"),
-        NoEffect("eos_id", "source", ("files", "tokens"), why=": samples say where documents begin"),
+        NoEffect("eos_id", "source", ("files", "tokens"), why=": samples contain the starts of documents"),
         NoEffect("answers_only", "chat", way='chat = ["conversations.jsonl"]'),
         NoEffect("args", "build", way='build = "my_package.data:loader"'),
     )
@@ -77,13 +77,10 @@ class DataConfig(Section):
     token_type: Literal["uint16", "uint32"] = "uint16"
     """With tokens: dtype of .bin files."""
     weights: FrozenList[float] = Field(default=(), examples=[[0.7, 0.3]])
-    """With tokens: relative sampling weight of each entry. Default []: every sample of all files once per
-                 epoch.
-    """
+    """With tokens: relative sampling weight of each entry. Default []: every sample of all files once per epoch."""
     chat: FrozenList[Text] = Field(default=(), examples=[["conversations.jsonl"]])
-    """Files of conversations: JSON lines with messages, each with role and content. The tokenizer's chat
-        template formats
-    them.
+    """Files of conversations: JSON lines with messages, each with role and content. The tokenizer's chat template
+    formats them.
     """
     answers_only: bool = False
     """With chat: use only the assistant's messages as targets."""
@@ -92,14 +89,13 @@ class DataConfig(Section):
     args: Arguments = Field(default_factory=Table, examples=[{"folder": "images"}])
     """With build: keyword arguments of the function."""
     tokenizer: Text | None = Field(default=None, examples=["tokenizer.json"])
-    """With text: a tokenizer.json or its folder, relative to the config file; "bytes" makes each byte a token.
-               If omitted, the
-    tokenizer of model.pretrained, or bytes if there is none. Bytes are an error with weights that are read from
-    a folder.
+    """With text: a tokenizer.json or its folder, relative to the config file; "bytes" makes each byte a token. If
+    omitted, the tokenizer of model.pretrained, or bytes if there is none. Bytes are an error with weights that are
+    read from a folder.
     """
     eos: Text | None = Field(default=None, examples=["<|endoftext|>"])
-    """With a tokenizer: the token at the end of each document. Each file is a document. If omitted, the
-        folder's eos_token.
+    """With a tokenizer: the token at the end of each document. Each file is a document. If omitted, the folder's
+    eos_token.
     """
     eos_id: int | None = Field(default=None, ge=0, examples=[0])
     """With document_mask: id of the token at the end of each document. If omitted, eos."""
@@ -133,7 +129,7 @@ class DataConfig(Section):
             return None if self.tokenizer == BYTES else Path(self.tokenizer)
         if pretrained is None or self.source not in ("files", "chat"):
             return None
-        # os.path, as nothing is a file whose name is too long or has a null character.
+        # os.path, because a name that is too long or has a null character is not an error.
         return Path(pretrained) if os.path.isfile(f"{pretrained}/tokenizer.json") else None
 
     @property
@@ -156,7 +152,7 @@ def _decay(train: TrainConfig) -> Iterator[Problem]:
     most = train.steps - train.warmup_steps
     if train.decay_steps is not None and train.decay_steps > most >= 0:
         both = f"{train.warmup_steps} + {train.decay_steps} > {train.steps}"
-        what = f"the warm-up and the decay are longer than the training: {both}"
+        what = f"the warm-up and the decay together are longer than the training: {both}"
         ways = [f"train.decay_steps = {most}"] * (most > 0)
         ways.append(f"train.steps = {train.warmup_steps + train.decay_steps}")
         given = train.written("decay_steps warmup_steps steps")
@@ -166,7 +162,7 @@ def _decay(train: TrainConfig) -> Iterator[Problem]:
 def _some_steps(train: TrainConfig) -> Iterator[Problem]:
     first, last = train.trace_steps or (1, 1)
     if not 1 <= first <= last <= train.steps:
-        what = f"steps {first} to {last} are no steps of this training"
+        what = f"steps {first} to {last} are not steps of this training"
         expected = f"a first and a last step, from 1 to {train.steps}"
         ways = [f"train.trace_steps = {toml((1, min(3, train.steps)))}", "remove train.trace_steps"]
         yield Problem("trace_steps", what, expected, ways, train.written("trace_steps steps"))
@@ -270,9 +266,8 @@ class TrainConfig(Section):
     trace_steps: Pair[int] | None = Field(default=None, examples=[(3, 5)])
     """First and last step to trace; their calls are written to trace.json in out. If omitted, none."""
     log_to: FrozenList[Literal["tensorboard", "wandb"]] = Field(default=(), examples=[["tensorboard"]])
-    """Further outputs for metrics: "tensorboard" writes to out/tensorboard; "wandb" to out/wandb, offline
-        unless WANDB_MODE is
-    set. Default []: none.
+    """Further outputs for metrics: "tensorboard" writes to out/tensorboard; "wandb" to out/wandb, offline unless
+    WANDB_MODE is set. Default []: none.
     """
     peak_flops: float | None = Field(default=None, gt=0, examples=[989.4e12])
     """Peak dense FLOP/s of a rank's device, for MFU. If omitted, the vendor's figure for well-known GPUs,
@@ -287,24 +282,20 @@ class TrainConfig(Section):
     resume: bool = False
     """Resume from the last complete checkpoint in out, if there is one."""
     resume_changed: FrozenList[Literal["data", "seq_len", "global_batch_size"]] = ()
-    """With resume: settings that may differ from those of the checkpoint. With a different data or seq_len, the
-                 samples
+    """With resume: settings that may differ from the checkpoint. With a different data or seq_len, the samples
     start over; with a different global_batch_size, they continue. Default []: none.
     """
     eval_every: int = Field(default=0, ge=0)
     """With validation data: steps between evaluations; one more follows the last step. 0: none."""
     evaluate: Function | None = Field(default=None, examples=["my_package.judge:accuracy"])
-    """With eval_every: module:function, called on every rank with the Trainer. It returns the validation loss,
-        or numbers by
-    name. If omitted, none.
+    """With eval_every: module:function, called on every rank with the Trainer. It returns the validation loss, or
+    numbers by name. If omitted, none.
     """
     eval_batches: int | None = Field(default=None, ge=1)
-    """With eval_every: number of global batches per evaluation, the same batches each time. If omitted, all
-        complete ones.
-    """
+    """With eval_every: number of global batches per evaluation, the same batches each time. If omitted, all complete ones."""
     patience: int | None = Field(default=None, ge=1)
-    """With eval_every: end the run after this many evaluations in a row without a lower validation loss. If
-        omitted, never.
+    """With eval_every: end the run after this many evaluations in a row without a lower validation loss. If omitted,
+    never.
     """
     min_delta: float = Field(default=0.0, ge=0)
     """With patience: minimum decrease of the validation loss that counts as lower."""

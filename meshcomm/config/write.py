@@ -1,4 +1,4 @@
-"""How are settings written: paths and values as in TOML, and a file that is written whole or not at all?"""
+"""How settings are written: paths and values in TOML syntax, and files that are written in full or not at all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain(data: Any) -> Any:
 
 
 def key_path(parts: Iterable[str | int]) -> str:
-    """A path as it is written in TOML; positions in a list in brackets.
+    """A path in TOML syntax, with positions in a list in brackets.
 
     >>> key_path(["mesh", "rank_order", 3])
     'mesh.rank_order[3]'
@@ -43,7 +43,7 @@ def key_path(parts: Iterable[str | int]) -> str:
 
 
 def toml(value: Any) -> str:
-    """A value as it is written in TOML, cut where it is long.
+    """A value in TOML syntax, truncated if it is long.
 
     >>> toml({"dp": 2, "on": True, "name": "x"})
     '{ dp = 2, on = true, name = "x" }'
@@ -53,7 +53,7 @@ def toml(value: Any) -> str:
 
 
 def whole_toml(value: Any) -> str:
-    """As `toml`, however long it is: what a file may hold."""
+    """As `toml`, but never truncated, for files."""
     if isinstance(value, (str, bool, NoneType)):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, BaseModel):
@@ -67,10 +67,10 @@ def whole_toml(value: Any) -> str:
 
 
 def check_ending(path: Path, option: str, *endings: str, kind: type[MeshcommError] = ConfigError) -> None:
-    """Raise `kind` where a file of this name is not written. option: that named it."""
+    """Raise `kind` if files with this extension are not written. option: the option that named it."""
     if path.suffix.lower() not in endings:
         raise kind(
-            f"{path}: not a kind of file that {option} writes",
+            f"{path}: not a file type that {option} writes",
             given=f"the ending {path.suffix}" if path.suffix else "no ending",
             expected="one of " + ", ".join(endings) if len(endings) > 1 else f"the ending {endings[0]}",
             hint=f"{option} {path.with_suffix(endings[0])}" if path.name else None,
@@ -80,9 +80,9 @@ def check_ending(path: Path, option: str, *endings: str, kind: type[MeshcommErro
 def write_whole(
     path: Path, text: str, *, given: str | None = None, kind: type[MeshcommError] = ConfigError
 ) -> None:
-    """Write a file so that readers see the old one or the new one.
+    """Write a file so that readers see either the old one or the new one.
 
-    Raises `kind` where that cannot be; then the file is as it was. given: what named it, for the error.
+    Raises `kind` if that is not possible; the file is then unchanged. given: the setting that named it, for the error.
     """
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -101,7 +101,7 @@ def write_whole(
 
 
 def toml_text(head: Sequence[str], sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """A TOML file: `head` as comments, then the sections, without None, which TOML does not know.
+    """A TOML file: `head` as comments, then the sections, without None, which TOML does not have.
 
     >>> print(toml_text(["by hand"], {"mesh": {"dims": {"dp": 2}, "device": None}}), end="")
     # by hand

@@ -1,4 +1,4 @@
-"""`meshcomm report` and `export`: what is left of a job, read together, or carried elsewhere."""
+"""`meshcomm report` and `export`: the output of a finished job, analyzed or exported."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 def _reports_in(folder: Path) -> Iterator[tuple[int, Path]]:
-    """The files that ranks left in a folder, and the rank of each. Copies under other names are none."""
+    """The report files of the ranks in a folder, and the rank of each. Copies under other names are ignored."""
     for path in folder.glob("rank*.json"):
         if found := re.fullmatch(r"rank(\d+)\.json", path.name):
             yield int(found[1]), path
 
 
 def newest_run(folder: Path) -> Path:
-    """The folder of the last run that left reports in `folder`, which may be that run's itself."""
+    """The folder of the last run with reports in `folder`, which may be that run's folder itself."""
     if any(_reports_in(folder)):
         return folder
     # Their names begin with the time.
@@ -34,7 +34,7 @@ def newest_run(folder: Path) -> Path:
 
 @contextmanager
 def _reading_report(file: Path) -> Iterator[None]:
-    """A LaunchError for a file whose content the block cannot use, as another program may have written it."""
+    """A LaunchError for a file whose content the block cannot use, for example from another program."""
     try:
         yield
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
@@ -45,14 +45,14 @@ def _reading_report(file: Path) -> Iterator[None]:
 
 
 def read_reports(folder: Path) -> dict[int, Any]:
-    """The reports in a folder, by rank. Raises LaunchError where there are none, or one that cannot be used."""
+    """The reports in a folder, by rank. Raises LaunchError if there are none, or if one cannot be used."""
     files = sorted(_reports_in(folder))
     if not files:
         raise LaunchError(
             f"there are no reports in {folder}",
-            given=f"{folder}" if folder.is_dir() else f"{folder}, which is no folder",
+            given=f"{folder}" if folder.is_dir() else f"{folder}, which is not a folder",
             expected="rank0.json, rank1.json, ... as ranks leave them when a call fails",
-            hint="mesh.reports in the config says where they go; default meshcomm-reports",
+            hint="mesh.reports in the config sets the folder; the default is meshcomm-reports",
         )
     statuses = {}
     for rank, file in files:
@@ -65,7 +65,7 @@ def read_reports(folder: Path) -> dict[int, Any]:
                     expected=_OURS,
                     hint=f"remove {file}",
                 )
-            # Each by itself, so that the error names the file.
+            # Each separately, so that the error names the file.
             root_cause({rank: status})
             _line(rank, status)
         statuses[rank] = status
@@ -98,9 +98,9 @@ def export(
     dtype: str | None = None,
     shard_gb: float | None = None,
 ) -> str:
-    """Write the weights of a checkpoint, or of a run's last one, into a safetensors file or a folder; what was done, as text.
+    """Write the weights of a checkpoint, or of a run's last one, into a safetensors file or a folder; return a summary as text.
 
-    Raises: ConfigError for options that do not go together, TrainingError.
+    Raises: ConfigError for options that cannot be combined, TrainingError.
     """
     import torch
 
@@ -108,18 +108,18 @@ def export(
 
     if pretrained and merged:
         raise ConfigError(
-            "two kinds of folders are asked for",
+            "two kinds of output are requested",
             given="--pretrained, --merged",
             expected="one of them",
-            hint="--merged, for the whole model; --pretrained, for the adapters alone",
+            hint="--merged for the full model; --pretrained for only the adapters",
         )
     if pretrained or merged:
         if dtype not in (None, *_DTYPES):
             raise ConfigError(
-                f"weights are not written as {dtype}",
+                f"weights cannot be written as {dtype}",
                 given=f"--dtype {dtype}",
                 expected=" or ".join(_DTYPES),
-                hint=did_you_mean(dtype, _DTYPES) or "leave it out, for the dtype of the weights",
+                hint=did_you_mean(dtype, _DTYPES) or "remove it to keep the dtype of the weights",
             )
         most = SHARD_BYTES if shard_gb is None else int(shard_gb * 1e9)
         kind = None if dtype is None else getattr(torch, dtype)

@@ -1,4 +1,4 @@
-"""`meshcomm bench`: operations of a config's mesh, or of processes along one dim, beside raw torch."""
+"""`meshcomm bench`: operations of a config's mesh, or of processes along one dim, compared with raw torch."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Output(NamedTuple):
 def bench(
     config: Path | None, overrides: Sequence[str], world: int | None, asked: Asked, output: Output
 ) -> int:
-    """Measure the mesh of `config`, or one dim on the CPU, beside raw torch.distributed; returns the exit code.
+    """Measure the mesh of `config`, or one dim on the CPU, compared with raw torch.distributed; returns the exit code.
 
-    Outside a launcher, starts all ranks here, after everything that is asked for was checked.
+    Outside a launcher, starts all ranks here, after all arguments were checked.
     """
     settings = load_config(config or _ONE_DIM, overrides)
     here = find_launch(os.environ)
@@ -64,13 +64,13 @@ def bench(
 
 
 def _check_output(path: Path) -> None:
-    """Raise ConfigError unless `path` can become a `[topology]`; a file that somebody else wrote is not replaced."""
+    """Raise ConfigError unless `path` can become a `[topology]`. A file that meshcomm bench did not write is not replaced."""
     check_ending(path, "--fit", ".toml")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
         raise ConfigError(
             f"{path} cannot be written",
             given=f"--fit {path}",
-            expected="a file in a folder that exists and may be written",
+            expected="a file in a folder that exists and is writable",
         )
     if path.exists() and FIT_MARK not in path.read_text(encoding="utf-8", errors="replace"):
         raise ConfigError(
@@ -82,7 +82,7 @@ def _check_output(path: Path) -> None:
 
 
 def body(settings: Config, asked: Asked, output: Output) -> None:
-    """What each rank does."""
+    """The program of each rank."""
     topology = discovered(settings.topology, os.environ)
     if output.fit is not None:
         known_machine(topology, settings.source)
@@ -98,7 +98,7 @@ def body(settings: Config, asked: Asked, output: Output) -> None:
         if output.fit is not None:
             _fit(settings, plan, facts, output.fit)
     finally:
-        # What was measured is shown also where nothing can be fitted.
+        # Measurements are shown even if no fit is possible.
         if output.json:
             print(json.dumps(facts, indent=2))
         else:
@@ -108,7 +108,7 @@ def body(settings: Config, asked: Asked, output: Output) -> None:
 
 
 def _steady(settings: Config) -> Config:
-    """Without the comparison of the first calls, which ends by itself; "always" is what every call costs."""
+    """Without the comparison of the first calls, which ends after some calls. "always" stays, as part of the cost of every call."""
     if settings.mesh.validate_calls == "always":
         return settings
     return settings.model_copy(update={"mesh": settings.mesh.model_copy(update={"validate_calls": 0})})
@@ -125,7 +125,7 @@ def _fit(settings: Config, plan: Plan, facts: dict[str, Any], path: Path) -> Non
     notes = []
     if here.local_size != topology.ranks_per_node:
         notes.append(
-            f"ranks_per_node = {topology.ranks_per_node}, as {settings.source} says; "
+            f"ranks_per_node = {topology.ranks_per_node}, in {settings.source}; "
             f"the launcher has {here.local_size} on this host"
         )
     facts["fit"] = fit_facts(fitted, notes)

@@ -1,4 +1,4 @@
-"""`meshcomm dryrun`: the training of a config, or a script, on some ranks of a world that nobody has."""
+"""`meshcomm dryrun`: the training of a config, or a script, on some ranks of a world that does not exist."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from meshcomm.mesh.environment import how_many_ranks
 from meshcomm.predict.links import discovered
 from meshcomm.predict.place import Ranking, placed_data
 
-# Names of a dim of stages, where no [parallel] says it.
+# Names of a dim of stages, if there is no [parallel].
 _STAGES: Final = ("pp", "pipeline", "pipe", "stage")
 
 
 class Exact(NamedTuple):
-    """What a dry run says of a placement. peak_bytes: of the rank that holds most."""
+    """The result of a dry run for a placement. peak_bytes: of the rank that holds most."""
 
     step_s: float
     peak_bytes: int
@@ -42,7 +42,7 @@ def dryrun(
     """Run the training of `config`, or `script`, on representative ranks of `world`; returns the findings as plain data.
 
     ranks, sample: more ranks, see `chosen`.
-    Raises ConfigError, LaunchError, RankFailed; LayoutError for a rank that is not there.
+    Raises ConfigError, LaunchError, RankFailed; LayoutError for a rank that does not exist.
     """
     began = time.perf_counter()
     if config is None and world is None:
@@ -56,7 +56,7 @@ def dryrun(
     parallel = getattr(asked, "parallel", None)
     topology = discovered((settings or asked).topology, os.environ)
     stages = None if parallel is None else parallel.pipeline
-    # Without a configuration: the dim that is usually called so.
+    # Without a configuration: the dim with the usual name.
     pipeline = stages or next((dim for dim in layout.dims if dim in _STAGES), None)
     first = chosen(layout, pipeline, also=ranks, sample=sample)
     found = dry_world(
@@ -70,7 +70,7 @@ def dryrun(
 
 
 def mesh_made_by(script: Path, world: int | None) -> dict[str, Any]:
-    """The configuration of the mesh, or of the DeviceMesh, that a script makes as rank 0 of `world`. Raises as `dryrun`."""
+    """The configuration of the mesh, or of the DeviceMesh, that a script creates as rank 0 of `world`. Raises as `dryrun`."""
     if world is None:
         raise how_many_ranks("plan")
     layout, asked, _ = mesh_of_script(Script(script), world)
@@ -87,7 +87,7 @@ def mesh_made_by(script: Path, world: int | None) -> dict[str, Any]:
 
 
 def exactly(settings: Config, ranking: Ranking, topology: TopologyConfig) -> tuple[Ranking, list[Exact]]:
-    """The placements of a ranking, fastest first, by a dry run of each, one rank of each stage; what that gave of each.
+    """The placements of a ranking, fastest first, after a dry run of each with one rank of each stage; and its results.
 
     Those that exceed the memory come last.
     """

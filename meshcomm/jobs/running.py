@@ -1,6 +1,6 @@
 """`meshcomm train`, `run`, `simulate` and `parity`: a config or a script on every rank.
 
-What is wrong with them is said before torch is loaded, which takes seconds.
+Problems with them are reported before torch is loaded, which takes seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshcomm.config import Config, load_config
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import ConfigError, LaunchError
 
-# What ranks may take to finish a step and save it, once they are asked to end.
+# The time that ranks may take to finish a step and save it, once they are asked to end.
 _SAVING_S: Final = 30.0
 
 
@@ -31,20 +31,20 @@ def train(
     max_restarts: int = 0,
     replace: int | None = None,
 ) -> int:
-    """Train as `config` says; returns the exit code. Outside a launcher, starts all ranks here.
+    """Train by `config`; returns the exit code. Outside a launcher, starts all ranks here.
 
-    replace: in place of elastic.replace.
+    replace: instead of elastic.replace.
     """
     overrides = _replacing(overrides, replace)
     settings = load_config(config, overrides)
     if settings.train is None or settings.model is None:
         raise ConfigError(
-            f"{config} says nothing about {'training' if settings.train is None else 'a model'}",
+            f"{config} has no settings for {'training' if settings.train is None else 'a model'}",
             given="no [model]"
             if settings.train
             else "a mesh without [parallel], [model], [data] and [train]",
             expected="all four sections, or meshcomm run with a script that makes a meshcomm.train.Trainer",
-            hint="meshcomm new writes a config that has them all",
+            hint="meshcomm new writes a config with all of them",
         )
     if world is not None:
         settings.resolved(world)
@@ -83,13 +83,13 @@ def _replacing(overrides: Sequence[str], replace: int | None) -> Sequence[str]:
 
 @contextmanager
 def _loading() -> Iterator[None]:
-    """Import what stays until the end: looking for garbage among it would cost a rank a fifth of its start."""
+    """Import modules that stay until the end. Collecting garbage among them would cost a rank a fifth of its startup time."""
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        # Python's own end finds libraries' objects as garbage, or they are told as leaks.
+        # At exit, Python frees libraries' objects as garbage. Without this, they are reported as leaks.
         atexit.register(gc.unfreeze)
         gc.enable()
 
@@ -104,9 +104,10 @@ def run(
     stats: bool = False,
     replace: int | None = None,
 ) -> int:
-    """Run a script on every rank; its `meshcomm.init()` makes the mesh of `config`, if there is one, on `world` ranks.
+    """Run a script on every rank; its `meshcomm.init()` creates the mesh of `config`, if there is one, on `world` ranks.
 
-    replace: in place of elastic.replace. stats: rank 0 prints its calls on the groups that the script made by torch, when their default group ends.
+    replace: instead of elastic.replace. stats: when the default group ends, rank 0 prints its calls on groups that the script
+        created by torch.
     """
     if config is not None:
         overrides = _replacing(overrides, replace)
@@ -123,7 +124,7 @@ def run(
             os.environ[OVERRIDES_VARIABLE] = "\n".join(overrides)
         watch_if_possible(stats)
         sys.argv = [str(script), *arguments]
-        # As `python SCRIPT` does: imports are looked for beside the script first.
+        # As `python SCRIPT` does: imports are searched next to the script first.
         sys.path.insert(0, str(script.resolve().parent))
         runpy.run_path(str(script), run_name="__main__")
 
@@ -143,7 +144,7 @@ def parity(
 ) -> dict[str, Any]:
     """Compare a training on the mesh of `config` with one process; returns `Parity.facts`.
 
-    script: with its arguments, makes the Trainer, on the mesh of meshcomm.init(); None: the training that `config` describes.
+    script: with its arguments, creates the Trainer, on the mesh of meshcomm.init(). If None, the training of `config`.
     """
     # A script's ranks read the configuration from another folder.
     settings = load_config(config if script is None else config.resolve(), overrides)
@@ -159,8 +160,8 @@ def parity(
         raise LaunchError(
             f"meshcomm parity inside a job that {here.kind} started",
             given=f"launcher {here.kind} with {here.world_size} processes",
-            expected="one process: it starts one per rank itself, once for each mesh that it compares",
-            hint="meshcomm parity CONFIG, without the launcher",
+            expected="one process, because it starts one per rank itself, once for each mesh that it compares",
+            hint="run meshcomm parity CONFIG without the launcher",
         )
     size = world_of(settings, world)
     resolved = settings.resolved(size)

@@ -1,4 +1,4 @@
-"""How a command becomes processes: outside a launcher one per rank here, inside one this rank."""
+"""How a command starts processes: one per rank on this host; or, inside a launcher, only this rank."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def start_job(
     grace_s: float = GRACE_S,
     elastic: ElasticConfig | None = None,
 ) -> int:
-    """Run `body` as this rank, if a launcher started us; else start `meshcomm WORDS` once per rank here.
+    """Run `body` as this rank if a launcher started this process; otherwise start `meshcomm WORDS` once per rank on this host.
 
-    settings: None for a script that says its own mesh. world: None for what `settings` say. overrides: of `--set`.
-    elastic: None: that of `settings`. Returns the exit code.
+    settings: None for a script that defines its mesh itself. world: None to follow `settings`. overrides: of `--set`.
+    elastic: if None, that of `settings`. Returns the exit code.
     """
     here = find_launch(os.environ)
     if elastic is None:
@@ -47,7 +47,7 @@ def start_job(
             raise LaunchError(
                 f"--max-restarts {max_restarts} inside a job that {here.kind} started",
                 given=f"--max-restarts {max_restarts}, launcher {here.kind} with {here.world_size} processes",
-                expected="no --max-restarts: the launcher restarts, or does not",
+                expected="no --max-restarts, because restarts are up to the launcher",
                 hint="torchrun --max-restarts N ... -m meshcomm train CONFIG",
             )
         as_rank(body, here, partial(label_of, settings, here.rank, here.world_size))
@@ -58,7 +58,7 @@ def start_job(
         settings.resolved(size)
         sizes = sizes_of(settings, size)
     sets = [part for override in overrides for part in ("--set", override)]
-    # Options go before the words: all that follows a script's name is the script's.
+    # Options come before the words, because all words after a script's name belong to the script.
     return launch(
         ["-P", "-m", "meshcomm", words[0], *sets, *words[1:]],
         size,
@@ -71,31 +71,31 @@ def start_job(
 
 
 def _refuse_elastic(here: Launch, elastic: ElasticConfig) -> None:
-    """Raise LaunchError where another launcher is to replace ranks."""
+    """Raise LaunchError if lost ranks should be replaced under another launcher."""
     if elastic.replace or elastic.min:
         given = f"elastic.{elastic.written('replace min')}"
         raise LaunchError(
-            f"lost ranks are to be replaced inside a job that {here.kind} started",
+            f"lost ranks cannot be replaced inside a job that {here.kind} started",
             given=f"{given}, launcher {here.kind} with {here.world_size} processes",
-            expected="neither [elastic] nor --replace: who starts the processes of a job is who can start new ones",
-            hint="meshcomm run --replace N on one host, without another launcher; on several hosts\n"
+            expected="neither [elastic] nor --replace, because only the launcher of a job can start new processes",
+            hint="use meshcomm run --replace N on one host, without another launcher; on several hosts\n"
             "python -m meshcomm.launch.ray --world-size 8 --replace N train CONFIG",
         )
 
 
 def refuse_other_world(here: Launch, world: int | None) -> None:
-    """Raise LaunchError where `--world-size` contradicts the launcher."""
+    """Raise LaunchError if `--world-size` contradicts the launcher."""
     if world is not None and world != here.world_size:
         raise LaunchError(
             f"--world-size {world} inside a job of {here.world_size} processes",
             given=f"--world-size {world}, launcher {here.kind} with {here.world_size}",
-            expected="no --world-size: the launcher decides",
-            hint="leave --world-size out",
+            expected="no --world-size, because the launcher decides",
+            hint="remove --world-size",
         )
 
 
 def world_of(settings: Config | None, world: int | None) -> int:
-    """Number of ranks to start: `world`, or what the sizes need, or one for each GPU of this host."""
+    """Number of ranks to start: `world`, or the number that the sizes need, or one for each GPU of this host."""
     if world is not None:
         return world
     if settings is None:
@@ -106,7 +106,7 @@ def world_of(settings: Config | None, world: int | None) -> int:
 
 
 def label_of(settings: Config | None, rank: int, world_size: int) -> str:
-    """A rank with its coords, for messages about it; without them where it has none."""
+    """A rank with its coords, for messages about it; without coords if it has none."""
     with suppress(MeshcommError):
         return rank_text(rank, None if settings is None else settings.plan(world_size).layout.coords(rank))
     return rank_text(rank, None)

@@ -20,9 +20,9 @@ from meshcomm.parallel.build import Model, on_meta
 
 
 def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model:
-    """The model of a `[model]` section: built in, of a folder of transformers, or what its function returns.
+    """The model of a `[model]` section: built in, from a transformers folder, or the result of its function.
 
-    Raises: ConfigError where the function cannot be called, or returns no model; UnsupportedOp for a folder of a type
+    Raises: ConfigError if the function cannot be called, or returns no model; UnsupportedOp for a folder of a type
             that meshcomm does not know.
     """
     if config.pretrained is not None:
@@ -43,17 +43,17 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
 
 
 def no_adapters(kind: str) -> ConfigError:
-    """The error of [model.lora] for a model that is made in another way than by a ModelSpec."""
+    """The error of [model.lora] for a model that is not made by a ModelSpec."""
     return ConfigError(
-        "this model gets no adapters",
+        "this model cannot have adapters",
         given=f"[model.lora], and a {kind}",
-        expected="a folder of transformers, or a meshcomm.models.ModelSpec",
+        expected="a transformers folder, or a meshcomm.models.ModelSpec",
         hint="ModelSpec(module=...), or remove model.lora",
     )
 
 
 def with_lora(spec: ModelSpec, config: ModelConfig | None, train: TrainConfig) -> ModelSpec:
-    """The spec with the adapters of [model.lora], if there are some."""
+    """The spec with the adapters of [model.lora], if it is set."""
     if config is None or config.lora is None:
         return spec
     from meshcomm.models.lora import adapted
@@ -62,7 +62,7 @@ def with_lora(spec: ModelSpec, config: ModelConfig | None, train: TrainConfig) -
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names, imported as by a script in the working directory. Raises what the import raises."""
+    """The function that `module:function` names, imported as from a script in the working directory. Raises the errors of the import."""
     where, _, key = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -82,8 +82,8 @@ def _built(config: ModelConfig) -> ModelSpec | Model:
         raise ConfigError(
             f"model.build could not be called: {type(error).__name__}: {error}",
             given=f"build = {config.build!r}, args = {dict(config.args)}",
-            expected="a function that can be imported where the ranks run, and takes args by name",
-            hint="its module in the folder that meshcomm is started in, or in PYTHONPATH",
+            expected="a function that can be imported where the ranks runand takes args by name",
+            hint="put its module into the folder in which meshcomm is started, or into PYTHONPATH",
         ) from error
     if isinstance(made, nn.Module):
         return ModelSpec(module=build)
@@ -91,6 +91,6 @@ def _built(config: ModelConfig) -> ModelSpec | Model:
         raise ConfigError(
             "model.build returns no model",
             given=f"{config.build} returned {type(made).__name__}",
-            expected="an nn.Module, or a meshcomm.models.ModelSpec, which says how it is split",
+            expected="an nn.Module, or a meshcomm.models.ModelSpec, which describes how it is split",
         )
     return made

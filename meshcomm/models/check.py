@@ -1,8 +1,8 @@
-"""Does a model compute the same when it is cut and split? Asked before it trains, of a small copy, in one process.
+"""Checks that a model computes the same when it is cut and split: before training, on a small copy, in one process.
 
-The small copy runs in one piece, then cut into stages, then split along a tensor's dim, and so on: each kind of parallelism by
-itself, in float64, on ranks of the simulator. Outputs and all gradients are compared. A specification that forgets something,
-or a published plan that leaves something out, is refused with the difference, by the name of the kind.
+The small copy runs in one piece, then cut into stages, then split along a tensor dim, and so on: each kind of
+parallelism alone, in float64, on ranks of the simulator. Outputs and all gradients are compared. An incomplete
+specification, or an incomplete published plan, is refused with the difference and the name of the kind.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from meshcomm.parallel.tensor.parameters import fused_parts, joined
 from meshcomm.predict.stages import split_layers
 from meshcomm.simulator import simulate
 
-# Of the largest output, or of the largest element of a gradient.
+# As a share of the largest output, or of the largest element of a gradient.
 _ROOM: Final = 1e-9
-# Gradients that are smaller, beside the largest of all, are rounded to more than _ROOM of themselves.
+# Gradients that are smaller than this share of the largest one have rounding errors above _ROOM.
 _SMALL: Final = 1e-6
 _SAMPLES, _TOKENS = 2, 16
-# Parameters. A larger model is compared where ModelSpec.small makes a small one.
+# In parameters. A larger model is compared if ModelSpec.small makes a small one.
 _LARGEST: Final = 4_000_000
 
 
 @final
 @dataclass(frozen=True)
 class Use:
-    """The kinds of parallelism that a model is to be trained with. attention: of context."""
+    """The kinds of parallelism that a model is to be trained with. attention: for context."""
 
     pipeline: bool = False
     tensor: bool = False
@@ -63,7 +63,7 @@ class Use:
 
     @property
     def kinds(self) -> dict[str, Use]:
-        """Each kind by itself, by the setting that asks for it."""
+        """Each kind alone, by the setting that enables it."""
         found = {
             "parallel.pipeline": (self.pipeline, Use(pipeline=True)),
             "parallel.tensor": (self.tensor, Use(tensor=True, sequence_parallel=self.sequence_parallel)),
@@ -74,7 +74,7 @@ class Use:
 
 
 class _SaidByItself(Exception):
-    """What a model refuses without being run."""
+    """An error that a model raises without being run."""
 
     def __init__(self, error: UnsupportedOp) -> None:
         super().__init__(str(error))
@@ -86,11 +86,11 @@ def check_model(
 ) -> None:
     """Compare a small model with itself, cut and split.
 
-    spec:   of a model that one process holds. Models of other inputs than tokens, and with batch norms, are not compared.
-    family: it is one of transformers.
-    said_later: what the model refuses without being run is left to whoever trains it.
-    Raises: TrainingError that names the kind of parallelism and how far outputs or gradients are apart, UnsupportedOp for
-            what the specification does not say.
+    spec:   of a model that one process can hold. Models with other inputs than tokens, or with batch norms, are not compared.
+    family: whether it is one of transformers.
+    said_later: errors that the model raises without being run are left to the training.
+    Raises: TrainingError that names the kind of parallelism and the difference of outputs or gradients; UnsupportedOp for
+            a part that the specification lacks.
     """
     if not spec.vocab_size or not use.kinds:
         return
@@ -124,9 +124,9 @@ def check_model(
                 raise cause from error
             raise UnsupportedOp(
                 f"{name} cannot be trained with {setting}",
-                given=f"a small model ends in {type(cause).__name__}: {cause}",
-                expected="a model that runs in parts as in one piece",
-                hint=f"remove {setting}, or a ModelSpec of your own",
+                given=f"a small model fails with {type(cause).__name__}: {cause}",
+                expected="a model that runs in parts as it does in one piece",
+                hint=f"remove {setting}, or use your own ModelSpec",
             ) from error
         for outputs, own in found:
             _compare(setting, name, "outputs", outputs, expected.detach())
@@ -136,14 +136,14 @@ def check_model(
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What a rank of the simulator raised."""
+    """The exception of a rank of the simulator."""
     while isinstance(error, RankFailed) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _original(spec: ModelSpec) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The module itself in float64, and its parameters; norms and biases are no ones and zeros, so that each counts."""
+    """The module itself in float64, and its parameters. Norms and biases are not ones and zeros, so that each has an effect."""
     module = spec.module().eval()
     cast(module, torch.float64)
     generator = torch.Generator().manual_seed(1)
@@ -166,7 +166,7 @@ def _original(spec: ModelSpec) -> tuple[nn.Module, dict[str, Tensor]]:
 def _on_a_mesh(
     model: SpecModel, use: Use, values: Mapping[str, Tensor], tokens: Tensor, factors: Tensor, mesh: Mesh
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The whole outputs, and the gradients of all parameters, as before the model was split."""
+    """The full outputs, and the gradients of all parameters, as before the model was split."""
     tensor = TensorSplit(mesh, "tp" if use.tensor else None, torch.float64, use.sequence_parallel)
     context = ContextSplit(mesh, "cp" if use.context else None, use.attention)
     splits = Splits(tensor, context, "ep" if use.expert else None)
@@ -221,7 +221,7 @@ def _gradients(modules: nn.ModuleList, splits: Splits, tied: tuple[str, str] | N
 
 def _compare(setting: str, name: str, what: str, ours: Tensor, theirs: Tensor, largest: float = 0.0) -> None:
     """largest: of all gradients."""
-    given = f"shape {tuple(ours.shape)}, and {tuple(theirs.shape)} in one piece"
+    given = f"shape {tuple(ours.shape)}, but {tuple(theirs.shape)} in one piece"
     if ours.shape == theirs.shape:
         most = max(float(theirs.abs().max()), largest * _SMALL) or 1.0
         off = float((ours - theirs).abs().max())
@@ -229,11 +229,11 @@ def _compare(setting: str, name: str, what: str, ours: Tensor, theirs: Tensor, l
             return
         given = f"{what} off by {off:.2g}, where the largest is {most:.2g}, of a small model in float64"
     raise TrainingError(
-        f"{name} computes something else with {setting}",
+        f"{name} computes different results with {setting}",
         given=given,
-        expected=f"what it computes in one piece, up to {_ROOM:g} of the largest",
-        hint=f"remove {setting}; of a ModelSpec: what its forward, split, attention and so on leave out, such as a multiplier, "
-        "a soft cap, or positions of another stage",
+        expected=f"the same results as in one piece, up to {_ROOM:g} of the largest",
+        hint=f"remove {setting}; for a ModelSpec: add the missing parts to its forward, split, attention and so on, such as a "
+        "multiplier, a soft cap, or positions of another stage",
     )
 
 
@@ -241,10 +241,10 @@ def _compare(setting: str, name: str, what: str, ours: Tensor, theirs: Tensor, l
 
 
 def check_once(model: SpecModel, parallel: ParallelConfig, sizes: Mapping[str, int]) -> None:
-    """`check_model` for the kinds of parallelism of a configuration, but where it has passed before on this host.
+    """`check_model` for the kinds of parallelism of a configuration, unless it has passed before on this host.
 
-    sizes: of the mesh's dims and views. A model without `ModelSpec.small` is compared itself, if it is no larger than a small
-        one. What has passed is noted in $XDG_CACHE_HOME/meshcomm/checked, or in ~/.cache, with the sources of all that took part.
+    sizes: of the mesh's dims and views. A model without `ModelSpec.small` is compared itself if it is no larger than a small
+        one. Passed checks are recorded in $XDG_CACHE_HOME/meshcomm/checked, or in ~/.cache, with the sources of all code involved.
     Raises as `check_model`.
     """
     use = _use_of(parallel, sizes)
@@ -280,7 +280,7 @@ def _use_of(parallel: ParallelConfig, sizes: Mapping[str, int]) -> Use:
 
 
 def _described(spec: ModelSpec, module: nn.Module) -> list[object]:
-    """What a model is, but for its code."""
+    """A description of a model without its code."""
     plain = (str, int, float, tuple, dict, type(None))
     said = [(key, value) for key, value in vars(spec).items() if isinstance(value, plain)]
     numbers = [
@@ -296,7 +296,7 @@ def _versions() -> list[str]:
 
 
 def _sources(spec: ModelSpec, module: nn.Module) -> list[tuple[str, str]]:
-    """The files that the module's classes, the specification's functions and meshcomm come from, with digests."""
+    """The files of the module's classes, the specification's functions and meshcomm, with digests."""
     functions = [getattr(each, "func", each) for each in vars(spec).values() if callable(each)]
     found: dict[str, str] = {}
     for kind in {*map(type, module.modules()), *functions}:

@@ -1,7 +1,7 @@
-"""How the tensors of a folder become the parameters of a model of transformers, and the other way round.
+"""How the tensors of a folder become the parameters of a transformers model, and back.
 
-The library says it by patterns of names and operations, such as stacking the experts of a layer. What only puts tensors
-side by side is read slice by slice; everything else is computed by the library's own operations, of whole tensors.
+The library describes this by patterns of names and operations, such as stacking the experts of a layer. Operations that
+only concatenate tensors are read slice by slice. All others are computed by the library's own operations, on full tensors.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from meshcomm.models.weights import Source
 
 @final
 class Conversion:
-    """That of one model."""
+    """The conversions of one model."""
 
     def __init__(self, whole: Whole) -> None:
         self._whole = whole
 
     def sources(self, names: Iterable[str]) -> dict[str, Source]:
-        """Where each parameter lies in a folder with tensors of these names."""
+        """The source of each parameter in a folder with tensors of these names."""
         module: Any = self._whole.module
         transforms = get_model_conversion_mapping(module)
         renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
@@ -57,8 +57,8 @@ class Conversion:
         return found
 
     def stored(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """The tensors of a folder that a parameter becomes. One that becomes one only with others keeps its name, which
-        from_pretrained reads too."""
+        """The tensors of a folder that a parameter becomes. If a tensor needs several parameters, the parameter keeps its
+        name, which from_pretrained reads too."""
         module: Any = self._whole.module
         try:
             found: dict[str, Tensor] = revert_weight_conversion(module, {name: value})
@@ -68,7 +68,7 @@ class Conversion:
 
 
 def _converted(module: Any, target: str, converter: Any, lying: Mapping[str, list[str]]) -> dict[str, Source]:
-    """The sources of what a converter makes. lying: its patterns -> names in the folder."""
+    """The sources of a converter's results. lying: its patterns -> names in the folder."""
     rows = [lying.get(pattern, []) for pattern in converter.source_patterns]
     kinds = [(type(each), getattr(each, "dim", 0)) for each in converter.operations]
     if kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):

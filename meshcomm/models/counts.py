@@ -1,4 +1,4 @@
-"""How many parameters does each part of a model of transformers have?"""
+"""Number of parameters of each part of a transformers model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshcomm.predict.estimate import Counts
 
 
 def counts_of(folder: str | Path) -> Counts:
-    """Of the model that `folder`/config.json describes, counted on one without memory. Raises ConfigError where there is none."""
+    """For the model that `folder`/config.json describes, counted without allocating memory. Raises ConfigError if there is none."""
     whole = Whole(understood(folder))
     layers, experts, ends = [0] * whole.config.num_hidden_layers, [0] * whole.config.num_hidden_layers, 0
     for name, parameter in whole.module.named_parameters():

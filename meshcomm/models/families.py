@@ -1,6 +1,6 @@
-"""Any causal language model of the transformers library as a ModelSpec, by what its family publishes.
+"""Any causal language model of the transformers library as a ModelSpec, from the metadata that its family publishes.
 
-The family's own code computes everything. A stage of a pipeline runs the same forward with the blocks that it has: see
+The family's own code computes everything. A stage of a pipeline runs the same forward with its blocks only: see
 `own_forward`.
 """
 
@@ -39,15 +39,15 @@ from meshcomm.models.torch_private import has_attention_interface
 from meshcomm.parallel.tensor.plan import Entry
 from meshcomm.predict.stages import part_costs
 
-# Layers that context parallelism has an attention for.
+# Layers for which context parallelism has an attention.
 _ATTENTION: Final = ("full_attention", "sliding_attention", "attention")
 
 
 def hugging_face(model: ModelConfig, seq_len: int, train: TrainConfig) -> ModelSpec:
-    """The spec of the causal language model whose config.json lies in `model.pretrained`.
+    """The spec of the causal language model with config.json in the folder `model.pretrained`.
 
-    With model.random_weights they are drawn by their names from train.seed; else they are read from the folder.
-    Raises: ConfigError where transformers refuses config.json, UnsupportedOp for what no mesh trains exactly.
+    With model.random_weights, weights are drawn by name from train.seed; otherwise they are read from the folder.
+    Raises: ConfigError if transformers refuses config.json, UnsupportedOp for a model that no mesh trains exactly.
     """
     assert model.pretrained is not None
     folder = Path(model.pretrained)
@@ -56,7 +56,7 @@ def hugging_face(model: ModelConfig, seq_len: int, train: TrainConfig) -> ModelS
     except Exception as error:
         raise not_made(folder, error) from error
     _check(config, seq_len)
-    # Drawn from torch's generator they would differ from mesh to mesh: [model] dropout takes their place.
+    # Drawn from torch's generator, they would differ from mesh to mesh. [model] dropout replaces them.
     for name, value in config.to_dict().items():
         if name.endswith(DROPPED) and isinstance(value, float):
             setattr(config, name, 0.0)
@@ -72,7 +72,7 @@ def hugging_face(model: ModelConfig, seq_len: int, train: TrainConfig) -> ModelS
         spec,
         initialise=partial(whole.initialise, train.seed),
         weights=None if model.random_weights else folder,
-        # So that stages are those that `plan --schedule` draws. Models of a single kind of layer may have no heads.
+        # So that the stages match those that `plan --schedule` draws. Models with one kind of layer may have no heads.
         costs=partial(part_costs, model)
         if spec.layers and all(getattr(model, name) is not None for name in FACTS)
         else None,
@@ -110,7 +110,7 @@ def spec_of(of: Whole) -> ModelSpec:
     tied = None
     if embedding is not None and head is not None:
         embedding_name, head_name = names_of(whole, (embedding, head))
-        # What the code of a family does behind the blocks is published, or else there sequences are whole.
+        # If the family publishes what follows its blocks, that works on slices. Otherwise sequences are gathered there.
         behind: Entry = {"style": "replicate", "output": "whole"} if config.base_model_pp_plan else WHOLE
         undivided = {embedding_name: WHOLE, head_name: behind}
         ends = undivided
@@ -128,7 +128,7 @@ def spec_of(of: Whole) -> ModelSpec:
             sequence = {**sequence, **_whole_behind(whole, layers, split)}
         first, last = _around(whole, layers)
     else:
-        cannot["pipeline"] = "its blocks are no one list of modules"
+        cannot["pipeline"] = "its blocks are not a single list of modules"
     cannot |= _without_context(whole, config)
     return ModelSpec(
         module=partial(make, config, of.exact),
@@ -153,14 +153,14 @@ def _check(config: Any, seq_len: int) -> None:
     most = getattr(config, "n_positions", None)
     if config.model_type == "gpt2" and most and seq_len > most:
         raise UnsupportedOp(
-            "samples are longer than this GPT-2 has positions",
+            "samples are longer than the number of positions of this GPT-2",
             given=f"data.seq_len = {seq_len}, n_positions = {most} in its config.json",
             expected=f"at most {most}",
             hint=f"data.seq_len = {most}",
         )
     if getattr(config, "add_cross_attention", False):
         raise UnsupportedOp(
-            f"a {config.model_type} with cross attention has a second input, which is not trained here",
+            f"a {config.model_type} with cross attention has a second input, which is not supported",
             given="add_cross_attention = true in its config.json",
             expected="a decoder alone",
             hint="add_cross_attention = false",
@@ -176,7 +176,7 @@ def _check(config: Any, seq_len: int) -> None:
 
 
 def _layers(whole: Any) -> str:
-    """The dotted name of the list of blocks; "" where there is none."""
+    """The dotted name of the list of blocks; "" if there is none."""
     count = getattr(whole.config, "num_hidden_layers", 0)
     lists = [
         (sum(each.numel() for each in part.parameters()), name)
@@ -187,7 +187,7 @@ def _layers(whole: Any) -> str:
 
 
 def _around(whole: nn.Module, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What has parameters and is registered before the blocks, and behind them: by name."""
+    """The modules with parameters that are registered before the blocks, and after them, by name."""
     before: list[str] = []
     behind: list[str] = []
     found = before
@@ -211,7 +211,7 @@ def _whole_behind(whole: nn.Module, layers: str, split: Mapping[str, Entry]) -> 
 
 
 def _dropped(whole: nn.Module, layers: str) -> list[str]:
-    """What writes to the residual stream: parts of blocks with parameters that are no norms."""
+    """The modules that write to the residual stream: parts of blocks with parameters that are not norms."""
     blocks = whole.get_submodule(layers).children() if layers else ()
     found = {
         f"*.{key}": None
@@ -227,7 +227,7 @@ def _without_context(whole: Any, config: Any) -> Mapping[str, str]:
         return {"context": "its attention is not computed by transformers' attention interface"}
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
-        return {"context": f'rope_type = "{kind}" follows from the longest position that a rank holds'}
+        return {"context": f'rope_type = "{kind}" depends on the longest position that a rank holds'}
     others = [each for each in getattr(config, "layer_types", None) or () if each not in _ATTENTION]
     if others:
         return {"context": f"layers of the type {others[0]}"}

@@ -1,8 +1,8 @@
-"""What holds while the code of a family of transformers runs.
+"""Context managers for running the code of a transformers family.
 
-In float64 what it casts to float32, for more precision than bfloat16 has, stays float64. And samples are whole documents, so
-that it does not look at positions for the borders of packed ones: the host would wait for the device, and a dry run has no
-values to look at.
+In float64, casts to float32, meant for more precision than bfloat16 has, keep float64. Samples are treated as whole
+documents, so that the code does not search positions for the borders of packed ones: the host would wait for the
+device, and a dry run has no values to search.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WIDE: Final[ContextVar[bool]] = ContextVar("wide", default=False)
 
 
 class _KeepFloat64(TorchFunctionMode):
-    """What a model casts to float32 for more precision stays float64 where it is: norms, routers, rotary angles."""
+    """Tensors that a model casts to float32 for more precision keep float64: norms, routers, rotary angles."""
 
     def __enter__(self) -> Any:
         self._token = _WIDE.set(True)
@@ -47,13 +47,13 @@ class _KeepFloat64(TorchFunctionMode):
 
 
 def wide(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Within, a model in float64 computes in float64 only; for other dtypes, nothing changes."""
+    """In this context, a model in float64 computes in float64 only. Other dtypes are unaffected."""
     return _KeepFloat64() if dtype == torch.float64 and not _WIDE.get() else nullcontext()
 
 
 @contextmanager
 def family_code(dtype: torch.dtype) -> Iterator[None]:
-    """Within, a family's code runs on whole samples; dtype: what it computes in."""
+    """In this context, a family's code runs on whole samples. dtype: in which it computes."""
     token = WHOLE_SAMPLES.set(True)
     try:
         with wide(dtype):

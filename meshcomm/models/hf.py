@@ -1,4 +1,4 @@
-"""A causal language model of the transformers library: made from its configuration, attended by the mesh, drawn."""
+"""A causal language model of the transformers library: created from its configuration, with the mesh's attention, initialized."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from meshcomm.parallel.context.block import same_document
 from meshcomm.parallel.context.documents import current_documents
 
 ATTENTION: Final = "meshcomm"
-# Arguments of an attention layer that say nothing about what it computes.
+# Arguments of an attention layer that do not affect its result.
 _UNUSED: Final = ("cache_position", "output_attentions", "past_key_values", "position_ids", "use_cache")
 
 
@@ -50,8 +50,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: q, k and v (batch, heads, s, head) -> (batch, s, heads, head).
 
-    Arguments that change the result, such as a soft cap or sinks, go to the family's own function, for whole sequences.
-    Raises UnsupportedOp where it has none.
+    Arguments that change the result, such as a soft cap or sinks, go to the family's own function, on full sequences.
+    Raises UnsupportedOp if it has none.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     others = {
@@ -65,10 +65,10 @@ def _attention(
         own = _function_of(module)
         if own is None or {"dropout", "attention_mask"} & set(given):
             raise UnsupportedOp(
-                f"attention of a {type(module).__name__} takes what context parallelism does not have",
+                f"attention of a {type(module).__name__} takes arguments that context parallelism does not support",
                 given=", ".join(given),
                 expected="causal attention with a scale and a sliding window, or one of eager_attention_forward",
-                hint="mesh.dims without parallel.context; or ModelSpec.attention, with an attention of this model",
+                hint="remove parallel.context; or use ModelSpec.attention, with an attention for this model",
             )
         named = {name: others[name] for name in given} | {
             "scaling": scaling,
@@ -77,7 +77,7 @@ def _attention(
         by = partial(_by_family, own, module, query.shape[1], causal, {**named, "dropout": 0.0})
     width = value.shape[-1]
     if width < query.shape[-1]:
-        # Of latent attention, whose values are narrower than its keys.
+        # For latent attention, whose values are narrower than its keys.
         value = nn.functional.pad(value, [0, query.shape[-1] - width])
     attend: Attend = module.config.meshcomm_attend
     found = attend(query, key, value, causal=causal, scale=scaling, window=sliding_window, by=by)
@@ -91,7 +91,7 @@ def _function_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 class _SomeHeads:
-    """An attention layer that has some of its heads: what it holds for each head is theirs."""
+    """An attention layer with some of its heads: its tensors with an entry per head hold theirs."""
 
     def __init__(self, module: nn.Module, count: int, heads: slice, groups: int) -> None:
         self._module, self._count, self._heads = module, count, heads
@@ -116,7 +116,7 @@ def _by_family(
     v: Tensor,
     heads: slice,
 ) -> Tensor:
-    """Attention of whole sequences by the function of a family, for some of `count` heads."""
+    """Attention over full sequences by the function of a family, for some of `count` heads."""
     length, window = q.shape[2], named["sliding_window"]
     mask = None
     if causal:
@@ -142,7 +142,7 @@ _borders = masking_utils.find_packed_sequence_indices
 
 
 def _borders_of_packed_samples(position_ids: Tensor) -> Tensor | None:
-    """transformers' look for packed samples, but of those that are known to be none."""
+    """transformers' search for packed samples, skipped for samples that are known not to be packed."""
     return None if WHOLE_SAMPLES.get() else _borders(position_ids)
 
 
@@ -150,7 +150,7 @@ masking_utils.find_packed_sequence_indices = _borders_of_packed_samples
 
 
 class _Logits:
-    """A causal language model that returns logits alone."""
+    """A causal language model that returns only logits."""
 
     def forward(self, input_ids: Tensor, **named: Any) -> Tensor:
         """(batch, tokens) int64 -> (batch, tokens, vocabulary)."""
@@ -159,13 +159,13 @@ class _Logits:
 
 
 def make(config: PreTrainedConfig, exact: bool = False) -> nn.Module:
-    """The model of a configuration. exact: its experts compute in float64, one by one: torch groups no such products.
+    """The model of a configuration. exact: its experts compute in float64, one by one; torch has no grouped matmul for it.
 
-    Raises ConfigError where transformers cannot make it.
+    Raises ConfigError if transformers cannot create it.
     """
     options = {"experts_implementation": "eager"} if exact else {}
     try:
-        # What `attended` writes is of one model.
+        # The attributes that `attended` sets belong to one model.
         made: nn.Module = AutoModelForCausalLM.from_config(deepcopy(config), **options)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise not_made(config.name_or_path or "a configuration", error) from error
@@ -177,17 +177,17 @@ def make(config: PreTrainedConfig, exact: bool = False) -> nn.Module:
 def not_made(folder: Path | str, error: Exception) -> ConfigError:
     """The error of a config.json that transformers refuses."""
     return ConfigError(
-        "transformers cannot make the model that a config.json describes",
+        "transformers cannot create the model that a config.json describes",
         given=f"{type(error).__name__}: {error}".strip() + f"\nof {folder}",
-        expected="a config.json that AutoModelForCausalLM.from_config takes",
-        hint="mend config.json; or pip install -U transformers, for a folder of a later version",
+        expected="a config.json that AutoModelForCausalLM.from_config accepts",
+        hint="repair config.json; or pip install -U transformers, for a folder from a later version",
     )
 
 
 def unmodified(folder: Path, weights: Mapping[str, Tensor] | None) -> nn.Module:
-    """The model as transformers computes it, in float64, nothing of it replaced.
+    """The model as transformers computes it, in float64, with nothing replaced.
 
-    weights: by the names of a folder of safetensors. None: those of `folder`.
+    weights: by the names in a folder of safetensors. If None, those of `folder`.
     """
     with without_bars():
         options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
@@ -200,7 +200,7 @@ def unmodified(folder: Path, weights: Mapping[str, Tensor] | None) -> nn.Module:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """transformers shows no progress in here."""
+    """In this context, transformers shows no progress bars."""
     shows = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -211,7 +211,7 @@ def without_bars() -> Iterator[None]:
 
 
 def attended(module: nn.Module, attend: Attend) -> None:
-    """Have every attention layer of `module` call `attend`. Its masks are left out: `attend` is told of windows."""
+    """Make every attention layer of `module` call `attend`. Its masks are not used; `attend` receives the windows."""
     for part in module.modules():
         config = getattr(part, "config", None)
         if isinstance(config, PreTrainedConfig):
@@ -221,19 +221,19 @@ def attended(module: nn.Module, attend: Attend) -> None:
 
 @final
 class Whole:
-    """The whole model of a configuration, without memory, made when it is first asked for."""
+    """The full model of a configuration, without memory, created on first use."""
 
     def __init__(self, config: PreTrainedConfig, exact: bool = False) -> None:
         self.config, self.exact = config, exact
 
     @cached_property
     def module(self) -> Any:
-        """It. Raises ConfigError where transformers cannot make it."""
+        """The module. Raises ConfigError if transformers cannot create it."""
         with on_meta():
             return make(self.config, self.exact)
 
     def initialise(self, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The whole parameter as its family draws it, from (seed, name) alone: the same on every mesh."""
+        """The full parameter as its family initializes it, from (seed, name) alone: the same on every mesh."""
         owner, _, key = name.rpartition(".")
         part = self.module.get_submodule(owner)
         there = dict(part._parameters)

@@ -1,7 +1,7 @@
-"""Low-rank adapters of a model's linear layers (LoRA, Hu et al. 2021), made by peft: W x + (alpha / rank) B A x.
+"""Low-rank adapters of a model's linear layers (LoRA, Hu et al. 2021), created by peft: W x + (alpha / rank) B A x.
 
-W, and everything else of the model, is frozen. W, A and B are split together. Behind columns, A is whole and B has this rank's
-outputs. In rows, A has this rank's inputs and B is whole.
+W, and the rest of the model, is frozen. W, A and B are split together. For columns, A is unsplit and B has this rank's
+outputs. For rows, A has this rank's inputs and B is unsplit.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from meshcomm.parallel.tensor.plan import Entry, matches
 
 ADAPTER: Final = "default"
 BASE: Final = ".base_layer."
-# Of parameters that adapters add.
+# For parameters that adapters add.
 ADDED: Final = ("**.lora_A.*.weight", "**.lora_B.*.weight")
-# A style that changes nothing, in place of one that a plan without sequence_parallel has.
+# A style without effect, which replaces one of a plan without sequence_parallel.
 _NONE: Final[Entry] = {"set": {}}
 
 
 def adapted(spec: ModelSpec, lora: LoraConfig, seed: int) -> ModelSpec:
-    """The same model with adapters, which alone are trained. seed: A is drawn from it, B is 0.
+    """The same model with adapters, which alone are trained. seed: for drawing A; B is 0.
 
-    Raises: ConfigError where peft is not installed, or `lora.targets` names no linear layer; UnsupportedOp for layers that
+    Raises: ConfigError if peft is not installed, or `lora.targets` names no linear layer; UnsupportedOp for layers that
             cannot be split with an adapter.
     """
     if find_spec("peft") is None:
@@ -72,7 +72,7 @@ def _small(small: Callable[[], ModelSpec], lora: LoraConfig) -> ModelSpec:
 
 
 def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list[str]:
-    """The names of the linear layers that get adapters. named: as LoraConfig.targets; none: all in the blocks."""
+    """The names of the linear layers that get adapters. named: as LoraConfig.targets; if none, all in the blocks."""
     linear = [name for name, part in module.named_modules() if is_split_linear(part)]
     tied = {name.rpartition(".")[0] for name in spec.tied or ()}
     outside = {*spec.first, *spec.last, *tied}
@@ -96,20 +96,20 @@ def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list
                 given=listed(missing),
                 expected=f"names of linear layers, or their last components: {listed(known)}",
                 hint=did_you_mean(missing[0], known)
-                or "remove model.lora.targets, for all those of the blocks",
+                or "remove model.lora.targets to adapt all linear layers of the blocks",
             )
     if wrong := [name for name in found if name in ends]:
         raise UnsupportedOp(
-            "the head of a model gets no adapter",
+            "the head of a model cannot have an adapter",
             given=f"model.lora.targets: {listed(wrong)}",
             expected="linear layers of the blocks",
-            hint="leave it out",
+            hint="remove it",
         )
     return found
 
 
 def adapter_options(lora: LoraConfig, targets: Sequence[str], *, transposed: bool = False) -> Any:
-    """What peft is told. transposed: the layers are transformers' Conv1D."""
+    """The options for peft. transposed: whether the layers are transformers' Conv1D."""
     from peft import LoraConfig as Options
 
     scale: Any = lora.alpha
@@ -117,24 +117,24 @@ def adapter_options(lora: LoraConfig, targets: Sequence[str], *, transposed: boo
 
 
 def with_adapters(module: nn.Module, lora: LoraConfig, targets: Sequence[str]) -> nn.Module:
-    """The module with adapters of the layers `targets`, in place; all else is frozen."""
+    """The module with adapters of the layers `targets`, in place; everything else is frozen."""
     from peft import inject_adapter_in_model
 
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     transposed = all(is_conv1d(module.get_submodule(name)) for name in targets)
-    # Within another module: peft takes names of a model of transformers for those of older versions.
+    # Inside another module, because peft takes names of a transformers model for those of older versions.
     options = adapter_options(lora, [f"model.{name}" for name in targets], transposed=transposed)
     inject_adapter_in_model(options, nn.ModuleDict({"model": module}), ADAPTER)
     for name in targets:
-        # Of x as it was before the module was split.
+        # From x as it was before the module was split.
         layer: Any = module.get_submodule(name)
         layer.lora_dropout[ADAPTER].meshcomm_features = layer.in_features
     return module
 
 
 def hold_frozen(module: nn.Module, dtype: torch.dtype, but: Collection[str]) -> None:
-    """Have the frozen weights and biases of linear layers in `dtype`, to which autocast would cast them. but: names of others."""
+    """Keep the frozen weights and biases of linear layers in `dtype`, to which autocast would cast them. but: names of exceptions."""
     for name, part in module.named_modules():
         for key, each in part.named_parameters(recurse=False) if is_split_linear(part) else ():
             if not each.requires_grad and f"{name}.{key}" not in but:
@@ -174,7 +174,7 @@ def _style(entry: Entry) -> str:
 
 
 def _with_adapter(entry: Entry, entered: bool) -> dict[str, Entry]:
-    """The entries of a layer with its adapter, by what follows its name. entered: x has entered around it."""
+    """The entries of a layer with its adapter, by the suffix of its name. entered: x has entered around it."""
     style = _style(entry)
     whole = isinstance(entry, Mapping) and entry.get("sequence") == "whole"
     a, b = f".lora_A.{ADAPTER}", f".lora_B.{ADAPTER}"
@@ -198,7 +198,7 @@ def _beneath(name: str, targets: Iterable[str]) -> str:
 
 @final
 class _Stored:
-    """The conversions of a model, of which some layers lie beneath adapters."""
+    """The conversions of a model in which adapters wrap some layers."""
 
     def __init__(self, own: Conversions, targets: Iterable[str]) -> None:
         self._own, self._targets = own, frozenset(targets)
@@ -223,7 +223,7 @@ def _name_of(own: Callable[[str], tuple[Names, bool]] | None, name: str) -> tupl
 
 
 def _initialise(spec: ModelSpec, seed: int) -> Callable[[str, tuple[int, ...]], Tensor] | None:
-    """What draws adapters, and the rest where it is not read; None: as the module draws all of it."""
+    """The function that draws adapters, and the rest if it is not read. If None, the module draws all of it."""
     if spec.initialise is None and spec.weights is None:
         return None
     return partial(_drawn, spec.initialise, seed)
@@ -235,7 +235,7 @@ def _drawn(
     if re.search(r"\.lora_B\.[^.]+\.weight$", name):
         return torch.zeros(shape)
     if re.search(r"\.lora_A\.[^.]+\.weight$", name):
-        # As torch's nn.Linear, and peft.
+        # As torch's nn.Linear and peft do.
         key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16])
         most = shape[1] ** -0.5
         return torch.from_numpy(np.random.default_rng(key).uniform(-most, most, shape).astype(np.float32))

@@ -1,9 +1,9 @@
-"""A stage that runs its module's own forward, with whatever that does before, between and behind its blocks.
+"""A stage that runs its module's own forward, with all of its code before, between and after its blocks.
 
-What other stages have is passed over: their blocks return what they get, an embedding returns nan. The hidden states of the
-stage before enter at the first block that is here, and the last block here ends the pass. So masks, multipliers and
-everything else around the blocks stay the module's own. A forward that uses more than hidden states of what another stage
-has (a skip connection across stages) computes with nan, which the first step reports.
+Parts on other stages are skipped: their blocks return their input, and an embedding returns nan. The hidden states of the
+previous stage enter at the first block that is here, and the last block here ends the pass. So masks, multipliers and
+everything else around the blocks stay the module's own. If a forward uses more than the hidden states of another stage
+(a skip connection across stages), it computes with nan, which the first step reports.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from meshcomm.errors import UnsupportedOp
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor import TensorSplit
 
-# The pass that is under way.
+# The current pass.
 _PASS: Final[ContextVar[OwnForward | None]] = ContextVar("pass", default=None)
 
 
 @final
 class AbsentBlock(nn.Module):
-    """A block of another stage. It has the plain attributes of the block, as loops over blocks read some."""
+    """A block of another stage. It has the plain attributes of the block, because some loops over blocks read them."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class AbsentBlock(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """The first argument."""
+        """Returns the first argument."""
         return next(iter((*args, *named.values())))
 
 
@@ -45,7 +45,7 @@ class AbsentEmbedding(nn.Module):
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._hidden_size, self._dtype = hidden_size, dtype
-        # Some families ask it for the device and dtype.
+        # Some families read its device and dtype.
         self.weight = torch.empty(0, hidden_size, dtype=dtype, device=device)
 
     def forward(self, ids: Tensor, *args: Any, **named: Any) -> Tensor:
@@ -56,7 +56,7 @@ class AbsentEmbedding(nn.Module):
 
 
 class _Ended(Exception):
-    """The last block of a stage has returned y."""
+    """Raised when the last block of a stage has returned y."""
 
     def __init__(self, y: Tensor) -> None:
         super().__init__()
@@ -71,9 +71,9 @@ def absent_parts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, nn.Module | Tensor]:
-    """What takes the places of the blocks, and of what only the first stage has, that are not on `stage`: by name.
+    """The modules that replace blocks, and parts of the first stage only, that are not on `stage`; by name.
 
-    module: whole. layers, first: as of ModelSpec. dtype, device: of hidden states.
+    module: unsplit. layers, first: as in ModelSpec. dtype, device: of hidden states.
     """
     blocks = module.get_submodule(layers).named_children()
     found: dict[str, nn.Module | Tensor] = {
@@ -96,7 +96,7 @@ def absent_parts(
 def put_in(
     module: nn.Module, layers: str, order: Sequence[str], absent: Mapping[str, nn.Module | Tensor]
 ) -> None:
-    """Put the absent parts into a stage's module, and have calls of its blocks go through its pass. order: all blocks' keys."""
+    """Put the absent parts into a stage's module, and route calls of its blocks through its pass. order: all blocks' keys."""
     held = module.get_submodule(layers)
     blocks = list(held.children())
     for name, part in absent.items():
@@ -117,7 +117,7 @@ def put_in(
 
 
 class RoutedBlock:
-    """A block whose calls by its module's forward go through `OwnForward.block`: a part of its class."""
+    """A block whose calls by its module's forward go through `OwnForward.block`. A base of its class."""
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """The result of the block."""
@@ -131,8 +131,8 @@ class RoutedBlock:
 class OwnForward:
     """One pass of a stage.
 
-    through: runs a block as the configuration says. entering: hidden states of the stage before; None on the first.
-    tensor: with sequence_parallel, whole sequences are sliced where the first block begins; and, if it `gathers`, gathered
+    through: runs a block as configured. entering: hidden states of the previous stage; None on the first.
+    tensor: with sequence_parallel, full sequences are sliced where the first block begins; and, if it `gathers`, gathered
     where the last block ends.
     """
 
@@ -148,13 +148,13 @@ class OwnForward:
         self._gathers = gathers and tensor.sequence_parallel
         self._stage, self._blocks, self._through, self._entering = stage, blocks, through, entering
         self._tensor = tensor
-        # Between stages more than hidden states cannot cross; a stage that is alone may call its blocks as it likes.
+        # Only hidden states can be passed between stages. A single stage may call its blocks in any way.
         self._waiting: Iterator[nn.Module] | None = iter(blocks) if stage.count > 1 else None
 
     def run(self, forward: Callable[..., Any], tokens: Tensor, named: Mapping[str, Any]) -> Any:
-        """What `forward` returns, or on other stages than the last the hidden states.
+        """The result of `forward`; on all stages except the last, the hidden states.
 
-        Raises UnsupportedOp where there are several stages, and it does not call each block once, in order.
+        Raises UnsupportedOp if there are several stages and it does not call each block once, in order.
         """
         self._tokens = tokens.shape[1] if tokens.ndim > 1 else 0
         token = _PASS.set(self)
@@ -185,14 +185,14 @@ class OwnForward:
         finally:
             _PASS.reset(token)
         if block is self._blocks[-1] and not self._stage.is_last:
-            # What is sent lies in one piece.
+            # Sent tensors must be contiguous.
             raise _Ended((y[0] if isinstance(y, tuple) else y).contiguous())
         if block is self._blocks[-1] and self._gathers:
             y = (self._tensor.gather(y[0]), *y[1:]) if isinstance(y, tuple) else self._tensor.gather(y)
         return y
 
     def _begun(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the first block here, whose first one is the hidden states."""
+        """The arguments of the first block here. The first of them is the hidden states."""
         key = "" if args else next(iter(named))
         x = args[0] if args else named[key]
         if self._entering is not None:
@@ -209,5 +209,5 @@ class OwnForward:
             "the blocks of this model cannot be run one by one",
             given=given,
             expected="a forward that calls each block of ModelSpec.layers once, in order",
-            hint="ModelSpec(forward=...), which runs the blocks by here.through",
+            hint="use ModelSpec(forward=...), which runs the blocks with here.through",
         )

@@ -1,8 +1,8 @@
 """How a causal language model of transformers is split along a dim: by the plan that its family publishes.
 
-`base_model_tp_plan` of a family's configuration names modules and parameters, and a style for each. They become a plan of
-`tensor_parallel` here. Nothing publishes how a family goes with sequence parallelism: that follows from what its blocks are
-made of.
+`base_model_tp_plan` of a family's configuration names modules and parameters, and a style for each. This becomes a plan
+of `tensor_parallel`. No family publishes how to use it with sequence parallelism, so that is derived from the contents of
+its blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshcomm.parallel.expert.packed import Axes
 from meshcomm.parallel.tensor.layers import is_conv1d
 from meshcomm.parallel.tensor.plan import Entry, matches
 
-# Their styles of modules -> ours.
+# Their styles for modules -> ours.
 _STYLES: Final[Mapping[str, Entry]] = {
     "colwise": "column",
     "colwise_gather_output": "column:whole",
@@ -27,21 +27,21 @@ _STYLES: Final[Mapping[str, Entry]] = {
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "heads",
 }
-# What our layers do by themselves.
+# Done by our layers anyway.
 _PLAIN: Final = ("local_params", "replicate")
 _EXPERTS: Final = "moe_tp_experts"
-# Their styles of packed parameters -> the axis from the end that is split, and its parts.
+# Their styles for packed parameters -> the split axis, counted from the end, and its parts.
 _PACKED: Final = {
     "colwise": (-2, 1),
     "packed_colwise": (-2, 2),
     "rowwise": (-1, 1),
     "packed_rowwise": (-1, 2),
 }
-# What published plans leave out: parameters that work behind columns, on this rank's part of the features.
+# Missing in published plans: parameters that operate after columns, on this rank's part of the features.
 _LEFT_OUT: Final[Mapping[str, Mapping[str, Entry]]] = {
     "apertus": {"model.layers.*.mlp.act_fn": "heads"},
 }
-# Of families that publish none.
+# For families that publish none.
 _UNPUBLISHED: Final[Mapping[str, Mapping[str, Entry]]] = {
     "gpt2": {
         "transformer.h.*.attn.c_attn": "column:3",
@@ -51,18 +51,18 @@ _UNPUBLISHED: Final[Mapping[str, Mapping[str, Entry]]] = {
         "transformer.h.*.mlp.c_proj": "row",
     }
 }
-# What is whole on every rank, on whole sequences.
+# Unsplit on every rank, on full sequences.
 WHOLE: Final[Entry] = {"style": "replicate", "input": "whole", "output": "whole"}
 
 
 class UnknownStyle(Exception):
-    """What a published plan says, and no mesh here can do."""
+    """A style of a published plan that meshcomm does not support."""
 
 
 def tensor_plan(module: Any) -> dict[str, Entry]:
-    """The plan of all parts but experts, embedding and head; {} where the family publishes none.
+    """The plan for all parts except experts, embedding and head; {} if the family publishes none.
 
-    Raises UnknownStyle with a text that names what cannot be split.
+    Raises UnknownStyle with a text that names the part that cannot be split.
     """
     kind = module.config.model_type
     if kind in _UNPUBLISHED:
@@ -86,20 +86,20 @@ def tensor_plan(module: Any) -> dict[str, Entry]:
             own := [each for name, each in module.named_parameters() if matches(pattern, name)]
         ):
             if style != "colwise" or any(each.ndim != 1 for each in own):
-                raise UnknownStyle(f"{pattern}: {style}, of a parameter")
+                raise UnknownStyle(f"{pattern}: {style}, for a parameter")
             found[pattern] = "split"
     return {**found, **_LEFT_OUT.get(kind, {})}
 
 
 def packed_experts(module: Any) -> dict[str, Axes]:
-    """The modules of packed experts by name, and how each of their parameters is split along the tensor's dim.
+    """The modules of packed experts by name, and how each of their parameters is split along the tensor dim.
 
     Raises UnknownStyle.
     """
     styles: Mapping[str, str] = published_styles(module)
     found: dict[str, Axes] = {}
     for name, part in module.named_modules():
-        # transformers.integrations.use_experts_implementation gives them these.
+        # transformers.integrations.use_experts_implementation sets these.
         if not (hasattr(part, "is_transposed") and hasattr(part, "has_gate")):
             continue
         axes: dict[str, tuple[int, int]] = {}
@@ -116,11 +116,11 @@ def packed_experts(module: Any) -> dict[str, Axes]:
 
 
 def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> dict[str, Entry]:
-    """What is added to the plan of a model of blocks with sequence_parallel.
+    """The additions to the plan of a model of blocks for sequence_parallel.
 
-    Sequences are whole before the first block, and sliced from there to the head. In a block, norms work on
-    slices. A part that has columns and rows alone gathers where it begins. Every other part is computed on whole sequences:
-    by all ranks alike, but for the layers in it that the plan splits.
+    Sequences are full before the first block, and sliced from there to the head. In a block, norms work on
+    slices. A part that has only columns and rows gathers at its start. Every other part computes on full sequences,
+    identically on all ranks, except for the layers in it that the plan splits.
     """
     styled = {name: _style(name, plan) for name, _ in module.named_modules()}
     for name, part in module.named_modules():
@@ -150,7 +150,7 @@ def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> 
             found[f"{layers}.*.{key}"] = first
         else:
             found |= {f"{block}.{key}": entry for block, entry in entries.items()}
-    # Around the blocks: norms behind them work on slices, what comes before them on whole sequences.
+    # Around the blocks: norms after them work on slices, modules before them on full sequences.
     behind = False
     for name, part in _leaves(module):
         if name.startswith(f"{layers}."):
@@ -161,7 +161,7 @@ def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> 
 
 
 def _with_set(entry: Entry, before: Entry | None) -> Entry:
-    """An entry in place of another one, whose attributes are set as well."""
+    """An entry that replaces another one, with its attributes set as well."""
     if not isinstance(before, Mapping) or "set" not in before:
         return entry
     own = {"style": entry} if isinstance(entry, str) else entry
@@ -180,7 +180,7 @@ def _of_part(name: str, part: nn.Module, styled: Mapping[str, str]) -> Entry:
 
 
 def _style(name: str, plan: Mapping[str, Entry]) -> str:
-    """The style of a part by the plan; "" for none, "other" for one with options."""
+    """The style of a part by the plan; "" if none, "other" if it has options."""
     for pattern, entry in plan.items():
         if matches(pattern, name):
             if isinstance(entry, str):
@@ -191,12 +191,12 @@ def _style(name: str, plan: Mapping[str, Entry]) -> str:
 
 
 def is_norm(part: nn.Module) -> bool:
-    """Whether it works on each token by itself, by the name of its class."""
+    """Whether it operates on each token separately, judged by the name of its class."""
     return "Norm" in type(part).__name__
 
 
 def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts with parameters of their own, in order of registration."""
+    """The parts that directly have parameters, in order of registration."""
     return ((name, part) for name, part in module.named_modules() if part._parameters and name)
 
 

@@ -144,12 +144,12 @@ class ModelSpec:
 
 
 def blocks_of(module: nn.Module, layers: str) -> dict[str, nn.Module]:
-    """The blocks of a module by their keys, in order; none where `layers` is ""."""
+    """The blocks of a module by their keys, in order; none if `layers` is ""."""
     return dict(module.get_submodule(layers).named_children()) if layers else {}
 
 
 def cut(module: nn.Module, spec: ModelSpec, stage: Stage) -> tuple[nn.Module, ...]:
-    """Take out of `module` what other stages have; what is left of its blocks. Names stay."""
+    """Remove the parts of other stages from `module`; return its remaining blocks. Names stay."""
     blocks = list(blocks_of(module, spec.layers).items())
     if spec.layers:
         kept = {key: block for place, (key, block) in enumerate(blocks) if place in stage.layers}
@@ -163,15 +163,15 @@ def cut(module: nn.Module, spec: ModelSpec, stage: Stage) -> tuple[nn.Module, ..
 
 
 def default_values(spec: ModelSpec, seed: int) -> Mapping[str, Tensor]:
-    """What `module` writes into its parameters, drawn from the seed."""
+    """The values that `module` writes into its parameters, drawn from the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return {name: parameter.detach() for name, parameter in spec.module().named_parameters()}
 
 
 def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
-    """The whole parameter, float32, from (seed, name) alone: the same on every mesh."""
-    # NumPy's generators give the same numbers on every kind of processor; torch's need not.
+    """The full parameter, float32, from (seed, name) alone: the same on every mesh."""
+    # NumPy's generators give the same numbers on every kind of processor; torch's are not guaranteed to.
     key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16])
     return torch.from_numpy(
         np.random.default_rng(key).standard_normal(shape, dtype=np.float32) * np.float32(std)
@@ -179,11 +179,11 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
 
 
 def check_kinds(spec: ModelSpec) -> None:
-    """Raises ConfigError for keys of `cannot` that are none of KINDS: they would refuse nothing."""
+    """Raises ConfigError for keys of `cannot` that are not in KINDS, because they would have no effect."""
     unknown = [kind for kind in spec.cannot if kind not in KINDS]
     if unknown:
         raise ConfigError(
-            "a ModelSpec cannot refuse what is no kind of parallelism",
+            "ModelSpec.cannot has a key that is not a kind of parallelism",
             given=f"cannot: {', '.join(map(repr, unknown))}",
             expected=", ".join(KINDS),
             hint=f"ModelSpec(cannot={{{next(iter(KINDS))!r}: reason}})",
@@ -191,7 +191,7 @@ def check_kinds(spec: ModelSpec) -> None:
 
 
 def check_names(spec: ModelSpec, module: nn.Module) -> None:
-    """Raises ConfigError, naming all of them, for names and patterns of `spec` that mean no part of the whole module."""
+    """Raises ConfigError, naming all of them, for names and patterns of `spec` that match no part of the full module."""
     parts = dict.fromkeys(name for name, _ in module.named_modules(remove_duplicate=False))
     parameters = dict.fromkeys(name for name, _ in module.named_parameters(remove_duplicate=False))
     blocks = {spec.layers: f"layers = {spec.layers!r}"} if spec.layers else {}

@@ -1,4 +1,4 @@
-"""A module that knows nothing of meshes, as a model that can be trained on one: by its ModelSpec."""
+"""Trains a module without knowledge of meshes on a mesh, as its ModelSpec describes."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from meshcomm.predict.stages import PartCosts
 class SpecModel(Model):
     """A `Model` by a spec.
 
-    seq_len: tokens of a whole sample.
-    family:  the spec is of a family of models, whose plan names parts that some of them lack.
-    packed:  samples are packed documents.
-    Raises ConfigError for names in the spec that mean nothing, UnsupportedOp from `check` for what it does not say.
+    seq_len: tokens of a full sample.
+    family:  whether the spec is for a family of models, whose plan names parts that some of them lack.
+    packed:  whether samples are packed documents.
+    Raises ConfigError for names in the spec that match nothing; UnsupportedOp from `check` for features that it does not describe.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SpecModel(Model):
         self._names = [name for name, _ in whole.named_parameters() if not spec.tied or name != spec.tied[1]]
         saved = whole.state_dict()
         self._buffers = [name for name, _ in whole.named_buffers() if name in saved and self.spec.weights]
-        # What transformers says of a class: names in older folders, and of its part without a head.
+        # transformers' facts about a class: names in older folders, and its part without a head.
         self._ignored = tuple(getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ())
         self._base = str(getattr(whole, "base_model_prefix", ""))
 
@@ -140,7 +140,7 @@ class SpecModel(Model):
         return module  # type: ignore[no-any-return]
 
     def _spread(self, module: nn.Module, splits: Splits) -> dict[str, nn.Module]:
-        """The experts of a module by name, spread over ranks and taken out of it: no plan is about them."""
+        """The experts of a module by name, distributed over ranks and removed from it, because plans do not cover them."""
         found = {
             name: (part, axes)
             for name, part in module.named_modules()
@@ -150,7 +150,7 @@ class SpecModel(Model):
         for name, (part, axes) in found.items():
             spread_experts(part, splits.tensor, splits.expert, axes, name)
             if self._train.compile:
-                # A loop over experts is another program for every step.
+                # A loop over experts is a different program in every step.
                 part.forward = torch.compiler.disable(part.forward)
             module.set_submodule(name, nn.Identity())
         return {name: part for name, (part, _) in found.items()}
@@ -189,7 +189,7 @@ class SpecModel(Model):
         return any(matches(pattern, name) for pattern in self.spec.added)
 
     def _sources(self, folder: Folder) -> Mapping[str, Source]:
-        """Where each parameter lies in a folder. A tied weight that the folder has twice is there under both names."""
+        """The source of each parameter in a folder. A tied weight that the folder has twice is listed under both names."""
         stored = self.spec.stored
         if stored is not None and not callable(stored):
             return stored.sources(folder.names)
@@ -234,11 +234,11 @@ class SpecModel(Model):
         }
         cannot = {KINDS[part]: why for part, why in spec.cannot.items()}
         if "context" in spec.cannot:
-            # What cannot be given the tokens of other ranks cannot be kept from those of other documents.
+            # If a model cannot attend to the tokens of other ranks, its attention cannot be limited to documents either.
             cannot["data.document_mask"] = spec.cannot["context"]
         if self._batch_norms:
             norm = self._batch_norms[0]
-            why = f"{norm} takes means over all tokens of a batch, of which a rank has a part"
+            why = f"{norm} averages over all tokens of a batch, of which a rank has only a part"
             again = f"{norm} would follow each batch twice"
             cannot = {
                 "parallel.tensor": why,
@@ -265,23 +265,23 @@ class SpecModel(Model):
                 )
 
     def _needed(self, splits: Splits) -> tuple[tuple[str, str, str, object], ...]:
-        """What may be used, what the spec has to have for it, in words, and whether it has."""
+        """What may be used, the field that the spec needs for it, its description, and whether it has it."""
         spec, split = self.spec, splits.tensor
         blocks, own = bool(spec.layers), spec.forward is None
         size = f"vocab_size = {self.vocab_size} is not divisible by {split.size}"
         return (
-            ("parallel.tensor", "split", "a plan that says how each layer is split", spec.split),
-            ("parallel.options.sequence_parallel", "sequence", "what works on slices of the sequence", spec.sequence is not None),
+            ("parallel.tensor", "split", "a plan of how each layer is split", spec.split),
+            ("parallel.options.sequence_parallel", "sequence", "which parts work on slices of the sequence", spec.sequence is not None),
             ("parallel.context", "attention", "where attention is computed", spec.attention),
             ("parallel.context", "positions", "which argument takes positions", spec.positions or not own),
             ("data.document_mask", "attention", "where attention is computed", spec.attention),
-            ("data.document_mask", "layers", "blocks that are told of documents", blocks),
+            ("data.document_mask", "layers", "blocks that receive document numbers", blocks),
             ("data.document_mask", "positions", "which argument takes positions", spec.positions or not own),
             ("parallel.pipeline", "layers", "which blocks are divided among stages", blocks),
-            ("parallel.pipeline", "forward", "how stages run on inputs that are no tokens", self.vocab_size or not own),
-            ("parallel.tensor", "undivided", f"an embedding and a head that stay whole, as {size}",
+            ("parallel.pipeline", "forward", "how stages run on inputs that are not tokens", self.vocab_size or not own),
+            ("parallel.tensor", "undivided", f"an embedding and a head that stay unsplit, because {size}",
              self._divides(splits) or spec.undivided is not None),
-            ("ModelSpec.dropped", "layers", "blocks that are told their samples", blocks or not self.drops),
+            ("ModelSpec.dropped", "layers", "blocks that receive sample numbers", blocks or not self.drops),
             ("train.activation_checkpointing", "layers", "which blocks run again in backward", blocks),
             ("train.compile", "layers", "which blocks are compiled", spec.layers),
             ("parallel.expert", "experts", "which weights are an expert's", spec.experts),
@@ -289,7 +289,7 @@ class SpecModel(Model):
 
 
 class _Facts:
-    """What a stage knows of itself; a copy of the module shares it."""
+    """The facts of a stage; a copy of the module shares them."""
 
     def __init__(self, model: SpecModel, splits: Splits, stage: Stage, layers: tuple[nn.Module, ...]) -> None:
         self.spec, self.splits, self.stage, self.layers = model.spec, splits, stage, layers
@@ -300,16 +300,16 @@ class _Facts:
         self.compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
         self.between = self.compute or getattr(torch, train.dtype)
         self.positions = splits.context.positions(model._seq_len) if model.vocab_size else torch.empty(0)
-        # Of a split stage that has not run yet.
+        # For a split stage that has not run yet.
         self.rules: Mapping[str, Rule] | None = None
-        # Whether the norm and the head behind the blocks take whole sequences.
+        # Whether the norm and the head after the blocks take full sequences.
         self.gathers = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Facts:
         return self
 
     def unsplit_calls(self, x: Tensor) -> Calls:
-        """What the parts of the whole module are called with on `x`, as far as it runs without values."""
+        """The calls of the parts of the full module on `x`, as far as it runs without values."""
         calls = Calls()
         with contextlib.suppress(Exception), torch.device("meta"), torch.no_grad():
             module = self.spec.module()
@@ -318,25 +318,25 @@ class _Facts:
         return calls
 
     def exact(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the code of a family of transformers."""
+        """Context for the code of a transformers family."""
         return family_code(self.between) if self.family else contextlib.nullcontext()
 
     def passed_on(self, y: Any, samples: int) -> Tensor:
-        """What the next stage is sent, which has made room for it. Raises ShapeError where it is not that."""
+        """The tensor for the next stage, which has allocated memory for it. Raises ShapeError if it does not fit."""
         split = self.splits.tensor
         tokens = len(self.positions) // (split.size if split.sequence_parallel else 1)
         expected = (samples, tokens, self.spec.hidden_size)
         if not isinstance(y, Tensor) or tuple(y.shape) != expected:
             raise ShapeError(
-                f"stage {self.stage.index} passes on something else than hidden states",
+                f"stage {self.stage.index} does not pass on hidden states",
                 given=f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}",
                 expected=f"{expected}: samples, tokens, hidden_size",
-                hint="no parallel.pipeline; or ModelSpec(forward=...), and hidden_size as its blocks have it",
+                hint="remove parallel.pipeline; or use ModelSpec(forward=...), and the hidden_size of its blocks",
             )
         return y.to(self.between)
 
     def in_float64(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, also where it is called again in backward."""
+        """`call`, also when it is called again in backward."""
         if not self.family or self.between != torch.float64:
             return call
 
@@ -347,18 +347,18 @@ class _Facts:
         return called
 
     def positions_in(self, documents: Tensor | None) -> Tensor:
-        """Where this rank's tokens stand in their samples, (tokens,), or in their documents, (samples, tokens)."""
+        """The positions of this rank's tokens in their samples, (tokens,), or in their documents, (samples, tokens)."""
         return self.positions if documents is None else places(documents)[:, self.positions]
 
     def own_forward(
         self, forward: Callable[..., Any], through: Callable[..., Any], x: Tensor, positions: Tensor
     ) -> Any:
-        """What this stage makes of x by the module's own forward."""
+        """This stage's result for x by the module's own forward."""
         first = self.stage.is_first
         run = OwnForward(
             self.stage, self.layers, through, None if first else x, self.splits.tensor, self.gathers
         ).run
-        # Nobody reads the tokens of a later stage but for their number.
+        # A later stage only uses the number of the tokens.
         tokens = x if first else self.positions.new_zeros(()).expand(x.shape[0], len(self.positions))
         name = self.spec.positions
         named = {name: positions if positions.ndim > 1 else positions.unsqueeze(0)} if name else {}
@@ -373,17 +373,17 @@ class _Facts:
         *args: Any,
         **named: Any,
     ) -> Any:
-        """A block, its activations kept or computed again; what it draws follows from its number.
+        """Run a block. Its activations are kept or recomputed, and its random draws follow from its number.
 
-        drops: the step's number and the samples', where something is dropped.
+        drops: the numbers of the step and of the samples, if there is dropout.
         """
         number, draws = self.numbers.get(id(block)), self.splits.draws
         if number is None:
             raise UnsupportedOp(
-                "here.through runs the blocks of a model, and was given something else",
+                "here.through was called with an argument that is not a block of the model",
                 given=f"a {type(block).__name__}",
                 expected=f"one of here.layers: the {len(self.layers)} blocks of {self.spec.layers!r} on this stage",
-                hint="here.through(block, x, mask=mask), and a call of its own for any other part",
+                hint="use here.through(block, x, mask=mask) for blocks, and call other parts directly",
             )
         call: Callable[..., Any] = block
         if drops is not None:
@@ -397,8 +397,8 @@ class _Facts:
         return run(self.activation_checkpointing, number, self.in_float64(call), *args, **named)
 
 
-# Of the block that runs: of its input, and of the whole sequence on this rank. They are set again where a block is computed
-# again, whatever microbatch has begun since.
+# For the current block: of its input, and of the full sequence on this rank. They are set again when a block is
+# recomputed, whatever microbatch has started since.
 _DROPS: Final[ContextVar[tuple[Drops, ...]]] = ContextVar("drops", default=())
 
 
@@ -414,25 +414,25 @@ def _with_drops(block: nn.Module, drops: tuple[Drops, ...]) -> Callable[..., Any
 
 
 def logits_of(found: Any) -> Tensor:
-    """Of what a model returns. Raises UnsupportedOp where there are none."""
+    """The logits in a model's output. Raises UnsupportedOp if there are none."""
     logits = found[0] if isinstance(found, tuple) and found else getattr(found, "logits", found)
     if not isinstance(logits, Tensor):
         raise UnsupportedOp(
             "the model returns no logits",
             given=f"a {type(found).__name__}",
             expected="a tensor, a tuple that begins with one, or an object with .logits",
-            hint="ModelSpec(loss=...), which takes whatever the model returns",
+            hint="use ModelSpec(loss=...), which takes any output of the model",
         )
     return logits
 
 
 def _cast(dtype: torch.dtype, part: Any, args: object, output: Tensor) -> Tensor:
-    """A forward hook: hidden states are of the computing type from the embedding on."""
+    """A forward hook: hidden states have the compute dtype from the embedding on."""
     return output.to(dtype)
 
 
 def _have_dropped(module: nn.Module, shares: Mapping[str, float], split: TensorSplit) -> None:
-    """Have parts drop of their output what patterns of their names say; by the largest share, where several name one."""
+    """Add dropout to the outputs of parts whose names match the patterns. If several match, the largest fraction applies."""
     for name, part in list(module.named_modules()):
         if share := max((share for pattern, share in shares.items() if matches(pattern, name)), default=0):
             part.meshcomm_dropout = Dropout(share, name)
@@ -440,9 +440,9 @@ def _have_dropped(module: nn.Module, shares: Mapping[str, float], split: TensorS
 
 
 def _drop(split: TensorSplit, part: Any, args: object, output: Any) -> Any:
-    """A forward hook. Attention of transformers returns its weights too.
+    """A forward hook. Attention in transformers returns its weights too.
 
-    meshcomm_features: of a part whose output may be split along the features: how many there are on all ranks.
+    meshcomm_features: for a part whose output may be split along the features, their number over all ranks.
     """
     if isinstance(output, tuple):
         return _drop(split, part, args, output[0]), *output[1:]
@@ -458,19 +458,19 @@ def _drop(split: TensorSplit, part: Any, args: object, output: Any) -> Any:
 
 
 class _Stage:
-    """A module of the user's of which a stage has a part. step: which one samples are of, where something is dropped."""
+    """A user's module of which a stage has a part. step: the step of the samples, if there is dropout."""
 
     meshcomm_stage: _Facts
     step: int
 
     @property
     def meshcomm_blocks(self) -> tuple[nn.Module, ...]:
-        """What shard gathers one at a time."""
+        """The blocks that shard gathers one at a time."""
         return self.meshcomm_stage.layers
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """The weight that embedding and head share, where this stage has it."""
+        """The weight that embedding and head share, if this stage has it."""
         facts: _Facts = self.meshcomm_stage
         for name in facts.spec.tied or ():
             part, _, key = name.rpartition(".")
@@ -482,11 +482,11 @@ class _Stage:
         return None
 
     def forward(self, x: Tensor, samples: Tensor | None = None, documents: Tensor | None = None) -> Any:
-        """What there is of the module. samples: int64 (batch,), their numbers in the global batch; see Model.drops.
+        """Run the parts of the module here. samples: int64 (batch,), their numbers in the global batch; see Model.drops.
 
-        documents: int64 (batch, whole sequence); see Model.packed.
+        documents: int64 (batch, full sequence); see Model.packed.
 
-        Raises TrainingError where the first forward fails along a split: with the part, the user's line, and cures.
+        Raises TrainingError if the first forward fails along a split: with the part, the user's line, and fixes.
         """
         facts: _Facts = self.meshcomm_stage
         if facts.rules is None:
@@ -497,7 +497,7 @@ class _Stage:
             with calls.watching(module, x):
                 y = self._computed(x, samples, documents)
         except Exception as error:
-            # What is raised about sizes; torch's own types are about memory, or other ranks.
+            # The exceptions for wrong sizes. torch's own types are about memory, or other ranks.
             if type(error).__module__.partition(".")[0] not in ("builtins", "einops"):
                 raise
             before = facts.unsplit_calls(x)
@@ -527,6 +527,6 @@ class _Stage:
 
 
 def _has(module: nn.Module, pattern: str) -> bool:
-    """Whether this stage has what a pattern of a plan is about; stages before and after it have the rest."""
+    """Whether this stage has the parts that a pattern of a plan matches; other stages have the rest."""
     named = chain(module.named_modules(), module.named_parameters())
     return any(matches(pattern, name) for name, _ in named)

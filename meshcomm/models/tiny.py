@@ -1,4 +1,4 @@
-"""A small model of the same family: fewer and narrower layers, everything else as the configuration has it."""
+"""A small model of the same family, with fewer and narrower layers and otherwise the same configuration."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ SIZES: Final = {
     "sliding_window": 8,
     "num_kv_shared_layers": 0,
 }
-"""What may be smaller, and how small. Of names that mean the same, families have one or the other."""
+"""The sizes that may be smaller, and their small values. For names with the same meaning, a family has one of them."""
 
 _COUNTS: Final = ("num_hidden_layers", "n_layer", "num_layers")
 _TOKENS: Final = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def tiny(config: Any) -> PreTrainedConfig:
-    """The configuration of the small model. Raises what transformers raises where a family does not take it."""
+    """The configuration of the small model. Raises the error of transformers if a family does not accept it."""
     said = config.to_dict()
     layers = getattr(config, "num_hidden_layers", _LAYERS)
     kept = _kept(said.get("layer_types"), layers)
     small: dict[str, Any] = {name: len(kept) for name in _COUNTS if name in said}
-    # What the family calls what other families have another name for.
+    # The family's names for settings that other families name differently.
     called = {theirs: ours for ours, theirs in config.attribute_map.items()}
     sizes = {name: SIZES[called.get(name, name)] for name in said if called.get(name, name) in SIZES}
     small |= _smaller({name: said[name] for name in sizes}, sizes)
@@ -80,7 +80,7 @@ def _smaller(said: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def _kept(kinds: Sequence[str] | None, layers: int) -> list[int]:
-    """The layers that are left: some of each kind, in order."""
+    """The remaining layers: some of each kind, in order."""
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if kinds else []
     kept = dict.fromkeys([*firsts, *range(layers)])
     return sorted(list(kept)[: max(_LAYERS, len(firsts))])

@@ -9,12 +9,12 @@ from torch import nn
 
 
 def draw(model: Any, part: nn.Module) -> None:
-    """Draw the parameters of one part of a model, without those inside of it, as its family does."""
+    """Initialize the parameters of one part of a model, without nested parts, as its family does."""
     model._init_weights(part)
 
 
 def published_styles(model: Any) -> Mapping[str, str]:
-    """The tensor-parallel plan of a whole model: patterns of names -> styles."""
+    """The tensor-parallel plan of a full model: patterns of names -> styles."""
     return model._tp_plan or {}
 
 

@@ -33,7 +33,7 @@ from meshcomm.predict.stages import PartCosts, part_costs
 
 @final
 class BuiltIn(Model):
-    """The transformer of `[model]`, its weights drawn from the seed by their names: the same on every mesh."""
+    """The transformer of `[model]`, with weights drawn from the seed by name: the same on every mesh."""
 
     draws = False
 
@@ -68,7 +68,7 @@ class BuiltIn(Model):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """(..., width), (width,) -> (..., width), in x's type. Zhang and Sennrich 2019."""
+    """(..., width), (width,) -> (..., width), in x's dtype. Zhang and Sennrich 2019."""
     narrow = x.dtype not in (torch.float32, torch.float64)
     if x.device.type != "cpu" or narrow or torch.compiler.is_compiling() or weight.dtype != x.dtype:
         return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps).to(x.dtype)
@@ -77,7 +77,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """rms_norm in few passes over memory: torch 2.15 has no kernel for CPU, and takes three times as long."""
+    """rms_norm in few passes over memory. torch 2.15 has no CPU kernel, and takes three times as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -100,7 +100,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis. Its weight is equal on all ranks of the split, so not split."""
+    """x / rms(x) * weight over the last axis. Its weight is equal on all ranks, so it is not split."""
 
     def __init__(self, split: TensorSplit, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -110,12 +110,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
-        # In x's type: FSDP hands the weight out in it, and a mesh must not decide what is rounded.
+        # In x's dtype: FSDP gathers the weight in it, and rounding must not depend on the mesh.
         return rms_norm(x, local(self.weight), self.eps)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions; heads are split, and the sequence."""
+    """Causal grouped-query attention with rotary positions. Heads and the sequence are split."""
 
     def __init__(self, splits: Splits, config: ModelConfig) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Attention(nn.Module):
         self.wo = RowParallel(split, config.num_heads * self.head_dim, config.hidden_size)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """(batch, sequence, width), whole or split along the sequence -> the same shape; rotary (2, sequence, head)
+        """(batch, sequence, width), full or split along the sequence -> the same shape; rotary (2, sequence, head)
         of these tokens, or (2, batch, 1, sequence, head).
         """
         x = self.split.enter(x)
@@ -159,7 +159,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm x), then x + feed-forward(norm x), or experts in its place."""
+    """x + attention(norm x), then x + feed-forward(norm x), or experts instead of the feed-forward."""
 
     def __init__(self, splits: Splits, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -203,12 +203,12 @@ class Transformer(nn.Module):
 
     Args:
         splits: how it is split.
-        config, stage: what it is, and which part of it.
-        seq_len: tokens of a whole sample.
-        train: its seed, from which dropout follows with `step` and the samples' numbers; its compute_dtype, of matrix
-            products and of activations from the embedding to the logits, also where ranks send them; and its
-            activation_checkpointing. None: seed 0, the type of the parameters, and no block is computed again.
-        packed: samples may be packed documents, whose numbers forward is given.
+        config, stage: of the full model, and which part of it this is.
+        seq_len: tokens of a full sample.
+        train: its seed, from which dropout follows with `step` and the samples' numbers; its compute_dtype, for matmuls
+            and for activations from the embedding to the logits, also when they are sent; and its
+            activation_checkpointing. If None: seed 0, the dtype of the parameters, and no recomputation.
+        packed: samples may be packed documents; forward then receives their numbers.
     """
 
     rotary: Tensor
@@ -258,18 +258,18 @@ class Transformer(nn.Module):
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """The weight that embedding and head share, where this stage has it."""
+        """The weight that embedding and head share, if this stage has it."""
         holder = self.embed or self.head if self.tied else None
         return None if holder is None else holder.weight
 
     def forward(self, x: Tensor, samples: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """(batch, sequence) int64, or hidden (batch, sequence, width) behind the first stage ->
+        """(batch, sequence) int64, or hidden (batch, sequence, width) after the first stage ->
         hidden, or on the last stage this rank's logits (batch, sequence, 256 / ranks).
 
-        The sequence is this rank's along context; of hidden states, with sequence_parallel, this
-        rank's slice of that. samples: int64 (batch,), their numbers in the global batch; needed where
-        something is dropped. `step`, an attribute, is the other thing that this follows from. documents: int64
-        (batch, whole sequence), the number of each token's document.
+        The sequence is this rank's part along context. For hidden states with sequence_parallel, it is this
+        rank's slice of that part. samples: int64 (batch,), their numbers in the global batch; needed with
+        dropout, which also depends on the attribute `step`. documents: int64
+        (batch, full sequence), the document number of each token.
         """
         kind = x.device.type
         mixed = torch.autocast(kind, self.compute) if self.compute else contextlib.nullcontext()
@@ -293,14 +293,14 @@ class Transformer(nn.Module):
     def _through(
         self, layer: int, block: Callable[..., Tensor], x: Tensor, rotary: Tensor, drops: Drops | None
     ) -> Tensor:
-        # Nothing random is drawn from a generator: what is dropped follows from where it stands.
+        # No generator is used: dropout follows from the position of an element.
         y: Tensor = run(self.activation_checkpointing, layer, block, x, rotary, self.positions, drops)
         return y
 
 
 def rotary_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
-    """cos and sin of position * theta^(-2i / head), float64 (2, sequence, head), of the second half as of the first, whose sin
-    is negative. Su et al. 2021.
+    """cos and sin of position * theta^(-2i / head), float64 (2, sequence, head). The second half repeats the first, whose
+    sin is negative. Su et al. 2021.
     """
     angle = torch.outer(
         torch.arange(seq_len, dtype=torch.float64),
@@ -311,13 +311,13 @@ def rotary_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + head / 2]) by its position's angle: (..., sequence, head), computed in rotary's type, in x's."""
+    """Rotate each pair (x[i], x[i + head / 2]) by its position's angle: (..., sequence, head), computed in rotary's dtype, returned in x's."""
     y: Tensor = _Rotate.apply(x, rotary)
     return y
 
 
 class _Rotate(torch.autograd.Function):
-    """Its gradient is turned back by the same angles: nothing of x is kept."""
+    """The gradient is rotated back by the same angles, so nothing of x is kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotary: Tensor) -> Tensor:
@@ -337,11 +337,11 @@ def _turned(x: Tensor, rotary: Tensor, sign: int) -> Tensor:
 
 
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Draw every whole parameter from (seed, its name) and keep this rank's part of it.
+    """Draw every full parameter from (seed, its name) and keep this rank's part of it.
 
-    So weights are the same on every mesh. One whole parameter is in memory at a time. Norms are 1.
-    The rest is normal, with standard deviation 1 in the embedding and 1 / sqrt(inputs) in matrices;
-    less by sqrt(2 * layers) in those that write to the residual stream, and less by 5 in the head,
+    So weights are the same on every mesh. One full parameter is in memory at a time. Norms are 1.
+    The rest is normal, with standard deviation 1 in the embedding and 1 / sqrt(inputs) in matrices.
+    It is divided by sqrt(2 * layers) in matrices that write to the residual stream, and by 5 in the head,
     so that all bytes start out about equally likely and the first loss is about ln 256 = 5.55. A
     weight that embedding and head share is drawn as the head's.
     """

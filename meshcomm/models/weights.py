@@ -1,4 +1,4 @@
-"""Weights in a folder of safetensors: this rank's parts are read, and nothing else."""
+"""Weights in a folder of safetensors, of which only this rank's parts are read."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 Names: TypeAlias = str | tuple[tuple[str, ...], ...]
-"""Where a parameter lies in a folder: under one name; or, for one of three axes such as the experts of a layer, in a
-tensor of its own for each place of axis 0 and each run of rows of axis 1."""
+"""The location of a parameter in a folder: one name; or, for one with three axes such as the experts of a layer, a
+separate tensor for each index of axis 0 and each run of rows of axis 1."""
 
 
 class Source(NamedTuple):
-    """Where a parameter lies in a folder.
+    """The source of a parameter in a folder.
 
-    transposed: its two axes lie the other way round there.
-    convert:    makes it of the whole tensors of `names`, one row of them; None: they are its parts.
+    transposed: whether its two axes are swapped there.
+    convert:    computes it from the full tensors of `names`, one row of them. If None, they are its parts.
     """
 
     names: Names
@@ -43,19 +43,19 @@ class Source(NamedTuple):
 
 
 class Conversions(Protocol):
-    """How tensors of a folder become parameters, and the other way round."""
+    """How tensors of a folder become parameters, and back."""
 
     def sources(self, names: Iterable[str]) -> Mapping[str, Source]:
-        """Where each parameter lies in a folder with tensors of these names."""
+        """The source of each parameter in a folder with tensors of these names."""
 
     def stored(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
         """The tensors of a folder that a parameter, or a tensor without memory of its shape, becomes."""
 
 
-# Tables and masks that older versions of transformers saved, and no model reads.
+# Tables and masks that older versions of transformers saved, and that no model reads.
 _IGNORED: Final = (r"rotary_emb\.inv_freq$", r"\.(attn|attention)\.(masked_)?bias$")
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")
-# A file is mapped; what has been read of it counts as this process's memory until it is closed.
+# A file is mapped; the parts that have been read count as this process's memory until it is closed.
 _MAPPED_BYTES: Final = 32 << 20
 _LARGEST: Final = 8  # bytes of an element
 
@@ -64,8 +64,8 @@ _LARGEST: Final = 8  # bytes of an element
 def write(module: nn.Module, value: Callable[[str, tuple[int, ...]], Any]) -> None:
     """Write this rank's parts of all parameters of a module that is split and sharded.
 
-    value: (name, whole shape) -> the whole values, or a `Stored`, of which only the parts are read; the shape is that
-           before the module was split. Nothing is communicated.
+    value: (name, full shape) -> the full values, or a `Stored`, of which only the parts are read. The shape is the one
+           before the module was split. Does not communicate.
     """
     fused = fused_parts(module)
     for name, parameter in module.named_parameters():
@@ -86,12 +86,12 @@ def write(module: nn.Module, value: Callable[[str, tuple[int, ...]], Any]) -> No
 
 @final
 class Folder:
-    """A folder of safetensors as transformers writes it: one file, or several with an index.
+    """A folder of safetensors in the layout of transformers: one file, or several with an index.
 
     base:    a prefix that all names in it may lack, as in a folder of the model without its head.
-    ignored: patterns of names that the model has no use for.
+    ignored: patterns of names that the model does not use.
 
-    Raises TrainingError, as do its methods, where there is none, or a file is missing, cut short or damaged.
+    Raises TrainingError, as do its methods, if there is no such folder, or a file is missing, truncated or damaged.
     """
 
     def __init__(self, path: Path, *, base: str = "", ignored: Sequence[str] = ()) -> None:
@@ -100,7 +100,7 @@ class Folder:
         self._files: dict[str, Any] = {}
         self._mapped = 0
         index = path / INDEX
-        # Where there are both, transformers reads the one file.
+        # If there are both, transformers reads the single file.
         if (path / SINGLE).is_file():
             self._places = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         elif index.is_file():
@@ -116,9 +116,9 @@ class Folder:
                 f"there are no weights in {path}",
                 given=f"{path} without {SINGLE} and {INDEX}"
                 if path.is_dir()
-                else f"{path}, which is no folder here",
+                else f"{path}, which is not a folder on this host",
                 expected="a folder that save_pretrained wrote, which the hosts of all ranks can read",
-                hint="model.save_pretrained(folder); or model.random_weights = true",
+                hint="call model.save_pretrained(folder), or set model.random_weights = true",
             )
 
     def __enter__(self) -> Folder:
@@ -135,10 +135,10 @@ class Folder:
         return list(self._places)
 
     def check(self, sources: Mapping[str, Source], wanted: Sequence[str], more: Sequence[str] = ()) -> None:
-        """Raises TrainingError where it lacks some of the parameters `wanted`, those of a whole model, or has others.
+        """Raises TrainingError if it lacks some of the parameters `wanted`, those of the full model, or has others.
 
         more: buffers, which it may have.
-        An index is believed: of its files only those are opened that this rank reads from.
+        An index is trusted: only the files that this rank reads are opened.
         """
         missing = [name for name in wanted if name not in sources]
         known: set[str] = set()
@@ -162,13 +162,13 @@ class Folder:
                 ),
                 expected=f"the {len(wanted)} tensors of the model that its config.json describes",
                 hint=(did_you_mean(missing[0], extra) if missing and extra else None)
-                or "config.json and weights of one model; or [model] build, for another one",
+                or "use config.json and weights of the same model; or [model] build, for another model",
             )
 
     def read(self, source: Source, shape: tuple[int, ...]) -> Stored:
-        """What reads slices of a parameter of this shape.
+        """A reader of slices of a parameter with this shape.
 
-        Raises: TrainingError for a name that is not there, or no floating-point numbers; ShapeError.
+        Raises: TrainingError for a missing name, or one without floating-point numbers; ShapeError.
         """
         names, transposed, convert = source
         if convert is not None:
@@ -179,9 +179,9 @@ class Folder:
         return _Stacked(pieces, names, shape, self._path)
 
     def read_twice(self, sources: Sequence[Source], shape: tuple[int, ...]) -> Stored:
-        """As `read`, of a tensor that may lie here under several names.
+        """As `read`, for a tensor that may be stored under several names.
 
-        Raises where a slice is read: TrainingError if they differ there.
+        When a slice is read, raises TrainingError if the copies differ there.
         """
         there = [each for each in sources if self._called(_flat(each.names)[0]) in self._places] or sources[
             :1
@@ -192,7 +192,7 @@ class Folder:
         return _Twice(stored[0], stored[1], (str(there[0].names), str(there[1].names)), self._path)
 
     def piece(self, name: str) -> Any:
-        """A tensor of which slices can be read, as the package gives it."""
+        """A tensor of which slices can be read, as the safetensors package returns it."""
         called = self._called(name)
         if called not in self._places:
             raise TrainingError(
@@ -200,7 +200,7 @@ class Folder:
                 given=f"{len(self._places)} tensors",
                 expected="every parameter of the model",
                 hint=did_you_mean(name, self._places)
-                or "the folder of the model that the configuration names",
+                or "use the folder of the model that the configuration names",
             )
         try:
             return self._file(self._places[called]).get_slice(called)
@@ -208,7 +208,7 @@ class Folder:
             raise _damaged(self._path / self._places[called], error) from error
 
     def mapped(self, size: int) -> None:
-        """So many bytes were read: their pages are given back now and then."""
+        """Count the bytes that were read; pages are released from time to time."""
         self._mapped += size
         if self._mapped > _MAPPED_BYTES:
             self._close()
@@ -222,7 +222,7 @@ class Folder:
             f"{name} does not fit the model",
             given=f"{what} in {where}",
             expected=expected,
-            hint="config.json and weights of one model",
+            hint="use config.json and weights of the same model",
         )
 
     def _called(self, name: str) -> str:
@@ -245,7 +245,7 @@ class Folder:
 
 
 class Stored:
-    """A whole tensor on the disk. shape: of the parameter that it is."""
+    """A full tensor on the disk. shape: of its parameter."""
 
     shape: tuple[int, ...]
 
@@ -254,7 +254,7 @@ class Stored:
         raise NotImplementedError
 
     def __getitem__(self, at: slice) -> Tensor:
-        """All of it. Only `[:]`, for a tensor that is kept in another order."""
+        """The full tensor. Only `[:]`, for a tensor that is kept in another order."""
         assert at == slice(None)
         whole = torch.empty(self.shape, dtype=torch.float64)
         self.copy((0,) * len(self.shape), whole)
@@ -267,10 +267,10 @@ class _One(Stored):
         held = folder.piece(name)
         found = tuple(held.get_shape())
         if shape and (found[::-1] if transposed else found) != shape:
-            expected = f"{shape[::-1] if transposed else shape}, as the model has it"
+            expected = f"{shape[::-1] if transposed else shape}, as in the model"
             raise folder.refused(name, f"shape {found}", expected, ShapeError)
         if held.get_dtype() not in _FLOATS:
-            expected = f"one of {', '.join(_FLOATS)}: meshcomm trains no quantized weights"
+            expected = f"one of {', '.join(_FLOATS)}; meshcomm does not train quantized weights"
             raise folder.refused(name, f"dtype {held.get_dtype()}", expected, TrainingError)
         self.shape = found[::-1] if transposed else found
         self._folder, self._name, self._transposed = folder, name, transposed
@@ -283,7 +283,7 @@ class _One(Stored):
             into.copy_(self._folder.piece(self._name)[...])
             return
         sizes = list(into.shape)
-        # Blocks along the file's first axis: their pages lie together.
+        # Blocks along the file's first axis, because their pages are adjacent.
         along = len(sizes) - 1 if self._transposed else 0
         row = math.prod(self.shape) // self.shape[along] * _LARGEST
         step = max(1, _MAPPED_BYTES // row)
@@ -312,16 +312,16 @@ class _Twice(Stored):
             part.copy(at, values)
         if not torch.equal(into, other):
             raise TrainingError(
-                f"{' and '.join(self._names)} are one weight by config.json, and two by the weights",
+                f"{' and '.join(self._names)} are one weight in config.json, but two in the weights",
                 given=f"different values of both in {self._path}",
-                expected="equal values, or one of the two; transformers ties no weights that differ",
-                hint='"tie_word_embeddings": false in config.json',
+                expected="equal values, or only one of the two; transformers does not tie weights that differ",
+                hint='set "tie_word_embeddings": false in config.json',
             )
 
 
 @final
 class _Converted(Stored):
-    """A tensor that is computed of others; they are read whole."""
+    """A tensor that is computed from others; they are read in full."""
 
     def __init__(
         self,
@@ -337,17 +337,17 @@ class _Converted(Stored):
         whole = self._convert([piece[:].to(into.dtype) for piece in self._pieces])
         if tuple(whole.shape) != self.shape:
             raise ShapeError(
-                f"what is made of {_flat(self._names)[0]} does not fit the model",
+                f"the tensor made from {_flat(self._names)[0]} does not fit the model",
                 given=f"shape {tuple(whole.shape)}",
-                expected=f"{self.shape}, as the model has it",
-                hint="config.json and weights of one model",
+                expected=f"{self.shape}, as in the model",
+                hint="use config.json and weights of the same model",
             )
         into.copy_(whole[tuple(slice(first, first + n) for first, n in zip(at, into.shape, strict=True))])
 
 
 @final
 class _Stacked(Stored):
-    """Tensors (rows, ...) of which each is a run of rows of one place of axis 0."""
+    """Tensors (rows, ...), each of which is a run of rows of one index of axis 0."""
 
     def __init__(self, pieces: list[list[Stored]], names: Names, shape: tuple[int, ...], path: Path) -> None:
         rows = {tuple(piece.shape for piece in row) for row in pieces}
@@ -355,10 +355,10 @@ class _Stacked(Stored):
         whole = (len(pieces), sum(each[0] for each in found), *found[0][1:])
         if len(rows) > 1 or (shape and whole != shape):
             raise ShapeError(
-                f"{_flat(names)[0]} and what lies beside it do not fit the model",
+                f"{_flat(names)[0]} and the tensors stacked with it do not fit the model",
                 given=f"{len(pieces)} times {' and '.join(map(str, found))} in {path}",
                 expected=f"{shape} together",
-                hint="config.json and weights of one model",
+                hint="use config.json and weights of the same model",
             )
         self.shape, self._pieces = whole, pieces
 
@@ -382,6 +382,6 @@ def _damaged(path: Path, error: Exception) -> TrainingError:
     return TrainingError(
         f"{path} cannot be read",
         given=str(error) or type(error).__name__,
-        expected="a whole file, as save_pretrained wrote it",
+        expected="a complete file, as save_pretrained wrote it",
         hint="copy or download it again",
     )

@@ -18,18 +18,18 @@ from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.tensor.parameters import split_dims
 
-_SPEC = "meshcomm.models.ModelSpec(module=..., ...), which says how to build it in parts"
+_SPEC = "meshcomm.models.ModelSpec(module=..., ...), which describes how to build it in parts"
 
 
 @final
 class WrappedModule(Model):
-    """A module with weights; those of the first rank along data and shard become those of all of them.
+    """A module with weights. The weights of the first rank along data and shard are broadcast to all of these ranks.
 
-    loss: (outputs, targets) -> mean over a microbatch. None: cross-entropy of logits (batch, ..., classes), over all
-          targets that are not -100, of the whole batch.
+    loss: (outputs, targets) -> mean over a microbatch. If None, cross-entropy of logits (batch, ..., classes), over all
+          targets of the full batch that are not -100.
 
-    Along the tensor's dim it must have been split by `tensor_parallel`. Raises UnsupportedOp from `check` for what
-    needs to know more of it.
+    Along the tensor dim it must have been split by `tensor_parallel`. Raises UnsupportedOp from `check` for features
+    that need to know more about it.
     """
 
     num_layers, hidden_size, vocab_size = 1, 0, 0
@@ -44,7 +44,7 @@ class WrappedModule(Model):
         self._module, self._parallel, self._train, self._loss = module, parallel, train, loss
 
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
-        """See Model. Called by every rank, for here the weights are sent."""
+        """See Model. Called by every rank, because the weights are broadcast here."""
         module, train = self._module, self._train
         cast(module, getattr(torch, train.dtype), splits.mesh.device)
         with torch.no_grad():
@@ -97,7 +97,7 @@ class WrappedModule(Model):
         if splits.tensor.size > 1 and splits.tensor.dim not in split:
             dim = splits.tensor.dim
             raise UnsupportedOp(
-                f"no parameter of the module is split along {dim}, which plays parallel.tensor",
+                f"no parameter of the module is split along {dim}, the dim of parallel.tensor",
                 given=f"a {type(module).__name__}, parallel.tensor = {parallel.tensor!r}",
                 expected="a module that tensor_parallel has split",
                 hint=f'meshcomm.parallel.tensor_parallel(module, mesh, "{dim}", {{"up": "column", "down": "row"}})',

@@ -1,6 +1,6 @@
-"""Batch norm whose mean and variance are those of the samples of all ranks, not of each rank's own.
+"""Batch norm with the mean and variance of the samples of all ranks, not of each rank alone.
 
-As torch.nn.SyncBatchNorm, which needs CUDA; this runs on any device, and in float64 exactly.
+Like torch.nn.SyncBatchNorm, which needs CUDA. This runs on any device, and exactly in float64.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def batch_norms(module: nn.Module) -> list[str]:
 
 
 def synchronise(module: nn.Module, mesh: Mesh, dims: Dims | None) -> None:
-    """Have every batch norm in `module` use the samples of all ranks along `dims`; None: its own. Modules stay.
+    """Make every batch norm in `module` use the samples of all ranks along `dims`, or if None, its own. Modules stay.
 
-    Called by: every rank along `dims`, and so are forward and backward in training, with equal channels.
+    Called by: every rank along `dims`, with equal channels. Forward and backward in training are collective too.
     """
     if dims is None:
         return
@@ -35,13 +35,13 @@ def synchronise(module: nn.Module, mesh: Mesh, dims: Dims | None) -> None:
 
 
 def is_synchronised(part: nn.Module) -> bool:
-    """Whether the statistics of `part` are those of all ranks."""
+    """Whether `part` uses the statistics of all ranks."""
     return isinstance(part.forward, _SynchronisedForward)
 
 
 @final
 class _SynchronisedForward:
-    """The forward of a batch norm; a copy of the module has a copy of it."""
+    """The forward of a batch norm. A copy of the module has a copy of it."""
 
     def __init__(self, norm: Any, mesh: Mesh, dims: Dims) -> None:
         self._norm, self._mesh, self._dims = norm, mesh, dims
@@ -78,7 +78,7 @@ class _SynchronisedForward:
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, variance: Tensor) -> None:
-        """Update the running statistics, of the unbiased variance as in torch."""
+        """Update the running statistics, with the unbiased variance as in torch."""
         norm = self._norm
         norm.num_batches_tracked += 1
         often = norm.num_batches_tracked.to(norm.running_mean.dtype)

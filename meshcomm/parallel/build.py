@@ -1,4 +1,4 @@
-"""What a trainer must know of a model, and how it is built: a rank's stages are made, split, sharded and filled."""
+"""The model interface of a trainer, and how a model is built: a rank's stages are created, split, sharded and filled."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _ALONE = threading.RLock()
 @final
 @dataclass(frozen=True)
 class Splits:
-    """Along which dims of the mesh weights, the sequence and the experts are split.
+    """The dims of the mesh along which weights, the sequence and the experts are split.
 
     tensor:         weights, and with sequence_parallel activations between layers.
     context:        the sequence.
-    expert:         the dim of a view along which experts are spread; None: every rank has all.
+    expert:         the dim of a view along which experts are distributed. If None, every rank has all.
     balance_weight: the factor of the balance loss of a microbatch.
-    data:           the dims whose ranks have other samples.
+    data:           the dims whose ranks have different samples.
     draws:          sets the default generators, if given.
     """
 
@@ -60,26 +60,26 @@ class Splits:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of all of them."""
+        """The mesh that all of them belong to."""
         return self.tensor.mesh
 
     @classmethod
     def of(cls, tensor: TensorSplit) -> Splits:
-        """Only weights are split."""
+        """Splits of weights only."""
         return cls(tensor, ContextSplit(tensor.mesh, None))
 
 
 class Model(ABC):
-    """A model that can be built stage by stage, without memory, and filled when it has some.
+    """A model that can be built stage by stage without memory, and filled once it has memory.
 
-    num_layers: blocks that a pipeline divides; 1 where it cannot be cut.
+    num_layers: blocks that a pipeline divides; 1 if it cannot be divided.
     hidden_size: elements of a token's vector between stages.
-    vocab_size: token ids are below it, and the last stage gives as many logits.
-    tied:       the name of the weight that embedding and head share, which is a stage's `tied_weight`; "": none.
+    vocab_size: an upper bound of token ids, and the number of logits of the last stage.
+    tied:       the name of the weight that embedding and head share, a stage's `tied_weight`; "" if none.
     draws:      whether its modules may draw from torch's default generators.
-    packed:     whether samples are packed documents, whose numbers its stages are given: attention stays within them.
-    saves_all:  whether a checkpoint has all parameters; else those that learn: the rest is filled in at each start.
-    drops:      whether its stages drop by the samples' numbers, which they are given then, and the attribute `step`.
+    packed:     whether samples are packed documents. Stages then receive document numbers, and attention stays within documents.
+    saves_all:  whether a checkpoint has all parameters. If not, it has only trainable ones; the rest is filled at each start.
+    drops:      whether its stages use dropout by sample number. They then receive these numbers and the attribute `step`.
     """
 
     num_layers: int
@@ -96,32 +96,32 @@ class Model(ABC):
         """A stage's module, split, its parameters on the meta device: see `on_meta`.
 
         It maps int64 tokens or hidden states of one microbatch to hidden states, or on the last stage to this rank's
-        slice of the logits, both in train.compute_dtype, or else in train.dtype. Its `layers`, a ModuleDict or
-        ModuleList, are what shard gathers one at a time. Where something is dropped it also gets `samples`, int64
+        slice of the logits, both in train.compute_dtype, or train.dtype if that is not set. Its `layers`, a ModuleDict or
+        ModuleList, are the units that shard gathers one at a time. With dropout, it also receives `samples`, int64
         (microbatch,), the samples' numbers in the global batch. A parameter has one name in all stages of all meshes.
         """
 
     @abstractmethod
     def fill(self, module: nn.Module, stage: Stage) -> None:
-        """Write the values of this rank's parts of all parameters of a stage. Nothing is communicated."""
+        """Write the values of this rank's parts of all parameters of a stage. Does not communicate."""
 
     def check(self, splits: Splits, stages: int) -> None:  # noqa: B027
-        """Called before any stage is built. Raises UnsupportedOp for what it cannot be trained with, and why."""
+        """Called before any stage is built. Raises UnsupportedOp, with the reason, for settings that it does not support."""
 
     def outputs(self, splits: Splits) -> int:
-        """How many logits of each token the last stage gives on a rank."""
+        """The number of logits per token that the last stage returns on a rank."""
         return self.vocab_size // splits.tensor.size
 
     def costs(self, seq_len: int) -> PartCosts:
-        """The relative costs of the parts, by which layers are divided among stages."""
+        """The relative costs of the parts, used to divide layers among stages."""
         return PartCosts(0, (1,) * self.num_layers, 0)
 
     def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the cross-entropy over those targets of a microbatch that are not -100."""
+        """The sum of the cross-entropy over the targets of a microbatch that are not -100."""
         return cross_entropy(splits.tensor, logits, targets, reduction="sum")
 
     def count(self, targets: Tensor, microbatches: int) -> Tensor:
-        """This rank's share of the number that the sum of all losses is divided by: (), of any dtype."""
+        """This rank's share of the divisor of the sum of all losses: (), of any dtype."""
         return (targets != -100).sum()
 
 
@@ -137,13 +137,13 @@ class Sections(NamedTuple):
 def sections(mesh: Mesh, config: Config) -> Sections:
     """The training sections of `config`, checked against the sizes of the open mesh.
 
-    Raises ConfigError where there is no [parallel] and [train] or they do not fit the mesh, LayoutError where the
-    mesh was opened with other dims than `config` has.
+    Raises ConfigError if [parallel] and [train] are missing or do not fit the mesh, LayoutError if the
+    mesh was opened with dims other than those of `config`.
     """
     given, live = config.mesh.dims, mesh.layout.dims
     if list(given) != list(live) or any(size not in (-1, live[name]) for name, size in given.items()):
         raise LayoutError(
-            "the mesh was opened with other dims than this configuration has",
+            "the dims of the open mesh differ from those of this configuration",
             given=f"an open mesh of {toml_dims(live)}, mesh.dims = {toml_dims(given)}",
             expected="the configuration that the mesh was opened with",
             hint=f"meshcomm.config.load_config(config, ['mesh.dims={toml_dims(live)}'])",
@@ -151,16 +151,16 @@ def sections(mesh: Mesh, config: Config) -> Sections:
     known = load_config(config, [f"mesh.dims={toml_dims(live)}"])
     if known.parallel is None or known.train is None:
         raise ConfigError(
-            "this configuration describes a mesh and no training",
+            "this configuration describes a mesh but no training",
             given=f"{config.source} without [parallel] and [train]",
-            expected="both, and [model] and [data] where they do not come from code",
+            expected="both, and [model] and [data] unless they come from code",
             hint="meshcomm new writes a config that has all four",
         )
     return Sections(known.parallel, known.model, known.data, known.train)
 
 
 def merged(mesh: Mesh, dims: tuple[str, ...]) -> str:
-    """The name under which `dims` have one DeviceMesh; a group is created where the mesh was opened without it.
+    """The name under which `dims` have one DeviceMesh. A group is created if the mesh was opened without it.
 
     Called by: every rank of the mesh, in the same program order.
     """
@@ -172,9 +172,9 @@ def merged(mesh: Mesh, dims: tuple[str, ...]) -> str:
 
 
 def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
-    """Dims of size above 1, for one call along all of them: a group is created where none was declared.
+    """The dims of size above 1, merged for one call along all of them. A group is created if none was declared.
 
-    Called by: every rank of the mesh, in the same program order. None where no such dim is left.
+    Called by: every rank of the mesh, in the same program order. Returns None if no such dim remains.
     """
     used = tuple(dim for dim in dims if mesh.size(dim) > 1)
     if len(used) < 2:
@@ -186,9 +186,9 @@ def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
 
 @final
 class LocalModel:
-    """This rank's stages of a model, split, sharded and filled, and the sums of their gradients over ranks.
+    """This rank's stages of a model, split, sharded and filled, and the summation of their gradients over ranks.
 
-    data_size, data_coord: of the ranks with other samples. microbatches: of a step on this rank.
+    data_size, data_coord: of the ranks with different samples. microbatches: per step on this rank.
     """
 
     def __init__(self, mesh: Mesh, known: Sections, model: Model, filled: bool) -> None:
@@ -211,12 +211,12 @@ class LocalModel:
         on_all_ranks(mesh, "fill the model", partial(self._fill, filled))
         if parallel.shard is None:
             self.gradients = self._synced()
-        # Only now: sharding puts other parameters into the modules.
+        # Only now, because sharding replaces the parameters of the modules.
         self._tied: TiedWeight | None = None
         if model.tied and self._ranks > 1:
             self._tied = TiedWeight(mesh, parallel.pipeline or "", self._tied_weight())
             self._tied.copy()
-        # Batch norms have the statistics of all ranks already; a buffer that is not saved is a table, such as of angles.
+        # Batch norms already have the statistics of all ranks. A buffer that is not saved is a table, for example of angles.
         self._buffers = [
             (part, key)
             for part in self.modules.modules()
@@ -233,9 +233,9 @@ class LocalModel:
             return Accumulate(self.modules[0], loss, self.microbatches, before, mesh, draws)
         if self._data is None:
             raise ConfigError(
-                "a pipeline must be told how long a sample is",
+                "a pipeline needs the length of a sample",
                 given=f"parallel.pipeline = {parallel.pipeline!r} without [data]",
-                expected="data.seq_len: stages receive into memory that is there before",
+                expected="data.seq_len, because stages receive into preallocated memory",
                 hint="[data] seq_len = 128",
             )
         split = self.splits.tensor
@@ -262,7 +262,7 @@ class LocalModel:
             module.step = number  # type: ignore[assignment]
 
     def finish_step(self) -> None:
-        """After the last backward pass: gradients are summed, and buffers are those of the first rank, as with DDP."""
+        """After the last backward pass: sum gradients, and broadcast the buffers of the first rank, as DDP does."""
         for gradients in self.gradients:
             gradients.finish()
         for module in self.modules:
@@ -285,7 +285,7 @@ class LocalModel:
         ]
 
     def copies(self) -> list[nn.Parameter]:
-        """The parameters that another rank counts: of a weight on the first stage and the last, the last one's."""
+        """The parameters that another rank counts: if the first and the last stage share a weight, the one on the last."""
         weight = self._tied_weight()
         return [] if self._tied is None or self._tied.is_owner or weight is None else [weight]
 
@@ -339,7 +339,7 @@ class LocalModel:
                 self.model.fill(module, stage)
 
     def _synced(self) -> list[GradientSync | Sharded]:
-        """The sums of gradients of dense parameters, and of experts, along other dims."""
+        """The sums of gradients of dense parameters, and of experts, along different dims."""
         parallel, mesh = self._parallel, self.mesh
         hooks = schedule_properties(parallel.options.schedule).hooks_fire or self._ranks == 1
         kinds = [separate(module) for module in self.modules]
@@ -355,20 +355,20 @@ class LocalModel:
         return found
 
     def _tied_weight(self) -> nn.Parameter | None:
-        """The weight that embedding and head share, where one of this rank's stages has it."""
+        """The weight that embedding and head share, if one of this rank's stages has it."""
         weights = (getattr(module, "tied_weight", None) for module in self.modules)
         return next((weight for weight in weights if weight is not None), None)
 
 
-# -- memory: modules are built, split and sharded before any of their values exists ----------------
+# -- memory: modules are built, split and sharded before any of their values exist -----------------
 
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Parameters of modules that are made here go to the meta device as they are registered; buffers keep their values.
+    """Parameters of modules created here go to the meta device as they are registered; buffers keep their values.
 
-    A constructor's initial values are discarded, and at most one parameter of this thread has memory at a time,
-    which is never touched; one that the host refuses has none. One thread at a time.
+    A constructor's initial values are discarded. At most one parameter of this thread has memory at a time, which is
+    never touched; one that the host refuses to allocate has none. One thread at a time.
     """
     register = nn.Module.register_parameter
     thread = threading.get_ident()
@@ -383,7 +383,7 @@ def on_meta() -> Iterator[None]:
 
 
 class _MetaWhereRefused(TorchFunctionMode):
-    """A tensor without values that the host has no memory for, such as a layer's experts, is made on the meta device."""
+    """Creates a tensor without values on the meta device if the host has no memory for it, as for a layer's experts."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -398,7 +398,7 @@ class _MetaWhereRefused(TorchFunctionMode):
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Give the parameters of `module` that are on the meta device memory on `device`, not yet written.
+    """Allocate memory on `device`, not yet written, for the parameters of `module` that are on the meta device.
 
     A parameter that fully_shard has sharded gets memory for this rank's shard. Shared parameters stay shared.
     """
@@ -410,7 +410,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
                 if parameter is not None and parameter.is_meta and id(parameter) not in made:
                     made[id(parameter)] = _like(parameter, torch.empty_like(parameter, device=device))
                 plain[part, name] = made.get(id(parameter), parameter)
-    # Removed meanwhile: torch would swap these too, which fails for a parameter that others refer to.
+    # Removed meanwhile: torch would swap these too, which fails for a parameter with other references.
     for part, name in plain:
         part._parameters[name] = None
     try:
@@ -422,9 +422,9 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 
 def cast(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:
-    """Have all parameters and buffers of a floating type in `dtype`, in place.
+    """Cast all floating-point parameters and buffers to `dtype`, in place.
 
-    Complex ones, such as rotary tables, keep their type: `module.to(dtype)` would drop their imaginary parts.
+    Complex ones, such as rotary tables, keep their dtype: `module.to(dtype)` would drop their imaginary parts.
     """
     module._apply(lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype))
 

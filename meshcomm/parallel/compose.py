@@ -30,8 +30,8 @@ LossOf: TypeAlias = Callable[[Any, Tensor], Tensor]
 
 
 class Batch(NamedTuple):
-    """This rank's samples of a step. documents: int64 (samples, tokens), the number of each token's document, ascending along
-    the sequence: attention stays within them, and positions begin anew in each. None: a sample is one.
+    """This rank's samples of a step. documents: int64 (samples, tokens), the document number of each token, ascending along
+    the sequence. Attention stays within documents, and positions restart in each. If None, each sample is one document.
     """
 
     inputs: Tensor
@@ -41,10 +41,10 @@ class Batch(NamedTuple):
 
 @dataclass
 class Reached:
-    """How far a rank has come, by the numbers of steps: all are equal between two steps.
+    """The progress of a rank, as step numbers. All are equal between two steps.
 
     summed: the gradients are summed over all ranks. scaled: they are clipped. decided: every rank has summed its
-    gradients, and what they gave is known. applied: the weights are those after the step.
+    gradients, and the outcome is known. applied: the weights are updated.
     """
 
     begun: int = 0
@@ -58,20 +58,20 @@ class Reached:
 class Engine:
     """One rank's share of a hybrid-parallel training step.
 
-    The pipeline's dim selects the layers that this rank builds, the tensor's dim splits their weights, the context's
-    their sequence, the expert's their experts; the data's dims sum gradients, shard's keeps a part of everything on
-    each rank. The optimiser then acts on this rank's parts.
+    Along the pipeline dim, each rank builds a part of the layers. Along tensor, their weights are split; along context, the
+    sequence; along expert, the experts. Along data, gradients are summed; along shard, each rank also keeps only a part of
+    all tensors. The optimizer then updates this rank's parts.
 
     Args:
         mesh: an open mesh that this rank is a member of.
-        config: that of the mesh, with at least [parallel] and [train].
-        model: how a stage is built and filled. No rank holds more of it than its own part.
-        optimizer: makes one of this rank's parameter groups; None: the one of [train]. A group's lr is scaled by
-            a step's lr / train.lr.
-        filled: False: parameters get memory and no values, for a state that is put back before the first step.
+        config: of the mesh, with at least [parallel] and [train].
+        model: how a stage is built and filled. No rank holds more than its own part.
+        optimizer: makes an optimizer from this rank's parameter groups. If None, the one of [train]. A group's lr is scaled
+            by the step's lr / train.lr.
+        filled: if False, parameters get memory but no values, for a state that is loaded before the first step.
 
-    Raises as `sections`; ConfigError where a pipeline lacks the length of a sample; TrainingError on every rank
-    where one of them could not fill its part.
+    Raises as `sections`; ConfigError if a pipeline lacks the length of a sample; TrainingError on every rank
+    if one rank cannot fill its part.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Engine:
             raise UnsupportedOp(
                 "this model cannot be trained with data.document_mask",
                 given=f"a {type(model).__name__}, whose attention crosses documents",
-                expected="a model of [model], or a ModelSpec that says where attention is computed",
+                expected="a model of [model], or a ModelSpec that names its attention modules",
                 hint="ModelSpec(attention=...), or remove data.document_mask",
             )
         self.mesh, self.model = mesh, model
@@ -100,7 +100,7 @@ class Engine:
         self.done = 0
         self.reached = Reached()
         self._lr: float | None = None
-        # Only where lost ranks are replaced is a step ever undone.
+        # A step is only undone where lost ranks are replaced.
         self._recovers = mesh.recovers
         self._before: dict[str, Any] = {}
         self._local = local = LocalModel(mesh, self.sections, model, filled)
@@ -117,7 +117,7 @@ class Engine:
             for setting in ("groups", "frozen"):
                 check_patterns(f"train.{setting}", getattr(train, setting), [name for name, _ in every])
             check_some_learn(train.frozen, [name for name, learns in every if learns])
-        # Ranks along the pipeline have other parameters.
+        # Ranks along the pipeline have different parameters.
         apart = [parallel.pipeline] if parallel.pipeline else []
         self._update = Update(mesh, train, self.modules, optimizer, apart)
         self.optimizer = self._update.optimizer
@@ -129,17 +129,17 @@ class Engine:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """This rank's parameters by global name, each once, stage by stage.
 
-        A weight that embedding and head share has one name, whichever of them a stage has.
+        A weight that embedding and head share has one name, whether a stage has the embedding or the head.
         """
         return self._local.named_parameters()
 
     def own_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Those that only this rank's stages have: of a weight on the first stage and the last, the first one's."""
+        """The parameters of this rank's stages only. If the first and the last stage share a weight, the first counts it."""
         copies = {id(weight) for weight in self._local.copies()}
         return [pair for pair in self.named_parameters() if id(pair[1]) not in copies]
 
     def own_weights(self) -> dict[str, Tensor | Kept]:
-        """The weights of `own_parameters`, as a checkpoint has them, and the buffers that are saved with them."""
+        """The weights of `own_parameters` in the layout of a checkpoint, and the buffers that are saved with them."""
         fused = {name: each for module in self.modules for name, each in fused_parts(module).items()}
         found: dict[str, Tensor | Kept] = dict(self._state.buffers())
         saved = {id(each) for _, each in self._saved_parameters()}
@@ -160,20 +160,20 @@ class Engine:
         number: int | None = None,
         documents: Tensor | None = None,
     ) -> None:
-        """One optimiser step on this rank's share of the global batch; `results` gives what comes of it.
+        """One optimizer step on this rank's share of the global batch; `results` returns its outcome.
 
-        Where calls are queued, as with NCCL, this queues them and waits for nothing, except for one look where the
-        optimiser cannot leave out a step by itself, as only torch's fused ones can.
+        Where calls are queued, as with NCCL, this queues them without waiting. The exception is one wait per step if the
+        optimizer cannot skip a step itself; only torch's fused optimizers can.
 
-        Shape:     (microbatches * microbatch, ...). Of tokens: (.., sequence) int64 both; targets of -100 do not count.
-        lr:        the value of train.lr for this step; None: the optimiser's groups have it.
-        number:    of the step, which random numbers are drawn for; None: the one after `done`.
+        Shape:     (microbatches * microbatch, ...). For tokens: (.., sequence), both int64; targets of -100 do not count.
+        lr:        the value of train.lr for this step. If None, the optimizer's groups have it.
+        number:    of the step, for which random numbers are drawn. If None, the one after `done`.
         documents: see Batch.
-        Called by: every rank; inputs and targets are equal along tensor, pipeline and context, which the first
-                   `checked_steps` steps compare.
-        Raises:    ShapeError for another number of samples; TrainingError where a parameter got no gradient, or these
-                   ranks have different samples. A step whose loss or gradient norm is not finite is not applied, and
-                   with train.on_nonfinite = "stop" no later one is.
+        Called by: every rank. inputs and targets are equal along tensor, pipeline and context; the first
+                   `checked_steps` steps compare them.
+        Raises:    ShapeError for a wrong number of samples; TrainingError if a parameter got no gradient, or if these
+                   ranks have different samples. A step whose loss or gradient norm is not finite is not applied.
+                   With train.on_nonfinite = "stop", no later one is either.
         """
         number = self.done + 1 if number is None else number
         batch = Batch(inputs, targets, documents)
@@ -192,15 +192,15 @@ class Engine:
         reached.summed = number
         norm = self._norm.norm()
         lr = self._update.set_rate(lr)
-        # The range of ids is known of tokens only; elsewhere the layers look at them.
+        # Only for tokens is the range of ids known; for other data, the layers check.
         looks = self.model.vocab_size and self.mesh.is_async
         ids = (inputs, targets.where(targets != -100, 0)) if looks else ()
         spoilt = self._results.add(number, lr, loss, norm, self._tokens, *ids)
         if self._recovers and self.mesh.is_async:
-            # What is queued may still be given up: it is decided when it is there.
+            # Queued calls may still be given up, so this is decided when they are done.
             self._value(spoilt)
         reached.decided = number
-        # Not before: a norm that was given up would spoil gradients by which the step may be completed.
+        # Not earlier: a norm of abandoned calls would spoil gradients that may still complete the step.
         clip = self.sections.train.clip_norm
         if clip is not None:
             self._norm.scale_(clip, norm)
@@ -209,7 +209,7 @@ class Engine:
         reached.applied = self.done = number
 
     def _value(self, x: Tensor) -> float:
-        """The number, waited for. Raises RankLost: calls that are given up for a lost rank end as others, and leave anything."""
+        """The number, after waiting for it. Raises RankLost: calls abandoned for a lost rank end normally and leave any value."""
         found = float(x.item())
         if self._recovers and self.mesh.is_async and (lost := self.mesh.lost()) is not None:
             raise lost
@@ -224,11 +224,11 @@ class Engine:
     # -- after a loss of ranks ------------------------------------------------------------------------
 
     def outcome(self) -> tuple[list[float], float]:
-        """What the step `reached.decided` gave, for `complete` of a rank that does not know it."""
+        """The outcome of the step `reached.decided`, for `complete` on a rank that does not know it."""
         return self._results.outcome()
 
     def complete(self, number: int, outcome: tuple[Sequence[float], float]) -> None:
-        """Apply the step whose gradients are summed, as other ranks have. Nothing is sent."""
+        """Apply the step whose gradients are summed, as other ranks have done. Does not communicate."""
         reached, clip = self.reached, self.sections.train.clip_norm
         if clip is not None and reached.scaled < number:
             self._norm.scale_(clip, torch.tensor(outcome[0][2], dtype=torch.float64, device=self.mesh.device))
@@ -239,7 +239,7 @@ class Engine:
         reached.applied = self.done = number
 
     def undo(self) -> None:
-        """Be as after the last step that was applied: what a forward pass has changed is put back."""
+        """Return to the state after the last applied step: changes made by forward passes are undone."""
         self._abandon()
         if self.reached.begun > self.reached.applied:
             self._state.put_back_forward(self._before)
@@ -250,18 +250,18 @@ class Engine:
                 gradients.abandon()
 
     def pending(self) -> list[Done]:
-        """What `results` has not given. Asks no other rank."""
+        """The steps that `results` has not returned yet. Does not communicate."""
         return self._results.pending()
 
     def _packed(self, batch: Batch) -> dict[str, Tensor]:
-        """What stages are told of documents. Raises ShapeError, UnsupportedOp where the model was not made for them."""
+        """The document arguments of stages. Raises ShapeError; UnsupportedOp if the model was not built for documents."""
         if batch.documents is None:
             return {}
         if not self.model.packed:
             raise UnsupportedOp(
-                "documents are numbered for a model whose attention crosses them",
+                "document numbers are given to a model whose attention crosses documents",
                 given=f"documents {tuple(batch.documents.shape)}, data.document_mask = false",
-                expected="inputs and targets alone; or data.document_mask = true",
+                expected="only inputs and targets; or data.document_mask = true",
                 hint="data.document_mask = true",
             )
         check_documents(batch.documents, batch.inputs)
@@ -278,7 +278,7 @@ class Engine:
             if len(inputs) < share:
                 hint = f"drop_last=True in the DataLoader if this is the short batch at its end; else {hint}"
             raise ShapeError(
-                "a step does not get this rank's share of the global batch",
+                "the step has a wrong number of samples for this rank",
                 given=f"{len(inputs)} inputs and {len(targets)} targets on {self.mesh.label}",
                 expected=f"{share} of both: train.global_batch_size = {train.global_batch_size} / {self.data_size} ranks along "
                 "data and shard",
@@ -286,23 +286,23 @@ class Engine:
             )
 
     def results(self) -> list[Done]:
-        """The results of the steps since the last call, in order. This waits for the device.
+        """The results of the steps since the last call, in order. Waits for the device.
 
         Called by: every rank.
-        Raises:    TrainingError on every rank, with train.on_nonfinite = "stop", where the loss or the gradient norm
-                   of one of them is not finite. It was not applied then, nor were those after it.
+        Raises:    TrainingError on every rank, with train.on_nonfinite = "stop", if the loss or the gradient norm
+                   of a step is not finite. That step and the later ones were not applied.
         """
         return self._results.collect()
 
     def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
-        """The mean loss over the tokens of some global batches, by forward passes alone, with the modules in eval mode.
+        """The mean loss over the tokens of some global batches, by forward passes only, with the modules in eval mode.
 
-        batches:   this rank's shares, shaped as for `step`; as many on every rank.
+        batches:   this rank's shares, shaped as for `step`; the same number on every rank.
         Called by: every rank.
-        Returns:   the same on every rank; nan where there is no target that counts. This waits for the device.
+        Returns:   the same on every rank; nan if no target counts. Waits for the device.
         """
         parallel, context = self.sections.parallel, self.splits.context
-        # Of each part: a user may have put some of them into eval mode for good.
+        # Per part, because a user may have put some of them into eval mode permanently.
         were = {part: part.training for part in self.modules.modules()}
         # loss divides by it
         before, self._tokens = self._tokens, torch.ones_like(self._tokens)
@@ -323,7 +323,7 @@ class Engine:
             for gradients in self.gradients:
                 if isinstance(gradients, Sharded):
                     gradients.reshard()
-        # Ranks along context have other tokens, and each counts those of all of them.
+        # Ranks along context have different tokens, and each counts the tokens of all of them.
         for dim in parallel.gradient_dims:
             self.mesh.all_reduce(dim, sums)
         if parallel.pipeline is not None:
@@ -331,46 +331,46 @@ class Engine:
         return self._value(sums[0] / (sums[1] / context.size))
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that a step changes: this rank's weights, and the state of optimizer, modules and scheduler, by global names.
+        """All state that a step changes: this rank's weights, and the state of optimizer, modules and scheduler, by global names.
 
-        Whole tensors, as DTensors where they are split: `model.layers.3.attn.wq.weight`,
-        `optimizer.layers.3.attn.wq.weight.exp_avg`. Names and whole tensors do not depend on the mesh; a weight that
-        embedding and head share is `embed.weight`. Their memory is shared. Plain data is encoded in uint8 tensors under
-        `plain.`: see `meshcomm.parallel.state`. A look changes nothing: state that the first step makes does not exist
-        before it. The learning rate is not among them where every step is given its own; nor are random numbers, which
-        follow from the seed and the step.
+        Full tensors, as DTensors if they are split: `model.layers.3.attn.wq.weight`,
+        `optimizer.layers.3.attn.wq.weight.exp_avg`. Names and full tensors do not depend on the mesh. A weight that
+        embedding and head share is `embed.weight`. The tensors share memory with the model. Plain data is encoded in uint8
+        tensors under `plain.`: see `meshcomm.parallel.state`. Reading changes nothing: state that the first step creates does
+        not exist before it. The learning rate is not included if every step is given its own. Random numbers are not
+        included, because they follow from the seed and the step.
 
-        Raises: TrainingError that names what cannot be saved.
+        Raises: TrainingError that names the state that cannot be saved.
         """
         return {
             name: each.tensor if isinstance(each, Kept) else each for name, each in self.saved_state().items()
         }
 
     def saved_state(self) -> dict[str, Tensor | Kept]:
-        """`state`, with weights of several parts as a checkpoint has them."""
+        """`state`, with weights of several parts in the layout of a checkpoint."""
         return self._state.tensors()
 
     def put_back(
         self, kinds: Kinds, fill: Callable[[dict[str, Tensor | Kept]], None], steps: int = 0
     ) -> None:
-        """Make the state that of a checkpoint, made on any mesh after so many steps.
+        """Load the state of a checkpoint, saved on any mesh after this number of steps.
 
-        kinds:  dtype and shape of each tensor that the checkpoint has.
+        kinds:  dtype and shape of each tensor in the checkpoint.
         fill:   writes its values into tensors, by their names.
-        Raises: TrainingError that names what does not fit; what `fill` raises.
+        Raises: TrainingError that names the mismatch; the exceptions of `fill`.
         """
         self._state.put_back(kinds, fill, steps)
         self.done = steps
         self.reached = Reached(*[steps] * len(fields(Reached)))
 
     def names_of_all_stages(self) -> set[str]:
-        """Of the tensors of a checkpoint that belong to the whole model's modules. Every rank calls this."""
+        """The names of the checkpoint's tensors that belong to the modules of the full model. Every rank calls this."""
         mine, pipeline = self._state.names(), self.sections.parallel.pipeline
         return mine if pipeline is None else set().union(*self.mesh.objects.all_gather(pipeline, mine))
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """Steps the optimizer's learning rates; None: each step is given its own."""
+        """Steps the optimizer's learning rates. If None, each step is given its own."""
         return self._state.scheduler
 
     @scheduler.setter
@@ -378,7 +378,7 @@ class Engine:
         self._state.follow(scheduler)
 
     def parameters_of_all_stages(self) -> int:
-        """Number of elements of the whole model's parameters. Every rank calls this."""
+        """Number of elements of the full model's parameters. Every rank calls this."""
         count = sum(p.numel() for _, p in self.own_parameters())
         if self.sections.parallel.pipeline is None:
             return count
@@ -392,14 +392,14 @@ class Engine:
         return self.model.loss(self.splits, outputs, targets) / self._tokens
 
     def _drawing(self, step: str) -> AbstractContextManager[None]:
-        """Random numbers of forward passes in here follow from the seed and the step."""
+        """Random numbers of forward passes in this context follow from the seed and the step."""
         draws = self.splits.draws
         if draws is None:
             return nullcontext()
         return draws.step(step, self.data_coord * self.microbatches)
 
     def _sum_over_data(self, count: Tensor) -> Tensor:
-        """The sum of `count` over the ranks that have other samples, () in the dtype of losses."""
+        """The sum of `count` over the ranks with different samples, () in the dtype of losses."""
         total = count.to(torch.float64)
         for dim in self.sections.parallel.data_dims:
             self.mesh.all_reduce(dim, total)

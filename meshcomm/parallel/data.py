@@ -82,7 +82,7 @@ class GradientSync:
                 "GradientSync cannot reduce gradients by this operation",
                 given=f"op={op!r}",
                 expected="avg or sum",
-                hint='"avg" where each rank\'s loss is a mean over its own samples, "sum" where it is a share of the sum',
+                hint='"avg" if each rank\'s loss is a mean over its own samples, "sum" if it is a share of the global sum',
             )
         self._op, self._hooks, self._mesh = op, hooks, mesh
         self._dims = dims if dims is not None and mesh.size(dims) > 1 else None
@@ -105,14 +105,14 @@ class GradientSync:
         ]
         self._sent = 0
         self._active = False
-        # The gradients of a step that nobody has used yet; see `__enter__`.
+        # The gradients of a step that are still unused; see `__enter__`.
         self._unused = False
         used = ref(self)
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(used(), optimizer))
         finalize(self, hook.remove)
 
     def _check_unchanged(self) -> None:
-        """Raises TrainingError where the buckets are not those of the parameters as they are."""
+        """Raises TrainingError if the buckets no longer match the parameters."""
         named = self._named if self._module is None else self._module.named_parameters()
         known = {slot.parameter: slot for slot in self._slots}
         now = {parameter: name for name, parameter in named}
@@ -128,7 +128,7 @@ class GradientSync:
                 "the module has changed since its GradientSync was made",
                 given=listed(changed),
                 expected="the same parameters, frozen or not, of the same dtype and on the same device",
-                hint="a new GradientSync behind the change, on every rank",
+                hint="create a new GradientSync after the change, on every rank",
             )
 
     def _send_buffers(self) -> None:
@@ -149,14 +149,14 @@ class GradientSync:
             raise TrainingError(
                 "a step begins before the gradients of the last one were used",
                 given="`with sync:` twice, without a step of the optimizer in between",
-                expected="one `with sync:` around all backward passes of a step",
-                hint="microbatches=2 for two backward passes a step; optimizer.zero_grad() where gradients are dropped",
+                expected="a single `with sync:` around all backward passes of a step",
+                hint="microbatches=2 for two backward passes per step; optimizer.zero_grad() to drop gradients",
             )
         self.start()
         return self
 
     def _still_there(self) -> bool:
-        """Whether gradients are neither gone, as after zero_grad, nor used, nor such that a loss scaler leaves out the step."""
+        """Whether gradients still exist and are unused. False after zero_grad, and if a loss scaler skips the step."""
         flats = [bucket.flat for bucket in self._buckets]
         return (
             all(slot.parameter.grad is slot.grad for slot in self._slots)
@@ -257,8 +257,8 @@ class GradientSync:
 
 
 def _hook(sync: ref[GradientSync], place: int) -> Callable[[Tensor], None]:
-    """The hook of a parameter. The garbage collector does not see the references of such a hook: a parameter that its
-    own hook referred to would never be freed, nor its model and its gradients.
+    """The hook of a parameter. The garbage collector does not see the references of such a hook: if a hook referred to its
+    own parameter, the parameter, its model and its gradients would never be freed.
     """
 
     def accumulated(_: Tensor) -> None:
@@ -270,7 +270,7 @@ def _hook(sync: ref[GradientSync], place: int) -> Callable[[Tensor], None]:
 
 
 def _stepped(sync: GradientSync | None, optimizer: torch.optim.Optimizer) -> None:
-    """After a step of any optimizer, also of one that changes parameters where autograd does not see it."""
+    """After a step of any optimizer, including one that changes parameters without autograd noticing."""
     if sync is not None and sync._unused:
         mine = {id(slot.parameter) for slot in sync._slots}
         stepped = (id(each) for group in optimizer.param_groups for each in group["params"])
@@ -280,7 +280,7 @@ def _stepped(sync: GradientSync | None, optimizer: torch.optim.Optimizer) -> Non
 def broadcast_values(
     mesh: Mesh, dims: Iterable[Dims], tensors: Iterable[Tensor], most_mb: float = 25
 ) -> None:
-    """Make the values of coord 0 along each of `dims` those of all ranks. Called by: every rank along them."""
+    """Broadcast the values of coord 0 along each of `dims` to all ranks. Called by: every rank along them."""
     values = [local(tensor.detach()) for tensor in tensors]
     for run in _cut([value for value in values if value.numel()], most_mb):
         for dim in dims:
@@ -301,14 +301,14 @@ class _Slot:
             self.grad = DTensor.from_local(grad, *place, run_check=False, **shape)
 
     def fits(self) -> bool:
-        """Whether the gradient is still a view of the buffer, and of the parameter's dtype, device and shape."""
+        """Whether the gradient is still a view of the buffer, and has the parameter's dtype, device and shape."""
         value, grad, flat = local(self.parameter.detach()), local(self.grad), self.flat
         same = (value.dtype, value.device, value.shape) == (flat.dtype, flat.device, grad.shape)
         return same and storage_id(grad) == storage_id(flat)
 
 
 class _Bucket:
-    """A flat buffer, the parameters whose gradients are its parts, and its all_reduce under way."""
+    """A flat buffer, the parameters whose gradients are its parts, and its pending all_reduce."""
 
     def __init__(self, place: int, parameters: list[tuple[str, nn.Parameter]]) -> None:
         values = [local(parameter.detach()) for _, parameter in parameters]
@@ -323,7 +323,7 @@ class _Bucket:
 
 
 def _cut(tensors: Iterable[Tensor], most_mb: float) -> list[list[Any]]:
-    """Runs of one dtype and device, each of at most so many megabytes on a rank, or of one tensor."""
+    """Runs of one dtype and device, each of at most this many megabytes on a rank, or of one tensor."""
     runs: list[list[Any]] = []
     kind, used = None, 0
     for tensor in tensors:
@@ -337,7 +337,7 @@ def _cut(tensors: Iterable[Tensor], most_mb: float) -> list[list[Any]]:
 
 
 def check_complete(missing: Sequence[str], total: int) -> None:
-    """Raises TrainingError where some of `total` parameters got no gradient in a step."""
+    """Raises TrainingError if some of `total` parameters got no gradient in a step."""
     if missing:
         raise TrainingError(
             f"{len(missing)} of {total} parameters got no gradient",
@@ -349,24 +349,24 @@ def check_complete(missing: Sequence[str], total: int) -> None:
 
 @final
 class Sharded:
-    """Parameters, gradients and optimiser state of modules, sharded along one dim, or a merged one, by FSDP2.
+    """Parameters, gradients and optimizer state of modules, sharded along one dim, or a merged one, by FSDP2.
 
-    Each of a module's `layers`, a ModuleDict or ModuleList, is gathered before it is used and let go after; its
-    gradients are summed and scattered as soon as backward is through it. With copies of the shards along a second
-    dim (hybrid sharding) gradients are summed over them too. The dim of ranks that have other tokens of the same samples
-    is a part of a merged one. Experts that are spread are gathered by themselves, inside of their layer (as in
+    Each of a module's `layers`, a ModuleDict or ModuleList, is gathered before it is used and resharded afterwards. Its
+    gradients are reduced and scattered as soon as backward has passed it. With copies of the shards along a second dim
+    (hybrid sharding), gradients are also summed over them. The dim of ranks with other tokens of the same samples
+    is part of a merged one. Distributed experts are gathered separately, inside their layer (as in
     torchtitan's apply_fsdp, models/llama4/infra/parallelize.py).
 
     Args:
         modules: the root modules of this rank's stages; changed in place.
-        dims: that shards, or the one of copies and that, of which the last may be a merged one.
-        precision: dtypes of gathered weights, which forward and backward compute with, and of gradients while they
-            are added up, over microbatches too, and sent. Routers compute in the weights' own dtype. Shards, their
-            gradients and the optimiser's state keep it. Inputs are not cast: a table of angles must not be rounded.
-        experts: the dims along which gradients of experts' weights are summed; None: experts are as all weights.
-            The last one of size above 1 shards, an earlier one replicates; where there is none, experts stay whole.
-        reshard: layers are let go after each pass. False: they stay gathered from a step's first forward pass to its
-            last backward pass, as zero_bubble needs: its second half looks for the parameters of the forward pass.
+        dims: the dim that shards, or the dim of copies and the one that shards. The last may be a merged one.
+        precision: dtypes of gathered weights, used in forward and backward, and of gradients while they are
+            accumulated, also over microbatches, and sent. Routers compute in the weights' own dtype. Shards, their
+            gradients and the optimizer's state keep it. Inputs are not cast, because a table of angles must not be rounded.
+        experts: the dims along which gradients of experts' weights are summed. If None, experts are treated as all weights.
+            The last one of size above 1 shards, an earlier one replicates; if there is none, experts stay unsharded.
+        reshard: whether layers are resharded after each pass. If False, they stay gathered from a step's first forward pass
+            to its last backward pass. zero_bubble needs this: its second half uses the parameters of the forward pass.
     """
 
     def __init__(
@@ -406,19 +406,19 @@ class Sharded:
         }
 
     def start(self) -> None:
-        """Begin a step: no gradient is there."""
+        """Begin a step without gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
     def microbatch(self, last: bool) -> None:
-        """Before a forward pass without a pipeline: gradients are summed over ranks in the last one."""
+        """Before a forward pass without a pipeline: gradients are summed over ranks in the last microbatch."""
         for root in self._roots:
             root.set_requires_gradient_sync(last)
             if not self._reshard:
                 root.set_reshard_after_backward(last)
 
     def reshard(self) -> None:
-        """Let go of weights that are still gathered after forward passes without a backward pass."""
+        """Reshard weights that are still gathered after forward passes without a backward pass."""
         for root in self._roots:
             assert isinstance(root, nn.Module)
             for part in root.modules():
@@ -426,7 +426,7 @@ class Sharded:
                     part.reshard()
 
     def abandon(self) -> None:
-        """Have the modules hold their shards, wherever a pass has ended by an error. They are not used afterwards."""
+        """Put the shards back into the modules, wherever a pass has ended by an error. They are not used afterwards."""
         for root in self._roots:
             assert isinstance(root, nn.Module)
             for part in root.modules():
@@ -434,9 +434,9 @@ class Sharded:
                     put_shards_back(part)
 
     def finish(self) -> None:
-        """Every `.grad` is this rank's shard of the sum. Call after the last backward.
+        """Make every `.grad` this rank's shard of the sum. Call it after the last backward.
 
-        Raises TrainingError, naming the parameters, where some got no gradient in this step.
+        Raises TrainingError, naming the parameters, if some got no gradient in this step.
         """
         needed = {name: each for name, each in self._parameters.items() if each.requires_grad}
         check_complete([name for name, each in needed.items() if each.grad is None], len(needed))
@@ -451,10 +451,10 @@ def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """The axis that experts' weights are sharded along: of their experts where these divide, or else one that does, as
-    shards of unequal length are padded: one expert of a rank, in two shards of its first axis, saves no memory.
+    """The axis along which experts' weights are sharded: the experts' axis if it divides, otherwise one that does.
+    Shards of unequal length are padded: one expert of a rank, in two shards of its first axis, would save no memory.
     """
-    # The rows of a unit, of a weight with parts, stay together.
+    # In a weight with parts, the rows of a unit stay together.
     together = {id(part.get_parameter(name)): parts.axis + 1 for name, parts in fused_parts(part).items()}
 
     def place(parameter: nn.Parameter) -> Shard:
@@ -466,10 +466,10 @@ def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]
 
 
 def _shard(module: nn.Module, **settings: Any) -> FSDPModule:
-    """`module`, sharded; its gradients are summed, as those of whole tensors are, where torch takes a mean."""
+    """`module`, sharded. Its gradients are summed, as those of unsharded tensors are; torch would average them."""
     found = fully_shard(module, **settings)
     assert isinstance(found, FSDPModule)
     found.set_gradient_divide_factor(1.0)
-    # Gloo has no reduction that multiplies first, which torch would choose for float32.
+    # Gloo has no reduction with a premultiplied factor, which torch would choose for float32.
     found.set_force_sum_reduction_for_comms(True)
     return found

@@ -1,4 +1,4 @@
-"""Random numbers of a forward pass: dropout by an element's place in the run, and the draws of a user's modules."""
+"""Random numbers of a forward pass: dropout by an element's place in the run, and draws in a user's modules."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def _signed(value: int) -> int:
-    """The 64 bits of `value` as a torch int64 has them."""
+    """The 64 bits of `value` as a torch int64."""
     value &= 2**64 - 1
     return value - 2**64 if value >= 2**63 else value
 
 
-# SplitMix64 (Steele, Lea, Flood 2014): the step from one state to the next, and the two multipliers.
+# SplitMix64 (Steele, Lea, Flood 2014): the increment of the state, and the two multipliers.
 _STEP: Final = _signed(0x9E3779B97F4A7C15)
 _FIRST: Final = _signed(0xBF58476D1CE4E5B9)
 _SECOND: Final = _signed(0x94D049BB133111EB)
 
 
 class Drops(NamedTuple):
-    """The samples and tokens of one microbatch, which its masks follow from; an argument of forward, never changed.
+    """The samples and tokens of one microbatch, which determine its masks; an argument of forward, never changed.
 
-    Activation checkpointing keeps it with the other arguments, also when a pipeline has begun other
+    Activation checkpointing keeps it with the other arguments, even if a pipeline has started other
     microbatches in between. There is no other state: to resume, the run's seed and the step are enough.
     """
 
     keys: Tensor
     """int64 (batch,), of (seed, step, sample). Rows of it are the keys of these samples."""
     positions: Tensor
-    """int64 (sequence,): where this rank's tokens stand in their whole sample."""
+    """int64 (sequence,): the positions of this rank's tokens in their full sample."""
 
     @staticmethod
     def at(seed: int, step: int, samples: Tensor, positions: Tensor) -> Drops:
@@ -64,20 +64,20 @@ class Drops(NamedTuple):
 
 @final
 class Dropout(nn.Module):
-    """Sets elements to zero with probability `p` and divides the others by 1 - p; in eval(), or with p = 0, x is returned.
+    """Sets elements to zero with probability `p` and divides the others by 1 - p. In eval(), or with p = 0, x is returned.
 
     Whether an element is dropped follows from (seed, step, site, sample, position, feature) alone,
-    so any mesh drops exactly what one process drops, with no generator, state or communication.
+    so any mesh drops exactly the elements that one process drops, with no generator, state or communication.
 
-    p:    0 <= p < 1, kept to 2^-32. Raises TrainingError for another.
-    site: the place in the model, such as "3.attn", counted through all stages. Two places with one name drop alike.
+    p:    0 <= p < 1, rounded to 2^-32. Raises TrainingError for other values.
+    site: the place in the model, such as "3.attn", numbered over all stages. Two places with one name drop the same elements.
     """
 
     def __init__(self, p: float, site: str) -> None:
         super().__init__()
         if not 0 <= p < 1:
             raise TrainingError(
-                f"dropout {site} cannot drop this share of its elements",
+                f"dropout {site} has an invalid probability",
                 given=f"p = {p}",
                 expected="0 <= p < 1",
                 hint="p = 0.1",
@@ -85,21 +85,21 @@ class Dropout(nn.Module):
         self.p = p
         self.site = site
         self._site = _hash(site)
-        # Of 32 random bits read as a signed number.
+        # Of 32 random bits, read as a signed number.
         self._threshold = min(round(p * 2**32), 2**32 - 1) - 2**31
 
     def forward(self, x: Tensor, drops: Drops | None = None, first_feature: int = 0) -> Tensor:
         """(batch, sequence, features) -> the same shape; the gradient of dropped elements is zero.
 
-        drops:         of these samples and tokens. None only where nothing is dropped.
-        first_feature: the number of x[..., 0], where features are split over ranks.
-        Raises:        TrainingError without drops; ShapeError where they are those of another shape.
+        drops:         of these samples and tokens. May be None only if nothing is dropped.
+        first_feature: the number of x[..., 0], if features are split over ranks.
+        Raises:        TrainingError without drops; ShapeError if they do not fit the shape of x.
         """
         if not self.training or self.p == 0:
             return x
         if drops is None:
             raise TrainingError(
-                f"dropout {self.site} is not told which samples these are",
+                f"dropout {self.site} does not know which samples these are",
                 given=f"p = {self.p}, training, no drops",
                 expected="a Drops, from which the mask follows",
                 hint="Drops.at(seed, step, samples, positions), or eval()",
@@ -107,7 +107,7 @@ class Dropout(nn.Module):
         return torch.where(self.keep(drops, x.shape, first_feature), x * (1 / (1 - self.p)), 0.0)
 
     def keep(self, drops: Drops, shape: torch.Size, first_feature: int = 0) -> Tensor:
-        """Bool of `shape`, (batch, sequence, features): which elements are not dropped. Arguments as in forward."""
+        """Bool of `shape`, (batch, sequence, features): True for elements that are not dropped. Arguments as in forward."""
         known = (drops.keys.shape[0], drops.positions.shape[0])
         if len(shape) != 3 or shape[:2] != known:
             raise ShapeError(
@@ -117,7 +117,7 @@ class Dropout(nn.Module):
                 hint="the samples of this microbatch, and the positions of this rank's tokens",
             )
         tokens = _number(_mixed(drops.keys ^ self._site)[:, None], drops.positions)
-        # 64 bits are enough for two neighbours.
+        # 64 bits are enough for two neighboring elements.
         first, end = first_feature // 2, (first_feature + shape[2] + 1) // 2
         words = torch.arange(first, end, device=tokens.device)
         bits = _number(tokens[..., None], words).view(torch.int32)
@@ -134,7 +134,7 @@ def _number(state: Tensor, index: Tensor) -> Tensor:
 
 
 def _mixed(z: Tensor) -> Tensor:
-    """SplitMix64's output of a state. int64 products wrap around; its shifts do not keep the sign."""
+    """SplitMix64's output for a state. int64 products wrap around; the shifts do not preserve the sign."""
     z = (z ^ ((z >> 30) & (2**34 - 1))) * _FIRST
     z = (z ^ ((z >> 27) & (2**37 - 1))) * _SECOND
     return z ^ ((z >> 31) & (2**33 - 1))
@@ -145,15 +145,15 @@ def _mixed(z: Tensor) -> Tensor:
 
 @final
 class Draws:
-    """Sets the default generators, the CPU's and the device's, before each part of a forward pass.
+    """Seeds the default generators, the CPU's and the device's, before each part of a forward pass.
 
-    Random numbers follow from (seed, step, microbatch, block), with microbatches counted over all ranks along data and
-    shard and blocks through all stages: the same as in one process with the same train.micro_batch_size. Ranks along context
-    have other tokens of the same microbatch, so their coord is a part of the key; along tensor all draw the same: see
+    Random numbers follow from (seed, step, microbatch, block), with microbatches numbered over all ranks along data and
+    shard, and blocks over all stages: the same as in one process with the same train.micro_batch_size. Ranks along context
+    have different tokens of the same microbatch, so their coord is part of the key. Along tensor all draw the same: see
     `check_dropouts`. No state is kept: a resumed run and a recomputed block draw the same again.
 
     seed:  of the run.
-    apart: dims along which ranks have other tokens of the same samples.
+    apart: dims along which ranks have different tokens of the same samples.
     """
 
     def __init__(self, mesh: Mesh, seed: int, apart: Iterable[str] = ()) -> None:
@@ -163,19 +163,19 @@ class Draws:
         self._blocks: Counter[int] = Counter()
 
     def step(self, name: str, first: int) -> AbstractContextManager[None]:
-        """Forward passes of one step in here; the generators are put back after it. first: this rank's microbatch."""
+        """Forward passes of one step run in this context; the generators are restored after it. first: this rank's first microbatch."""
         self._step, self._first = name, first
         device = self._mesh.device
         return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
     def microbatch(self, number: int, place: str) -> None:
-        """Before a forward pass of a stage. number: of this rank's microbatches; place: which stage, in words."""
+        """Before a forward pass of a stage. number: among this rank's microbatches; place: the stage, in words."""
         self._blocks.clear()
         self._microbatch = self._first + number
         self.seed(self._seed, self._step, self._microbatch, place)
 
     def seeded(self, number: int, block: Callable[..., Any]) -> Callable[..., Any]:
-        """The number-th block of the model, for one forward pass: called again, it draws the same again."""
+        """The number-th block of the model, for one forward pass. When it is called again, it draws the same again."""
         self._blocks[number] += 1
         key = (self._seed, self._step, self._microbatch, f"block {number}", self._blocks[number])
         return partial(self._drawn, key, block)
@@ -187,11 +187,11 @@ class Draws:
         return block(*args, **named)
 
     def seed(self, *key: int | str) -> None:
-        """Set the generators by `key` and this rank's coords."""
+        """Seed the generators by `key` and this rank's coords."""
         seed = self._mesh.seed(*key, along=self._apart)
         torch.default_generator.manual_seed(seed)
         if self._mesh.device.type != "cpu":
-            # Of the current device, which is this rank's; a seed is set without a look at the device.
+            # The current device is this rank's; seeding does not synchronize with it.
             torch.get_device_module(self._mesh.device).manual_seed(seed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Draws:
@@ -199,15 +199,15 @@ class Draws:
 
 
 def check_dropouts(parts: Iterable[tuple[str, nn.Module]], split: TensorSplit) -> None:
-    """Raises UnsupportedOp for dropouts along the tensor's dim: all its ranks draw the same, also for parts of an activation.
+    """Raises UnsupportedOp for dropouts along the tensor dim, where all ranks draw the same even for different parts of an activation.
 
-    `torch.nn.functional.dropout` is not seen.
+    `torch.nn.functional.dropout` is not detected.
     """
     names = [name for name, part in parts if isinstance(part, DROPOUTS) and part.p > 0]
     if split.size > 1 and names:
         raise UnsupportedOp(
             f"the dropouts of a module that is split along {split.dim} would depend on the mesh",
             given=listed(names),
-            expected="p = 0 in each, or dropout by the place of an element, which is the same on every mesh",
-            hint='ModelSpec(dropped={"blocks.*.mlp": 0.1}), and p = 0 in the module; or no parallel.tensor',
+            expected="p = 0 in each, or dropout by element position, which is the same on every mesh",
+            hint='ModelSpec(dropped={"blocks.*.mlp": 0.1}), and p = 0 in the module; or remove parallel.tensor',
         )

@@ -1,4 +1,4 @@
-"""Optimizers of torch.optim that keep their moments in a narrower type between steps.
+"""Optimizers of torch.optim that keep their moments in a narrower dtype between steps.
 
 DeepSeek-V3 (2024, 3.3.3) trained with both of AdamW's moments in bfloat16.
 """
@@ -12,14 +12,14 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-# Elements of weights whose moments are in the weights' type at one time.
+# Elements of weights whose moments are in the weights' dtype at one time.
 _AT_ONCE: Final = 1 << 24
 
 
 class NarrowState(torch.optim.Optimizer):
-    """The base of an optimizer whose moments are in `state_dtype` between steps, and in the weights' type for its arithmetic.
+    """The base of an optimizer whose moments are in `state_dtype` between steps, and in the weights' dtype for arithmetic.
 
-    A step goes through the weights part by part, so that few moments are wide at one time.
+    A step processes the weights in parts, so that few moments are wide at one time.
     """
 
     state_dtype: ClassVar[torch.dtype]
@@ -27,7 +27,7 @@ class NarrowState(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """As torch.optim's, without a closure."""
+        """Like torch.optim's, without a closure."""
         step, groups = inspect.unwrap(self.kind.step), self.param_groups
         try:
             for group in groups:
@@ -48,12 +48,12 @@ class NarrowState(torch.optim.Optimizer):
 
 
 def narrowed(kind: type[torch.optim.Optimizer], dtype: torch.dtype) -> type[torch.optim.Optimizer]:
-    """A subclass of `kind`, of torch.optim, of the same name."""
+    """A subclass of `kind`, from torch.optim, with the same name."""
     return type(kind.__name__, (NarrowState, kind), {"state_dtype": dtype, "kind": kind})
 
 
 def is_moment(value: Any, parameter: Tensor) -> bool:
-    """Whether an optimizer has it for each element of `parameter`."""
+    """Whether an optimizer has this value for each element of `parameter`."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
 
 

@@ -1,4 +1,4 @@
-"""The 2-norm of all gradients over a whole mesh, every parameter counted once."""
+"""The 2-norm of all gradients over a full mesh, with every parameter counted once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.parameters import local, split_dims
 from meshcomm.parallel.torch_private import norms, scale_all
 
-# Elements that are squared at once: float64 copies of whole gradients would double their memory.
+# Elements that are squared at once: float64 copies of full gradients would double their memory.
 _BLOCK = 1 << 20
 
 
@@ -33,19 +33,19 @@ class _Named(NamedTuple):
 class GradientNorm:
     """The norm of the gradients of all parameters on all ranks of a mesh.
 
-    Along a dim on which a parameter is split its parts are disjoint, so their squares are added; along
+    Along a dim on which a parameter is split, its parts are disjoint, so their squares are added. Along
     every other dim its gradient is the same on all ranks and counts once.
 
     Args:
-        model: a module, or (name, parameter). A DTensor, or what a TensorSplit made in the simulator, is split as it
-            says itself; any other tensor is the same on all ranks. Parameters without a gradient are left out, and one
-            with two names counts once. After fully_shard: the parameters that it put into the module.
-        pipeline: the dim along which ranks hold different parameters.
-        skip: parameters of the model that another coord along the pipeline counts (tied embeddings); they are clipped.
+            model: a module, or (name, parameter). A DTensor, or a parameter of a TensorSplit in the simulator, has its own
+                record of how it is split. Any other tensor is the same on all ranks. Parameters without a gradient are left
+                out, and one with two names counts once. After fully_shard: the parameters that it put into the module.
+            pipeline: the dim along which ranks hold different parameters.
+            skip: parameters of the model that another coord along the pipeline counts (tied embeddings); they are clipped.
 
     Called by: every rank, with parameters that are split in the same way.
-    Raises:    UnknownDim, LayoutError where a DTensor is on no DeviceMesh of this mesh, or split along the pipeline's
-               dim, or where a parameter to skip is none of the model's.
+    Raises:    UnknownDim; LayoutError if a DTensor is on no DeviceMesh of this mesh, if it is split along the pipeline
+               dim, or if a parameter to skip does not belong to the model.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class GradientNorm:
         skipped = {id(parameter) for parameter in skip}
         if unknown := skipped - {id(parameter) for _, parameter in named}:
             raise LayoutError(
-                "a parameter is to be skipped that is not there",
+                "a parameter to skip does not exist",
                 given=f"{len(unknown)} of {len(skipped)} in skip are not among the parameters",
                 expected="parameters of this rank",
                 hint="skip=[parameter] only on the rank that holds the second copy",
@@ -77,7 +77,7 @@ class GradientNorm:
                 uncounted.append(counted)
             else:
                 classes.setdefault(_dims_of(mesh, counted, pipeline), []).append(counted)
-        # Classes and dims are sorted: ranks may have met their parameters in different orders.
+        # Classes and dims are sorted, because ranks may have met their parameters in different orders.
         self._dims = sorted({dim for dims in classes for dim in dims})
         self._classes = {dims: len(classes[dims]) for dims in sorted(classes)}
         self._held = [each for dims in self._classes for each in classes[dims]] + uncounted
@@ -90,16 +90,16 @@ class GradientNorm:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The norm, float64 (), equal on all ranks; inf or nan where a gradient is.
+        """The norm, float64 (), equal on all ranks; inf or nan if a gradient is.
 
-        Along dims on which something is split, and along the pipeline, all ranks see a gradient that is not finite
-        on one rank alone, as after a fault of its memory, also of a parameter that is not split.
+        If one rank alone has a gradient that is not finite, for example after a memory fault, all ranks along split
+        dims and along the pipeline see it, even if the parameter itself is not split.
 
-        Called by: every rank, once all gradients are summed (after `GradientSync.finish`).
+        Called by: every rank, after all gradients are summed (after `GradientSync.finish`).
         Sends:     one message along each dim on which something is split, then one along the pipeline,
-                   each of 8 bytes per class of parameters and 8 more. Nothing waits for the device.
-        Raises:    TrainingError, naming the parameters, where gradients are missing, or are DTensors
-                   placed otherwise than their parameters; nothing has been sent then.
+                   each of 8 bytes per class of parameters and 8 more. Does not wait for the device.
+        Raises:    TrainingError, naming the parameters, if gradients are missing, or are DTensors
+                   with other placements than their parameters; nothing has been sent then.
         `each` holds afterwards the norms of this rank's parts, float64 (n,), in the order of `names`.
         """
         self._complete()
@@ -108,7 +108,7 @@ class GradientNorm:
         parts = self.each.square().split([*counts, len(self._held) - sum(counts)])
         squares = {dims: part.sum() for dims, part in zip(self._classes, parts, strict=False)}
         total = sum([part.sum() for part in parts], torch.zeros_like(self.each[:0].sum()))
-        # 0, inf or nan: sent along all dims, also where the gradient itself is no summand.
+        # 0, inf or nan: sent along all dims, even where the gradient itself is not added.
         total = torch.where(total.isfinite(), 0.0, total)
         for dim in self._dims:
             along = [dims for dims in squares if dim in dims]
@@ -124,7 +124,7 @@ class GradientNorm:
     def clip_(self, max_norm: float) -> Tensor:
         """Scale all gradients in place by min(1, max_norm / norm); return the norm before.
 
-        A norm that is not finite changes nothing. Called by and raises as `norm`; TrainingError where
+        A norm that is not finite changes nothing. Called by and raises as `norm`; TrainingError if
         max_norm is not positive.
         """
         if not max_norm > 0:
@@ -132,7 +132,7 @@ class GradientNorm:
                 "gradients cannot be clipped to this norm",
                 given=f"max_norm = {max_norm}",
                 expected="more than 0",
-                hint="max_norm = 1.0, or norm() where nothing is to be clipped",
+                hint="max_norm = 1.0, or norm() to clip nothing",
             )
         norm = self.norm()
         self.scale_(max_norm, norm)
@@ -140,9 +140,9 @@ class GradientNorm:
 
     @torch.no_grad()
     def scale_(self, max_norm: float, norm: Tensor) -> None:
-        """Scale all gradients in place as `clip_`, by a norm that is known. Nothing is sent."""
+        """Scale all gradients in place as `clip_` does, by a known norm. Does not communicate."""
         scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
-        # Where calls are queued, looking would wait for them; multiplying by 1 does not.
+        # If calls are queued, reading the scale would wait for them; multiplying by 1 does not.
         if not self._mesh.is_async and scale.item() == 1.0:
             return
         gradients = [held.gradient() for held in self._held]
@@ -152,10 +152,10 @@ class GradientNorm:
     def _complete(self) -> None:
         if unfrozen := [held.name for held in self._frozen if held.parameter.requires_grad]:
             raise TrainingError(
-                f"{unfrozen[0]} needs a gradient since GradientNorm was made, and would not be counted",
+                f"{unfrozen[0]} was unfrozen after GradientNorm was created, and would not be counted",
                 given=listed(unfrozen),
-                expected="parameters that are frozen, or not, as they were",
-                hint="a new GradientNorm; with a Trainer: save, and load in a new one",
+                expected="the same frozen parameters as before",
+                hint="create a new GradientNorm; with a Trainer, save, and load in a new one",
             )
         missing = [held.name for held in self._held if held.parameter.grad is None]
         if missing:
@@ -171,9 +171,9 @@ class GradientNorm:
                 continue
             if grad.placements != parameter.placements:
                 raise TrainingError(
-                    f"the gradient of {name} is placed otherwise than the parameter",
+                    f"the gradient of {name} has other placements than the parameter",
                     given=f"gradient {grad.placements}, parameter {parameter.placements}",
-                    expected="the parameter's placements, with nothing left to be summed",
+                    expected="the parameter's placements, without pending sums",
                     hint="grad.redistribute(placements=parameter.placements)",
                 )
 
@@ -185,8 +185,8 @@ def _dims_of(mesh: Mesh, held: _Named, pipeline: str | None) -> tuple[str, ...]:
         raise LayoutError(
             f"parameter {held.name} cannot be split along {pipeline} twice",
             given=f"dims {dims}, pipeline {pipeline}",
-            expected="parameters that are not split along the pipeline's dim, which is counted for all",
-            hint="no pipeline, or a DeviceMesh without its dim",
+            expected="parameters that are not split along the pipeline dim",
+            hint="pass no pipeline, or use a DeviceMesh without its dim",
         )
     return dims
 
@@ -194,8 +194,8 @@ def _dims_of(mesh: Mesh, held: _Named, pipeline: str | None) -> tuple[str, ...]:
 def _norms(gradients: Sequence[Tensor]) -> Tensor:
     """The norm of each, float64 (n,).
 
-    On CPU sums are in float64: a long float32 sum loses digits. An accelerator adds up in a tree, so its float32
-    sums are good, and float64 may be slow.
+    On CPU sums are in float64, because a long float32 sum loses digits. An accelerator adds in a tree, so its float32
+    sums are accurate, and float64 may be slow.
     """
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
@@ -215,7 +215,7 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _by_kind(gradients: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """The places of the tensors of each device and dtype."""
+    """The positions of the tensors of each device and dtype."""
     found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, gradient in enumerate(gradients):
         found.setdefault((gradient.device, gradient.dtype), []).append(place)

@@ -1,4 +1,4 @@
-"""The optimiser that `[train]` names or a user makes, its groups of parameters, and its step."""
+"""The optimizer that `[train]` names or a user makes, its parameter groups, and its step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.narrow_state import narrowed
 from meshcomm.parallel.tensor.parameters import fused_parts
 
-# Makes an optimiser of parameter groups, as those of torch.optim do.
+# Makes an optimizer from parameter groups, like the classes of torch.optim.
 MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 # The classes of torch.optim by the names of train.optimizer.
 KINDS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
@@ -30,34 +30,34 @@ KINDS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     )
 }
 _EXAMPLE: Final = "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
-# Settings of [train] with other names, and those that meshcomm decides.
+# Settings of [train] under other names, and those that meshcomm decides.
 _OWN: Final = ("params", "lr", "weight_decay", "betas", "eps", "differentiable", "capturable")
 
 
 def decay_groups(
     module: nn.Module, patterns: Mapping[str, Mapping[str, float]] | None = None
 ) -> list[dict[str, Any]]:
-    """The parameter groups of `module` for an optimiser, each parameter in one of them.
+    """The parameter groups of `module` for an optimizer, each parameter in one of them.
 
-    Matrices decay, embeddings and experts' stacks of matrices among them; vectors (norms, biases)
-    do not: theirs have `weight_decay` 0. Within a group all parameters are DTensors on one
-    DeviceMesh, or all are plain: a fused step passes a whole group on as one call, and DTensor
-    refuses a mixture. Experts' parameters, on other dims of the mesh, so have groups of their own.
+    Matrices decay, including embeddings and experts' stacks of matrices. Vectors (norms, biases)
+    do not: their groups have `weight_decay` 0. Within a group, all parameters are DTensors on one
+    DeviceMesh, or all are plain: a fused step passes a full group on as one call, and DTensor
+    does not allow a mixture. Experts' parameters, on other dims of the mesh, therefore have separate groups.
 
-    patterns: of names ("*" for any characters) to factors of `lr` and `weight_decay`; the first that
-              matches counts. Such groups have `lr_factor` and `decay_factor`, which `Update` applies.
+    patterns: of names ("*" for any characters) to factors of `lr` and `weight_decay`. The first
+              match counts. Such groups have `lr_factor` and `decay_factor`, which `Update` applies.
 
-    Order: as first met in `module.parameters()`, matrices before vectors. Called after fully_shard,
+    Order: as first met in `module.parameters()`, matrices before vectors. Call it after fully_shard,
     which puts other parameters into the module.
-    Parameters that need no gradient are in none; where all are such, one group is empty.
+    Parameters that need no gradient are in none. If no parameter needs one, there is one empty group.
     """
     groups: dict[tuple[bool, Any, str], dict[str, Any]] = {}
-    # A parameter of several parts, such as a bias of q, k and v, has one axis more than in the module before.
+    # A parameter with several parts, such as a bias of q, k and v, has one more axis than in the original module.
     fused = fused_parts(module)
     vectors = {name: each.ndim - (name in fused) < 2 for name, each in module.named_parameters()}
     learning = [pair for pair in module.named_parameters() if pair[1].requires_grad]
     for name, parameter in sorted(learning, key=lambda pair: vectors[pair[0]]):
-        # A ModuleList of stages puts a number before the name.
+        # A ModuleList of stages puts a number in front of the name.
         names = (name, name.partition(".")[2])
         matching = next((p for p in patterns or () if any(fnmatchcase(each, p) for each in names)), "")
         vector = vectors[name]
@@ -71,11 +71,11 @@ def decay_groups(
 
 
 def check_patterns(setting: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Raise ConfigError where one of `setting` matches no parameter. names: of all stages."""
+    """Raise ConfigError if a pattern of `setting` matches no parameter. names: of all stages."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"no parameter is called {pattern}",
+                f"no parameter matches {pattern}",
                 given=f"a pattern of {setting}, {len(names)} parameters: {', '.join(names[:4])}, ...",
                 expected="a name, or a pattern that matches one",
                 hint=did_you_mean(pattern, names) or "meshcomm.train.Trainer(...).engine.named_parameters()",
@@ -83,33 +83,33 @@ def check_patterns(setting: str, patterns: Iterable[str], names: Sequence[str]) 
 
 
 def check_some_learn(frozen: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ConfigError where no parameter learns. names: of those of all stages that do."""
+    """Raise ConfigError if all parameters are frozen. names: of the trainable parameters of all stages."""
     if not names:
         raise ConfigError(
-            "no parameter of the model learns",
+            "all parameters of the model are frozen",
             given=f"train.frozen = {list(frozen)}, which matches all of them",
-            expected="patterns that leave some out",
+            expected="patterns that do not match all parameters",
             hint="meshcomm.train.Trainer(...).engine.named_parameters()",
         )
 
 
 def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
-    """A function that makes the optimiser of `[train]`. On GPUs its step is fused, or else foreach, where torch has it.
+    """A function that makes the optimizer of `[train]`. On GPUs its step is fused, or otherwise foreach, if torch has it.
 
-    Raises ConfigError for a train.optimizer_args that it does not take.
+    Raises ConfigError for unknown train.optimizer_args.
     """
     kind = KINDS[train.optimizer]
     known = [name for name in inspect.signature(kind).parameters if name not in _OWN]
     for name in train.optimizer_args:
         if name not in known:
             raise ConfigError(
-                f"torch.optim.{kind.__name__} takes no {name}"
-                + (", which is a setting of its own" if name in _OWN else ""),
+                f"torch.optim.{kind.__name__} has no argument {name}"
+                + (", which is a setting of [train]" if name in _OWN else ""),
                 given=f"train.optimizer_args = {dict(train.optimizer_args)}",
                 expected="among " + ", ".join(known),
                 hint=f"train.{name} = ..." if name in _OWN else did_you_mean(name, known),
             )
-    # Other optimisers have torch's defaults.
+    # Other optimizers use torch's defaults.
     names = [
         name for name in ("betas", "eps", "weight_decay") if train.optimizer == "adamw" or train.given(name)
     ]
@@ -126,8 +126,8 @@ def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
 def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The optimizer of `groups`.
 
-    Raises ConfigError where it cannot be made of them, or has others; UnsupportedOp for one, such as LBFGS, whose step asks for a
-    closure that computes the loss anew.
+    Raises ConfigError if it cannot be made from them, or has other parameters; UnsupportedOp for an optimizer such as LBFGS,
+    whose step needs a closure that recomputes the loss.
     """
     failed: Exception | None = None
     optimizer: Any = None
@@ -150,8 +150,8 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
         shapes = ", ".join(str(tuple(each.shape)) for each in others[:3])
         raise ConfigError(
             f"the {kind} would not train this model",
-            given=f"{len(others)} parameters of shapes {shapes} that are none of the given ones",
-            expected="parameters of the groups that the function is called with: sharding puts others into the module",
+            given=f"{len(others)} parameters of shapes {shapes} that are not among the given ones",
+            expected="the parameters of the groups that the function is called with: sharding replaces those of the module",
             hint=_EXAMPLE,
         )
     arguments = inspect.signature(optimizer.step).parameters.values()
@@ -159,20 +159,20 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
     needed = [each for each in arguments if each.default is each.empty and each.kind not in any_number]
     if needed:
         raise UnsupportedOp(
-            f"{kind} cannot make a step of gradients alone",
+            f"{kind} cannot make a step from gradients alone",
             given=f"step({', '.join(each.name for each in needed)})",
             expected="an optimizer whose step() takes no arguments",
-            hint="another optimizer of torch.optim",
+            hint="use another optimizer of torch.optim",
         )
     return optimizer
 
 
 @final
 class Update:
-    """The optimiser of this rank's parameters, and its steps.
+    """The optimizer of this rank's parameters, and its steps.
 
-    make:  makes the optimiser; None: the one of `[train]`.
-    apart: dims along which a user's optimiser draws other random numbers.
+    make:  makes the optimizer. If None, the one of `[train]`.
+    apart: dims along which a user's optimizer draws different random numbers.
     """
 
     def __init__(
@@ -194,12 +194,12 @@ class Update:
         self._seed = train.seed
         self._draws = None if make is None else Draws(mesh, train.seed, apart)
         self._rates = [float(group["lr"]) / train.lr for group in self.optimizer.param_groups]
-        # torch's fused Adam and AdamW leave out a step by themselves, state included, for DTensors too.
+        # torch's fused Adam and AdamW can skip a step themselves, including its state, also for DTensors.
         fused = bool(self.optimizer.defaults.get("fused"))
         self._takes_found_inf = fused and isinstance(self.optimizer, torch.optim.Adam)
 
     def set_rate(self, lr: float | None) -> float:
-        """Give each group its rate where train.lr is `lr`; None: they stay. Returns the rate of the step."""
+        """Give each group its rate when train.lr is `lr`; if None, rates stay. Returns the rate of the step."""
         groups = self.optimizer.param_groups
         if lr is None:
             return float(groups[0]["lr"])

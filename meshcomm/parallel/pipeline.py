@@ -29,7 +29,7 @@ from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
 
 __all__ = ["Accumulate", "Pipelined", "Stage", "split_layers"]
 
-# Where the default generators are set first, in one process and on the first stage.
+# The place where the default generators are set first, in one process and on the first stage.
 START: Final = "start"
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Shape: TypeAlias = tuple[int, ...]
@@ -49,7 +49,7 @@ class Accumulate:
         draws: Draws | None = None,
     ) -> None:
         self._module, self._loss, self._microbatches = module, loss, microbatches
-        # Called before each microbatch with whether it is the last; the mesh records spans.
+        # Called before each microbatch with whether it is the last. The mesh records spans.
         self._before, self._mesh, self._draws = before, mesh, draws
 
     def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor:
@@ -92,17 +92,15 @@ class Pipelined:
 
     Args:
         mesh, dim: the ranks of the pipeline are along `dim`, 2 or more.
-        modules: this rank's stages, each with one tensor in and one tensor out, or a module that is the only
-            one.
+        modules: this rank's stages, each with one tensor in and one tensor out, or a module that is the only one.
             The same number on every rank: the i-th is stage i * ranks + coord (see `stages_of_rank`).
         loss: (output of the last stage, targets of a microbatch) -> (), already scaled: gradients of the
             microbatches are summed. Its result is detached after the backward pass.
         microbatches: per step; see `meshcomm.config.parallel.runs` for the numbers that a schedule supports.
         schedule: the order of passes. `schedule_properties` lists its rules for gradients and their hooks.
         shapes: of one microbatch at each boundary: into stage 0, between stages, out of the last.
-        dtype: of tensors sent between stages, including gradients, and of the last output. Each module must
-            return
-            this dtype: torch refuses any other, or misreads it.
+        dtype: of tensors sent between stages, including gradients, and of the last output. Each module must return this
+            dtype: torch refuses any other, or misreads it.
         draws: sets the default generators before each forward pass of a stage, if given.
 
     Raises LayoutError if the sizes do not fit the schedule; UnsupportedOp for modules of torch.compile with
@@ -152,11 +150,11 @@ class Pipelined:
         self._schedule = _schedule(schedule, stages, microbatches, loss)
 
     def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor | None:
-        """As `Accumulate`; None but on the last stage. Every rank along the dim calls this, with equal inputs and targets."""
+        """As `Accumulate`; None except on the last stage. Every rank along the dim calls this, with equal inputs and targets."""
         losses: list[Tensor] = []
         try:
             self._schedule.step(
-                # torch 2.11 wants the strides of the first microbatch that it was told of.
+                # torch 2.11 expects the strides of the first microbatch that it has seen.
                 *((inputs.contiguous(),) if self._first else ()),
                 target=targets if self._last else None,
                 losses=losses if self._last else None,
@@ -164,7 +162,7 @@ class Pipelined:
                 **more,
             )
         except RuntimeError as error:
-            # torch wraps what a stage raises in a RuntimeError that repeats every argument.
+            # torch wraps an exception of a stage in a RuntimeError that repeats every argument.
             if isinstance(error.__cause__, MeshcommError):
                 raise error.__cause__ from error.__cause__.__cause__
             raise
@@ -200,13 +198,13 @@ class Pipelined:
 
 
 class _PipelineStage(PipelineStage):
-    """A stage that sets the generators before its forward passes, and records when each of its passes runs."""
+    """A stage that seeds the generators before its forward passes, and records when each of its passes runs."""
 
     mesh: Mesh
     draws: Draws | None = None
 
     def seed(self, microbatch: int) -> None:
-        """Set the default generators for a forward pass."""
+        """Seed the default generators for a forward pass."""
         if self.draws is not None:
             self.draws.microbatch(microbatch, START if self.stage_index == 0 else f"stage {self.stage_index}")
 
@@ -219,7 +217,7 @@ class _PipelineStage(PipelineStage):
             try:
                 return super().forward_one_chunk(fwd_chunk_id, *args, **more)
             except RuntimeError as error:
-                # torch puts the arguments around an error of the model's, and hides what it is.
+                # torch puts the arguments around an error of the model, which hides it.
                 if "failed to run forward" in str(error) and error.__cause__ is not None:
                     raise error.__cause__ from None
                 raise
@@ -229,7 +227,7 @@ class _PipelineStage(PipelineStage):
             return super().backward_one_chunk(bwd_chunk_id, *args, **more)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
-        # What is sent lies in one piece; torch checks it for outputs only.
+        # Sent tensors must be contiguous; torch checks this for outputs only.
         if bwd_chunk_id in self.bwd_cache:
             found = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in found)
@@ -255,15 +253,15 @@ def _schedule(schedule: PipelineSchedule, stages: list[_PipelineStage], microbat
         return ScheduleInterleavedZeroBubble(many, microbatches, loss_fn=no_view, scale_grads=False)
     except RuntimeError as error:
         raise UnsupportedOp(
-            "zero_bubble cannot run a stage that torch.compile made",
+            "zero_bubble cannot run a stage that was made by torch.compile",
             given=str(error),
             expected="modules whose backward pass can be run in two halves",
-            hint='no torch.compile, or schedule = "interleaved_1f1b"',
+            hint='remove torch.compile, or set schedule = "interleaved_1f1b"',
         ) from error
 
 
 def _no_view(_module: object, _inputs: object, output: Tensor) -> Tensor:
-    """The output in memory of its own: torch detaches it in place, which a view refuses."""
+    """The output in new memory: torch detaches it in place, which is not allowed for a view."""
     return output.clone() if is_view(output) else output
 
 
@@ -295,17 +293,16 @@ def _check(schedule: PipelineSchedule, microbatches: int, ranks: int, each: int,
 class TiedWeight:
     """The embedding on coord 0 along a pipeline and the head on its last coord are one weight.
 
-    The two holders exchange their gradients and add them up; ranks between them do nothing. Both compute own + other, so
-    the sums are equal to the last bit, and equal optimisers keep the copies equal. A weight that is split along other
-    dims (vocabulary, data) must be split in the same way by both; it is the same parameter twice, not a transposed one.
-
+    The two holders exchange their gradients and add them; ranks between them do nothing. Both compute own + other, so
+    the sums are bitwise equal, and equal optimizers keep the copies equal. If the weight is split along other
+    dims (vocabulary, data), both holders must split it in the same way. It is the same parameter twice, not a transposed one.
     Args:
-        mesh, dim: the pipeline's.
-        weight: the holder's parameter, None on coords between the first and the last. On a
-            pipeline of one rank nothing is exchanged: there, both modules must use the same object.
+            mesh, dim: the pipeline's.
+            weight: the holder's parameter, None on coords between the first and the last. On a
+                pipeline of one rank nothing is exchanged; both modules must then use the same object.
 
-    Called by, constructor and methods: every rank along `dim`.
-    Raises LayoutError where coord and weight do not go together.
+        Called by, constructor and methods: every rank along `dim`.
+        Raises LayoutError if coord and weight do not fit together.
     """
 
     def __init__(self, mesh: Mesh, dim: str, weight: nn.Parameter | None) -> None:
@@ -320,12 +317,12 @@ class TiedWeight:
                 hint="TiedWeight(mesh, dim, parameter if this rank has it else None)",
             )
         self.is_owner = coord == 0
-        """Whether this rank counts the weight: where norms, sizes and checkpoints take it once."""
+        """Whether this rank counts the weight, so that norms, sizes and checkpoints include it once."""
         self._other = (size - 1 - coord) if size > 1 and holds else None
 
     @torch.no_grad()
     def copy(self) -> None:
-        """The last coord's values become those of coord 0. Call once, after both are initialised."""
+        """Copy the values of coord 0 to the last coord. Call once, after both are initialized."""
         if self._weight is None or self._other is None:
             return
         part = local(self._weight)
@@ -336,10 +333,10 @@ class TiedWeight:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Both gradients become their sum, in place. Call after the step's last backward pass.
+        """Replace both gradients by their sum, in place. Call it after the step's last backward pass.
 
-        Before or after the sum along data's dims, but not while that is under way. Raises
-        TrainingError where this rank's weight has no gradient; its message goes out all the same.
+        Call it before or after the sum along the data dims, but not while that is in progress. Raises
+        TrainingError if this rank's weight has no gradient; its message is sent anyway.
         """
         if self._weight is None or self._other is None:
             return

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the tensors of a block that are kept for its backward pass; the rest is computed again."""
+"""Activation checkpointing: which tensors of a block are kept for its backward pass. The rest is recomputed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 ActivationCheckpointing: TypeAlias = bool | Literal["selective"] | int
-"""False: everything is kept. True: of every block its inputs. N: of every N-th. "selective": the results of `_KEPT` too."""
+"""False: everything is kept. True: the inputs of every block. N: of every N-th. "selective": also the results of `_KEPT`."""
 
-# Why a call on a group is in it: its peers would have to make it again at the same place, and wait.
+# A call on a group is kept because its peers would have to repeat it at the same place, and wait.
 _KEPT: Final = frozenset(
     {
         *("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "convolution"),
@@ -29,18 +29,18 @@ _KEPT: Final = frozenset(
         *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "once"),
     }
 )
-"""Operators of which "selective" keeps the result, as torchtitan's does; the rest is cheap for its memory.
+"""Operators whose results "selective" keeps, as torchtitan does. The others are cheap for the memory that they need.
 
-Not kept: scores of attention that is written out (Korthikanti et al. 2022), and products that ranks add up, of which
-the sum is kept."""
+Not kept: scores of attention that is computed by the formula (Korthikanti et al. 2022), and products that are summed
+over ranks, because the sum is kept."""
 
 
 def run(
     setting: ActivationCheckpointing, number: int, block: Callable[..., Any], /, *args: Any, **named: Any
 ) -> Any:
-    """The result of `block`, the number-th of the model; tensors for backward are kept, or computed again.
+    """The result of `block`, the number-th of the model. Its tensors for backward are kept or recomputed.
 
-    Nothing random is kept: a block must draw the same numbers when it is called again with the same arguments.
+    Random state is not kept: a block must draw the same numbers when it is called again with the same arguments.
     """
     if not torch.is_grad_enabled():
         return block(*args, **named)
@@ -55,7 +55,7 @@ def run(
 def compile_blocks(blocks: Iterable[nn.Module], setting: ActivationCheckpointing) -> ActivationCheckpointing:
     """Have torch.compile compile each block; returns the setting that `run` needs for them.
 
-    With "selective" the checkpoint is a part of what is compiled: which results to keep is said of its operators.
+    With "selective", the checkpoint is part of the compiled code: the results to keep are marked by their operators.
     """
     inside = setting == "selective"
     for block in blocks:
@@ -79,7 +79,7 @@ def _compiled_contexts() -> Any:
 
 @contextmanager
 def added_up() -> Iterator[None]:
-    """Products of matrices in here are added up over ranks: the sum is kept in their place."""
+    """Matrix products in this context are summed over ranks; the sum is kept instead of them."""
     token = _ADDED_UP.set(True)
     try:
         yield
@@ -88,9 +88,9 @@ def added_up() -> Iterator[None]:
 
 
 def once(call: Callable[[], Sequence[Tensor]], x: Tensor) -> Sequence[Tensor]:
-    """The result of `call`, new tensors without autograd. A block that is computed again selectively gets them again.
+    """The result of `call`, new tensors without autograd. When a block is recomputed selectively, it gets them again.
 
-    For code that communicates without `mesh.functional`, whose results are kept anyway. x: any tensor that `call` works on.
+    For code that communicates without `mesh.functional`, whose results are kept anyway. x: any tensor that `call` uses.
     """
     if not _SELECTIVE.get():
         return call()
@@ -107,7 +107,7 @@ def once(call: Callable[[], Sequence[Tensor]], x: Tensor) -> Sequence[Tensor]:
 _SELECTIVE: Final[ContextVar[bool]] = ContextVar("meshcomm_selective", default=False)
 _ADDED_UP: Final[ContextVar[bool]] = ContextVar("meshcomm_added_up", default=False)
 _NUMBERS: Final = count()
-# Of calls under way: an operator takes plain values.
+# Calls in progress: an operator takes plain values only.
 _CALLS: Final[dict[str, Callable[[], Sequence[Tensor]]]] = {}
 
 
@@ -116,7 +116,7 @@ def _policy(_: object, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
     kept = op.namespace in ("aten", "meshcomm", "meshcomm_recompute") and name in _KEPT
     if kept and name in ("bmm", "baddbmm"):
         a, b = args[-2:]
-        # Scores: queries by keys, more than both.
+        # Scores are queries by keys, larger than both inputs.
         kept = a.shape[1] * b.shape[2] <= a.shape[1] * a.shape[2] + b.shape[1] * b.shape[2]
     if kept and _ADDED_UP.get():
         kept = op.namespace != "aten"
@@ -130,7 +130,7 @@ def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any
 
 @final
 class _Region(AbstractContextManager[None]):
-    """Around a run of a block: torch's mode, which keeps results or gives them back."""
+    """Around a run of a block: torch's mode, which keeps results or returns them."""
 
     def __init__(self, mode: Any, again: bool) -> None:
         self._mode, self._again, self._kept = mode, again, mode.storage
@@ -138,7 +138,7 @@ class _Region(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         if self._again:
-            # It drops results once they were used, and zero_bubble computes a block again in either half of backward.
+            # The mode drops results once they were used, but zero_bubble recomputes a block in each half of backward.
             self._mode.storage = {op: copy(found) for op, found in self._kept.items()}
         with ExitStack() as stack:
             token = _SELECTIVE.set(True)

@@ -1,4 +1,4 @@
-"""Results of steps, on the device until somebody looks, and the rank to blame where one is not finite or samples differ."""
+"""Results of steps, kept on the device until they are read, and the rank to blame if a result is not finite or samples differ."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.tensor import local
 
-# Steps whose results wait on the device at most.
+# The most steps whose results wait on the device.
 _MOST = 100
 
 
 def check_inputs(mesh: Mesh, parallel: ParallelConfig, *batch: Tensor) -> None:
-    """Compare this rank's batch with those of the ranks along tensor, pipeline and context.
+    """Compare this rank's batch with the batches of the ranks along tensor, pipeline and context.
 
-    Called by: every rank of the mesh. A gather of objects per dim; this waits for the device.
-    Raises:    TrainingError, the same on every rank, naming ranks and the dim along which samples differ and must not.
+    Called by: every rank of the mesh. A gather of objects per dim; waits for the device.
+    Raises:    TrainingError, the same on every rank, with the ranks and the dim along which samples differ but must not.
     """
     sums = hashlib.sha256()
     for tensor in batch:
@@ -47,17 +47,17 @@ def check_inputs(mesh: Mesh, parallel: ParallelConfig, *batch: Tensor) -> None:
                     f"ranks along {dim} ({role}) have different samples",
                     given=f"rank {fold(odd)} against rank {rank}, which differ only in their coord along {dim}",
                     expected=f"the same inputs and targets along {dim}: only data and shard divide the samples",
-                    hint="DistributedSampler(dataset, num_replicas=mesh.data_world_size, rank=mesh.data_rank); without the two it "
-                    "divides by all ranks of the job. And the same seed and epoch on all ranks",
+                    hint="DistributedSampler(dataset, num_replicas=mesh.data_world_size, rank=mesh.data_rank); without the two arguments "
+                    "it divides by all ranks of the job. Also use the same seed and epoch on all ranks",
                 )
 
 
 class Done(NamedTuple):
-    """One optimiser step; all fields are equal on every rank.
+    """One optimizer step; all fields are equal on every rank.
 
     loss: mean over the tokens of the global batch, before the step. gradient_norm: of all gradients together, before
-    clipping. lr: that of the step. fault: "" where the step was applied; where loss or norm is not finite and the
-    step was left out, the rank and the parameter whose gradient is not.
+    clipping. lr: of the step. fault: "" if the step was applied. If loss or norm is not finite and the
+    step was skipped, the rank and the parameter whose gradient is not finite.
     """
 
     number: int
@@ -68,8 +68,8 @@ class Done(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A step at whose results nobody has looked: values are loss, a sum of values that are not finite elsewhere, norm;
-    counted the number of targets over all ranks; ids the lowest and highest.
+    """A step whose results are still unread. values: loss, a sum of values that are not finite elsewhere, norm.
+    counted: the number of targets over all ranks. ids: the lowest and highest.
     """
 
     number: int
@@ -83,13 +83,13 @@ class _Pending(NamedTuple):
 
 @final
 class Results:
-    """Collects the results of steps and decides, without a look, which of them must not be applied.
+    """Collects the results of steps and decides, without reading them, which of them must not be applied.
 
     Args:
-        settings: [parallel] and [train], whose `on_nonfinite` decides whether steps after one that is not applied are.
+        settings: [parallel] and [train]. `on_nonfinite` decides whether the steps after a skipped one are applied.
         norm: of the gradients of `parameters`, which are in the order of the forward pass.
-        stage: that of the last of them.
-        vocab_size: ids are below it.
+        stage: of the last of these parameters.
+        vocab_size: an upper bound of the ids.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Results:
         self._last = torch.zeros(3, dtype=torch.float64)
 
     def outcome(self) -> tuple[list[float], float]:
-        """What the last `add` found: loss, sum of values that are not finite elsewhere and norm; and what it returned."""
+        """The values of the last `add`: loss, sum of values that are not finite elsewhere and norm; and its return value."""
         return self._last.tolist(), float(self._spoilt)
 
     @torch.no_grad()
@@ -123,7 +123,7 @@ class Results:
         return self._spoilt
 
     def pending(self) -> list[Done]:
-        """The steps that `collect` has not given, without asking another rank why one is not finite."""
+        """The steps that `collect` has not returned, without asking another rank why one is not finite."""
         found = [*self._seen]
         for step in self._steps:
             mean, elsewhere, norm = step.values.tolist()
@@ -138,13 +138,13 @@ class Results:
     ) -> Tensor:
         """Add a step: this rank's share of the loss, if it has one, and the norm of all gradients.
 
-        A value that is not finite on one rank is not finite on any: the norm covers the dims of tensor and pipeline,
-        a second value sent with the loss those along which gradients are summed.
+        A value that is not finite on one rank is not finite on any rank: the norm covers the dims of tensor and pipeline.
+        A second value, sent with the loss, covers the dims along which gradients are summed.
 
-        count:     the number that the losses of all ranks were divided by, of their dtype.
-        ids:       tokens and targets, checked here where the layers cannot, on a queue of work.
-        Called by: every rank of the mesh. Nothing waits for the device, except one look in a hundred steps.
-        Returns:   float32 (): 0, or 1 where the step must not be applied; the same on every rank.
+        count:     the number by which the losses of all ranks were divided, in their dtype.
+        ids:       tokens and targets, checked here if calls are queued, because the layers then cannot.
+        Called by: every rank of the mesh. Does not wait for the device, except for one look in a hundred steps.
+        Returns:   float32 (): 0, or 1 if the step must not be applied; the same on every rank.
         """
         if len(self._steps) >= _MOST:
             self._seen = self.collect()
@@ -166,11 +166,11 @@ class Results:
         return self._spoilt
 
     def collect(self) -> list[Done]:
-        """The steps since the last call, in order: the one wait for the device.
+        """The steps since the last call, in order. The only wait for the device.
 
         Called by: every rank of the mesh.
-        Raises:    TrainingError on every rank, with stop, where one of them is not finite. It was not applied
-                   then, nor were those after it.
+        Raises:    TrainingError on every rank, with stop, if a step is not finite. That step was not applied,
+                   nor were later ones.
         """
         steps, self._steps = self._steps, []
         found, self._seen = self._seen, []
@@ -189,7 +189,7 @@ class Results:
 
     def _fault(self, step: _Pending) -> str:
         if not step.counted.item():
-            return "no target of the global batch counts: all of them are -100, so there is nothing to take a mean of"
+            return "no target of the global batch counts: all of them are -100, so the mean is undefined"
         norms = dict(zip(self._norm.names, step.norms.tolist(), strict=True))
         outside = ""
         if step.ids is not None:
@@ -206,12 +206,12 @@ class Results:
     def _blamed(self, norms: Mapping[str, float], lost: bool, outside: str) -> str:
         """One line or more, the same on every rank: the first gradient, in the order of backward, that is not finite.
 
-        First is the one nearest to the loss, since backward carries it on to those before it. Gradients that are
-        summed along a dim are the same on all its ranks, where the losses of the ranks' own samples are more specific.
+        The first is the one nearest to the loss, because backward propagates it to earlier ones. Gradients that are
+        summed along a dim are the same on all its ranks; the losses of the ranks' own samples are then more specific.
 
         norms:     of this rank's parts of the gradients, summed over ranks.
-        lost:      whether the loss of this rank's own samples is not finite.
-        outside:   why this rank's tokens are wrong.
+        lost:      whether the loss of this rank's samples is not finite.
+        outside:   why this rank's tokens are invalid.
         Called by: every rank of the mesh. One gather of objects per dim.
         """
         mesh, parameters = self._mesh, self._parameters
@@ -239,11 +239,11 @@ class Results:
             lines = [f"{first['label']}: {kind} in the gradient of {name}{more}"]
             lines += _dims(mesh, self._parallel, [row["rank"] for row in there])
         else:
-            lines = ["every element of every gradient is finite, and their squares are too large to add up"]
+            lines = ["every element of every gradient is finite, but the sum of their squares overflows"]
         if strange := [row for row in table if row["outside"]]:
             lines.insert(0, f"{strange[0]['label']}: {strange[0]['outside']}")
         if own := [row["rank"] for row in table if row["loss"]]:
-            lines.append(f"the loss of its own samples is not finite on rank {fold(own)}")
+            lines.append(f"the loss of its samples is not finite on rank {fold(own)}")
         if weights := [row for row in table if row["weight"]]:
             lines.append(f"{weights[0]['label']}: the weight {weights[0]['weight']} is not finite itself")
         return "\n".join(lines)
@@ -255,16 +255,16 @@ def _stopped(done: Done, lr: float, most: float, nothing: bool) -> TrainingError
     return TrainingError(
         f"the {what} of step {done.number} is {size}",
         given=f"{done.fault}\nloss {done.loss:.4g}, gradient norm {done.gradient_norm:.4g}, lr {lr:.3g}",
-        expected="finite numbers on every rank; this step is not applied, and nothing is saved after it",
-        hint='data with targets that are not -100 in each step, or train.on_nonfinite = "skip"'
+        expected="finite numbers on every rank; this step is not applied, and no later state is saved",
+        hint='use data with targets other than -100 in each step, or train.on_nonfinite = "skip"'
         if nothing
-        else f"go on from the last checkpoint (train.resume = true) with a smaller train.lr than "
+        else f"continue from the last checkpoint (train.resume = true) with a smaller train.lr than "
         f'{most:g}, or with train.on_nonfinite = "skip"',
     )
 
 
 def _dims(mesh: Mesh, parallel: ParallelConfig, ranks: list[int]) -> list[str]:
-    """The coords that the ranks have in common, and the dims along which a sum has spread the fault."""
+    """The coords that the ranks have in common, and the dims along which a sum has spread the values."""
     roles: dict[str, str] = {dim: role for role, dim in parallel.parts.items()}
     only, summed = [], []
     for dim, size in mesh.layout.dims.items():
@@ -276,7 +276,7 @@ def _dims(mesh: Mesh, parallel: ParallelConfig, ranks: list[int]) -> list[str]:
             summed.append(f"{dim}{role}")
     lines = [f"only at {' '.join(only)}, on rank {fold(ranks)}"] if only else []
     if summed:
-        lines.append(f"alike along {', '.join(summed)}, where gradients are summed")
+        lines.append(f"the same along {', '.join(summed)}, where gradients are summed")
     return lines
 
 

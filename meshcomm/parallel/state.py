@@ -1,4 +1,4 @@
-"""The state that steps change: weights, buffers, and the state of optimizer, modules and scheduler; read and put back.
+"""The state that steps change: weights, buffers, and the state of optimizer, modules and scheduler; read and restored.
 
 Tensors keep their names: `model.NAME`, `optimizer.NAME.KEY`. Everything else is plain data, which `encode` turns into
 uint8 tensors: `plain.parameter.NAME` for data of a parameter, `plain.module.NAME` for a module's extra state,
@@ -36,12 +36,12 @@ OF_MODULE: Final = "plain.module."
 OF_TRAINING: Final = "plain.training"
 EXTRA: Final = "_extra_state"
 
-# Constants of a program: a run that resumes has them from its code.
+# Constants of a program, which a resumed run has from its code.
 _CODE: Final = (
     *(type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial),
     *(Enum, torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-# Attributes of an optimizer that torch makes.
+# Attributes of an optimizer that torch creates.
 _TORCHS_OWN: Final = frozenset(
     {
         *("defaults", "param_groups", "state", "step", "found_inf", "grad_scale", "_opt_called"),
@@ -54,12 +54,12 @@ _HOST: Final = torch.device("cpu")
 
 @final
 class State:
-    """All that a step changes on one rank.
+    """All state that a step changes on one rank.
 
-    modules, optimizer: as they are before the first step: an entry of a parameter group, or an attribute of the
-        optimizer, is state where it differs from now.
-    named: gives this rank's parameters by their global names.
-    tied: the one of them that embedding and head share.
+    modules, optimizer: as they are before the first step. An entry of a parameter group, or an attribute of the
+        optimizer, is state if it differs from its value now.
+    named: returns this rank's parameters by their global names.
+    tied: the parameter that embedding and head share.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class State:
     ) -> None:
         self._modules, self._optimizer, self._named, self._tied = modules, optimizer, named, tied
         self.scheduler: LRScheduler | None = None
-        # Whether each step is given its learning rate, so that those of the groups are no state.
+        # Whether each step is given its learning rate. The rates of the groups are then not state.
         self.given_lr = False
-        # Names of buffers; looking at state dicts in each step would take long.
+        # Names of buffers, because reading state dicts in each step would take long.
         self._saved: set[str] | None = None
         self._note()
 
     def follow(self, scheduler: LRScheduler) -> None:
-        """The scheduler, before its first step, whose state is saved from now on."""
+        """Save the state of this scheduler from now on. Call it before the scheduler's first step."""
         self.scheduler = scheduler
         self._note()
 
@@ -91,9 +91,9 @@ class State:
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor | Kept]:
-        """Everything, by name. Parameters, buffers and tensors of the optimizer share their memory; nothing changes.
+        """All state, by name. Parameters, buffers and tensors of the optimizer share memory with it. Nothing is changed.
 
-        Raises TrainingError that names what cannot be saved.
+        Raises TrainingError that names the state that cannot be saved.
         """
         found: dict[str, Tensor | Kept] = {}
         groups = self._changed_groups()
@@ -104,7 +104,7 @@ class State:
                 names.setdefault(id(parameter), []).append(name)
         for name, parameter in self._named():
             found[f"model.{name}"] = as_before(parameter.detach(), fused.get(name))
-            # Of a weight that embedding and head share, a stage may have one name.
+            # For a weight that embedding and head share, a stage may have only one name.
             also = names[id(parameter)][1:] if name != self._tied else []
             own, rest = self._of_parameter(name, parameter)
             for full, each in own.items():
@@ -139,7 +139,7 @@ class State:
         return own, rest
 
     def buffers(self) -> dict[str, Tensor]:
-        """Those that are in the modules' state dicts, such as the running means of batch norms."""
+        """The buffers in the modules' state dicts, such as the running means of batch norms."""
         return {
             f"model.{name}": buffer
             for module in self._modules
@@ -149,7 +149,7 @@ class State:
         }
 
     def of_forward(self) -> dict[str, Any]:
-        """Copies of what a forward pass changes: buffers that are saved, and extra state."""
+        """Copies of the state that a forward pass changes: saved buffers, and extra state."""
         if self._saved is None:
             self._saved = {*self.buffers()}
         buffers: dict[str, Any] = {name: each.clone() for name, each in self._saved_buffers()}
@@ -159,7 +159,7 @@ class State:
 
     @torch.no_grad()
     def put_back_forward(self, before: Mapping[str, Any]) -> None:
-        """Make buffers and extra state what `of_forward` has given."""
+        """Restore buffers and extra state from the result of `of_forward`."""
         for name, buffer in self._saved_buffers():
             buffer.copy_(before[name])
         for name, part in self._with_extra_state():
@@ -175,7 +175,7 @@ class State:
         return {name: each for module in self._modules for name, each in fused_parts(module).items()}
 
     def names(self) -> set[str]:
-        """Of all tensors of a checkpoint that are read into the modules."""
+        """The names of a checkpoint's tensors that are loaded into the modules."""
         extra = (name for part, _ in self._with_extra_state() for name in (_extra(part), OF_MODULE + part))
         return {*(f"model.{name}" for name, _ in self._named()), *self.buffers(), *extra}
 
@@ -186,7 +186,7 @@ class State:
                     yield name, part
 
     def _changed_groups(self) -> dict[int, dict[str, Any]]:
-        """By the id of each parameter: the entries of its group that have changed since the start, now and then."""
+        """By the id of each parameter: the entries of its group that have changed since the start, their current and old values."""
         found: dict[int, dict[str, Any]] = {}
         for number, group in enumerate(self._optimizer.param_groups):
             made = self._groups[number] if number < len(self._groups) else {}
@@ -223,7 +223,7 @@ class State:
         return {"optimizer": kind, **{key: value for key, value in found.items() if value}}
 
     def _own_attributes(self) -> Iterator[tuple[str, Any]]:
-        """The attributes of the optimizer that torch has not made."""
+        """The attributes of the optimizer that torch did not create."""
         for name, value in vars(self._optimizer).items():
             if name not in _TORCHS_OWN and value is not self._optimizer:
                 yield name, value
@@ -237,12 +237,12 @@ class State:
 
     @torch.no_grad()
     def put_back(self, kinds: Kinds, fill: Callable[[dict[str, Tensor | Kept]], None], steps: int) -> None:
-        """Make this rank's state that of a checkpoint.
+        """Load the state of a checkpoint.
 
-        kinds: of everything in the checkpoint. State of the optimizer that it lacks does not exist afterwards.
+        kinds: of all entries in the checkpoint. State of the optimizer that it lacks does not exist afterwards.
         fill:  writes the checkpoint's values into tensors, by their names.
-        steps: how many were made when it was saved.
-        Raises TrainingError that names what does not fit.
+        steps: the number of steps before it was saved.
+        Raises TrainingError that names the mismatch.
         """
         named, extra, fused = self._named(), list(self._with_extra_state()), self._fused()
         room: dict[str, Any] = {
@@ -299,7 +299,7 @@ class State:
         own: dict[str, dict[str, Tensor]] = {}
         for full, kind in kinds.items():
             kept, *parts = full.split(".")
-            # No parameter's name is the beginning of another's.
+            # No parameter's name is a prefix of another's.
             names = (".".join(parts[:end]) for end in range(1, len(parts)))
             name = next((each for each in names if each in parameters), None)
             if kept == "optimizer" and name is not None:
@@ -315,9 +315,9 @@ class State:
         schedule: Mapping[str, Any] | None,
         steps: int,
     ) -> None:
-        """Put back the entries of the groups, and the scheduler's state.
+        """Restore the entries of the groups, and the scheduler's state.
 
-        A scheduler is stepped as often as there were steps. The result is then replaced by the saved state, unless
+        A scheduler is stepped once per completed step. The result is then replaced by the saved state, unless
         its settings, or those of a group, have changed: then the new ones count from the first step.
         """
         scheduler, groups = self.scheduler, self._optimizer.param_groups
@@ -329,7 +329,7 @@ class State:
             settings = _values(self._schedule)
             scheduler.load_state_dict(_overlaid(scheduler.state_dict(), settings))
             with warnings.catch_warnings():
-                # torch asks for a step of the optimizer before each of these.
+                # torch expects a step of the optimizer before each of these.
                 warnings.simplefilter("ignore", UserWarning)
                 for _ in range(steps):
                     scheduler.step()
@@ -362,7 +362,7 @@ class State:
                 raise _unfit(
                     f"the parameter group of {first} and {name}",
                     f"{found.get('now', {})} for {first}, {entries.get('now', {})} for {name}",
-                    "one value of each entry: the two are in one group on this mesh",
+                    "one value of each entry, because the two are in one group on this mesh",
                 )
         return found
 
@@ -377,7 +377,7 @@ def _text(value: Any) -> bytes:
 
 
 def _texts(values: Mapping[Any, Any], where: str = "") -> dict[Any, bytes | None]:
-    """Each value encoded. Code is left out; a value that cannot be encoded is None, or refused with `where`."""
+    """Each value encoded. Code is left out. A value that cannot be encoded is None, or refused with `where`."""
     found: dict[Any, bytes | None] = {}
     for key, value in values.items():
         if isinstance(value, _CODE):
@@ -404,13 +404,13 @@ def _values(texts: Mapping[Any, bytes | str | None]) -> dict[Any, Any]:
 def _changed(
     values: Mapping[Any, Any], before: Mapping[Any, bytes | None], where: str = ""
 ) -> dict[Any, Any]:
-    """The values that are not equal to those before, or cannot be encoded."""
+    """The values that differ from the old ones, or cannot be encoded."""
     now = _texts(values, where)
     return {key: values[key] for key, text in now.items() if text is None or text != before.get(key)}
 
 
 def _is_plain(value: Any) -> bool:
-    """Numbers and text, and containers of them: no tensors, which an optimizer keeps in its state."""
+    """Numbers and text, and containers of them; no tensors, which an optimizer keeps in its state."""
     if type(value) is dict:
         return all(map(_is_plain, (*value, *value.values())))
     if type(value) in (list, tuple, set, frozenset):
@@ -420,10 +420,10 @@ def _is_plain(value: Any) -> bool:
 
 @final
 class _Outline(pickle.Pickler):
-    """Pickles an object: tensors by their values, without code and objects that are saved elsewhere."""
+    """Pickles an object: tensors by their values, without code and without objects that are saved elsewhere."""
 
     def persistent_id(self, value: Any) -> str | None:
-        """The text in place of a tensor, say."""
+        """The text that replaces a tensor, for example."""
         if type(value) is Tensor:
             return hashlib.sha256(_text(value.detach())).hexdigest()
         elsewhere = (Tensor, nn.Module, torch.optim.Optimizer, LRScheduler, *_CODE)
@@ -431,7 +431,7 @@ class _Outline(pickle.Pickler):
 
 
 def _fingerprint(value: Any) -> bytes | str:
-    """Plain data encoded, else a digest of an object's values; "" for one that cannot be pickled, such as a mesh."""
+    """Encoded plain data, or a digest of an object's values; "" for an object that cannot be pickled, such as a mesh."""
     if _is_plain(value):
         return _text(value)
     text = io.BytesIO()
@@ -443,7 +443,7 @@ def _fingerprint(value: Any) -> bytes | str:
 
 
 def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
-    """Whether the value is written as a tensor of this name, in parts where it is split; else it is plain data.
+    """Whether the value is written as a tensor with this name, in parts if it is split. Otherwise it is plain data.
 
     Raises TrainingError for a tensor that is not the same, or not a known part, on every rank.
     """
@@ -454,7 +454,7 @@ def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
         raise _refused(what, _type(held))
     if isinstance(value, DTensor):
         if any(each.is_partial() for each in value.placements):
-            raise _refused(what, "a DTensor with a sum that was not made yet", "value.full_tensor()")
+            raise _refused(what, "a DTensor with a pending sum", "value.full_tensor()")
         return True
     # In the simulator the parameter is plain too.
     if value.ndim == 0 or not split_dims(parameter) or not isinstance(parameter, DTensor):
@@ -465,7 +465,7 @@ def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
 
 
 def as_before(tensor: Tensor, parts: Parts | None) -> Tensor | Kept:
-    """A tensor as a checkpoint has it: of the layout that its weight had before the model was split."""
+    """A tensor in the layout of a checkpoint: the layout that its weight had before the model was split."""
     return tensor if parts is None else Kept(tensor, parts)
 
 
@@ -476,7 +476,7 @@ def _room(
     hosted: bool,
     parts: Parts | None,
 ) -> Tensor:
-    """Memory for one tensor of the optimizer's state. Where a count of steps is kept, torch's optimizers decide."""
+    """Memory for one tensor of the optimizer's state. torch's optimizers decide where a step count is kept."""
     dtype, shape = kind
     count = key == "step" and not shape
     if tuple(shape) == (Kept(parameter, parts).shape if parts else tuple(parameter.shape)) and not count:
@@ -489,7 +489,7 @@ def _room(
 
 
 def _fitting(optimizer: torch.optim.Optimizer, parameter: Tensor, state: dict[Any, Any]) -> dict[Any, Any]:
-    """The state, where train.state_dtype was another when it was saved: torch's optimizers have moments of the weights' type."""
+    """The state in the current train.state_dtype, if another was set when it was saved. Moments of torch's optimizers have the weights' dtype."""
     if type(optimizer).__module__.partition(".")[0] != "torch":
         return state
     return {
@@ -510,7 +510,7 @@ def _plain(what: str, value: Any) -> Tensor:
     try:
         return encode(value)
     except ObjectError as error:
-        hint = "a split tensor under a key of its own in the optimizer's state; numbers in place of an object"
+        hint = "use a split tensor under a separate key in the optimizer's state, and numbers instead of an object"
         raise _refused(what, error.what, hint) from error
 
 
@@ -519,7 +519,7 @@ def _type(value: Any) -> str:
 
 
 def _refused(
-    what: str, given: str, hint: str = "the numbers that it is made of, in place of it"
+    what: str, given: str, hint: str = "use the numbers that it consists of instead"
 ) -> TrainingError:
     return TrainingError(
         f"{what} cannot be saved",
@@ -542,8 +542,8 @@ def _unfit(what: str, given: str, expected: str) -> TrainingError:
 
 
 def _leaves(state: Any, *path: Any) -> dict[tuple[Any, ...], Any]:
-    """The entries of nested dicts, and of lists of dicts, as of nested schedulers, by path; without the rates of the
-    groups, of which ranks may have different numbers.
+    """The entries of nested dicts, and of lists of dicts, as of nested schedulers, by path, without the rates of the
+    groups. Ranks may have different numbers of groups.
     """
     found: dict[tuple[Any, ...], Any] = {}
     for key, value in dict(enumerate(state)).items() if isinstance(state, list) else state.items():
@@ -553,7 +553,7 @@ def _leaves(state: Any, *path: Any) -> dict[tuple[Any, ...], Any]:
 
 
 def _overlaid(state: Any, leaves: Mapping[tuple[Any, ...], Any]) -> Any:
-    """`state` with these of its leaves."""
+    """`state` with these leaves replaced."""
     pairs = dict(enumerate(state)) if isinstance(state, list) else dict(state)
     inner: dict[Any, dict[tuple[Any, ...], Any]] = {}
     for (key, *rest), value in leaves.items():
@@ -572,7 +572,7 @@ def _is_nested(value: Any) -> bool:
 
 
 def _summary(settings: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
-    """Settings in which a list counts as the set of its values: groups of parameters differ from rank to rank."""
+    """Settings in which a list counts as the set of its values, because parameter groups differ from rank to rank."""
     return {
         ".".join(map(str, path)): sorted(set(map(repr, value))) if isinstance(value, list | tuple) else value
         for path, value in settings.items()

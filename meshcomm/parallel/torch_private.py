@@ -1,4 +1,4 @@
-"""Private names of torch for FSDP, DTensor, lists of tensors, and storages without memory. Tried on torch 2.11 to 2.15."""
+"""Private names of torch for FSDP, DTensor, lists of tensors, and storages without memory. Tested on torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _CPU = torch.device("cpu")
 
 @final
 class _Addresses:
-    """Addresses that nothing else in this process gets, and no memory stands behind. Reading them gives zeros.
+    """Addresses that are unique in this process and have no memory behind them. Reading them gives zeros.
 
-    After all have been given, which a step of 32 TiB would take, they are given again.
+    When all have been used, which a step of 32 TiB would take, they are reused.
     """
 
     SPAN = 1 << 45
 
     def __init__(self) -> None:
-        # Python 3.11 has no name for Linux's flag.
+        # Python 3.11 does not name this flag of Linux.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
         self._room = mmap.mmap(-1, self.SPAN, flags=flags)
         self.first = ctypes.addressof(ctypes.c_char.from_buffer(self._room))
@@ -44,12 +44,12 @@ _storage_at: Any = torch._C._construct_storage_from_data_pointer
 
 
 def storage_without_memory(nbytes: int) -> Any:
-    """A storage of the CPU of this size, with an address of its own and no memory. It cannot be resized."""
+    """A CPU storage of this size, with a unique address and no memory. It cannot be resized."""
     return _storage_at(_addresses().take(nbytes), _CPU, nbytes)
 
 
 def has_memory(x: torch.Tensor) -> bool:
-    """Whether a tensor has memory, and with it values: neither a FakeTensor, nor on a `storage_without_memory`."""
+    """Whether a tensor has memory, and so values: neither a FakeTensor, nor on a `storage_without_memory`."""
     if isinstance(x, FakeTensor):
         return False
     known = _addresses() if _addresses.cache_info().currsize else None
@@ -57,14 +57,14 @@ def has_memory(x: torch.Tensor) -> bool:
 
 
 def parts_of_dtensor(x: Any) -> tuple[torch.Tensor, Any]:
-    """What this rank holds of a DTensor, its own memory, and where that lies. Autograd does not see it."""
+    """This rank's part of a DTensor, its own memory, and its position. Autograd does not record it."""
     return x._local_tensor, x._spec
 
 
 def dtensor_of(kind: Any, held: torch.Tensor, where: Any) -> Any:
-    """A DTensor of which this rank holds `held`, laid out as another one. DTensor.from_local without its questions.
+    """A DTensor of which this rank holds `held`, laid out like another one. DTensor.from_local without its checks.
 
-    kind: DTensor, whose module is half a second's import for each rank of a job that needs none.
+    kind: DTensor. Importing its module takes half a second for each rank, even in a job that does not need it.
     """
     return kind(held, where, requires_grad=False)
 
@@ -75,30 +75,30 @@ def is_view(x: torch.Tensor) -> bool:
 
 
 def unsaved_buffers(module: Any) -> set[str]:
-    """The names of a module's buffers that its state leaves out."""
+    """The names of a module's buffers that are not in its state dict."""
     names: set[str] = module._non_persistent_buffers_set
     return names
 
 
 def offsets(tensor: Any) -> tuple[int, ...]:
-    """Where this rank's part of a DTensor begins in the whole one; zeros where it has none of it."""
+    """The start of this rank's part of a DTensor in the full one; zeros if it has none of it."""
     chunks = tensor.__create_chunk_list__()
     return tuple(chunks[0].offsets) if chunks else (0,) * tensor.ndim
 
 
 def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors of one device and dtype in place, in one call; factor: a tensor () of theirs."""
+    """Multiply tensors of one device and dtype in place, in one call. factor: a tensor () of the same device and dtype."""
     torch._foreach_mul_(list(tensors), factor)
 
 
 def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """The 2-norm () of each of some tensors of one device and dtype, added up in `dtype`, in one call."""
+    """The 2-norm () of each of some tensors of one device and dtype, summed in `dtype`, in one call."""
     found: Sequence[torch.Tensor] = torch._foreach_norm(list(tensors), 2.0, dtype=dtype)
     return found
 
 
 def put_shards_back(module: Any) -> None:
-    """Have an FSDPModule hold its shards again, wherever its pass has ended: it is not used afterwards."""
+    """Put the shards of an FSDPModule back, wherever its pass has ended. It is not used afterwards."""
     for group in _fsdp_groups(module):
         for each in group.fsdp_params:
             each._setattr_on_modules(each.sharded_param)
@@ -111,7 +111,7 @@ def _fsdp_groups(module: Any) -> list[Any]:
 
 
 def fsdp_tensors(module: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What an FSDPModule has gathered of its own weights, and gradients that are not summed over ranks yet."""
+    """The weights that an FSDPModule has gathered, and gradients that are not summed over ranks yet."""
     gathered, gradients = [], []
     for each in [each for group in _fsdp_groups(module) for each in group.fsdp_params]:
         whole = getattr(each, "_unsharded_param", None)
@@ -123,9 +123,9 @@ def fsdp_tensors(module: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 @contextmanager
 def shared_casts() -> Iterator[None]:
-    """While it is entered, autocast casts a weight once, and not once in each forward pass, whose backward pass keeps it.
+    """In this context, autocast casts a weight once, not once in each forward pass, and backward keeps it.
 
-    As torch.autocast itself does where two of them are nested, without one that is on.
+    As in torch.autocast itself when two of them are nested, but without one that is active.
     """
     torch.autocast_increment_nesting()
     try:

@@ -1,4 +1,4 @@
-"""Training as a config says, of its model or yours: the Trainer, its callbacks, and its checkpoints."""
+"""Training from a config, with its model or yours: the Trainer, its callbacks, and its checkpoints."""
 
 from meshcomm.train.callbacks import Callback, Evaluation, Resumed, Start, Step, Summary
 from meshcomm.train.checkpoint import Attempt, Checkpoints, find_attempt

@@ -1,4 +1,4 @@
-"""Agreement before the first step: all ranks train the same settings on the same data. Also counts ranks per host."""
+"""Agreement before the first step: all ranks train with the same settings on the same data. Also counts ranks per host."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from meshcomm.mesh.all_ranks import of_every_rank, on_all_ranks, ranks_of
 from meshcomm.parallel.build import Sections, sections
 from meshcomm.train.data import Corpus, load
 
-# What may differ between hosts.
+# Settings that may differ between hosts.
 _PATHS = {"files", "tokens", "chat", "tokenizer", "validation_files", "pretrained", "out"}
-# Settings that an error lists.
+# The number of settings that an error lists.
 _SHOWN = 8
 
 
@@ -37,16 +37,16 @@ class Facts:
     ranks_here: int
     """Ranks of the mesh on this rank's host, itself included."""
     lowest: bool
-    """Whether this is the lowest of them."""
+    """Whether this is the lowest of these ranks."""
 
 
 def agree(mesh: Mesh, config: Config) -> Facts:
-    """Check the configuration, and compare it with every other rank.
+    """Check the configuration, and compare it with all other ranks.
 
     Called by: every rank of the mesh.
-    Raises:    on every rank where one of them cannot start: its own error on that rank, and
-               TrainingError naming it on the others; TrainingError naming the settings that
-               differ, with the values of both. Paths may differ: hosts have different folders.
+    Raises:    on every rank if one rank cannot start: its own error on that rank, and a
+               TrainingError that names it on the others; TrainingError with the settings that
+               differ and their values. Paths may differ, because hosts have different folders.
     """
     known = on_all_ranks(mesh, "start the training", partial(sections, mesh, config))
     _same(mesh, {name: _settings(section) for name, section in known._asdict().items()})
@@ -57,19 +57,19 @@ def agree(mesh: Mesh, config: Config) -> Facts:
 
 
 def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
-    """Load the data, and compare them with those of every other rank. There is a [data].
+    """Load the data, and compare them with those of all other ranks. Requires [data].
 
-    vocab_size: of the model; 0: not known.
+    vocab_size: of the model; 0 if unknown.
     Called by: every rank of the mesh.
-    Raises:    as `agree`, where they cannot be loaded, or naming data.sha256, that of the text, where it differs.
+    Raises:    as `agree`, if the data cannot be loaded. If the text differs, the error names data.sha256.
     """
     known = facts.sections
     read = partial(corpus_of, known, vocab_size, Path(known.train.out))
     pretrained = None if known.model is None else known.model.pretrained
     data = known.data
     if data is not None and data.source == "files" and data.tokenizer_of(pretrained) is not None:
-        # What the lowest rank of each host has tokenised, the others find in its folder.
-        on_all_ranks(mesh, "tokenise the data", lambda: read() if facts.lowest else None)
+        # The lowest rank of each host tokenizes; the others find the result in its folder.
+        on_all_ranks(mesh, "tokenize the data", lambda: read() if facts.lowest else None)
     corpus = on_all_ranks(mesh, "start the training", read)
     digests = {"sha256": corpus.digest.hex()}
     if corpus.validation is not None:
@@ -79,7 +79,7 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
 
 
 def corpus_of(known: Sections, vocab_size: int = 0, cache: Path | None = None) -> Corpus:
-    """The data, as this rank reads it. vocab_size, cache: as of `agreed_corpus` and `load`."""
+    """The data as this rank reads them. vocab_size, cache: as for `agreed_corpus` and `load`."""
     _, model, data, train = known
     assert data is not None
     if not vocab_size and model is not None and model.given("vocab_size"):
@@ -88,10 +88,10 @@ def corpus_of(known: Sections, vocab_size: int = 0, cache: Path | None = None) -
 
 
 def _same(mesh: Mesh, settings: dict[str, dict[str, Any]]) -> None:
-    """Raise on every rank where the settings differ."""
+    """Raise on every rank if the settings differ."""
     digests = of_every_rank(mesh, hashlib.sha256(json.dumps(settings).encode()).hexdigest())
     if len(set(digests)) > 1:
-        # Every rank sees the same table, so all of them come here.
+        # Every rank sees the same table, so all ranks get here.
         raise _differing(ranks_of(mesh), of_every_rank(mesh, settings))
 
 
@@ -101,7 +101,7 @@ def _settings(section: BaseModel | None) -> dict[str, Any]:
 
 
 def _differing(ranks: list[int], settings: list[dict[str, Any]]) -> TrainingError:
-    """Every field that differs, with the value of most ranks and those of the others."""
+    """Every field that differs, with the value that most ranks have and the values of the others."""
     lines: list[str] = []
     keys: list[str] = []
     odd: set[int] = set()
@@ -123,7 +123,7 @@ def _differing(ranks: list[int], settings: list[dict[str, Any]]) -> TrainingErro
         f"{ranks_text(sorted(odd))} against the other {len(ranks) - len(odd)}",
         given="\n".join(lines[:_SHOWN]),
         expected="the same on every rank",
-        hint="name files that are equal on every host in data.files; the default, the sources of Python's "
+        hint="in data.files, name files that are identical on every host; the default, the sources of Python's "
         "standard library, differs between Python versions"
         if keys == ["data.sha256"]
         else f"start {ranks_text(sorted(odd))} with the configuration of the others",

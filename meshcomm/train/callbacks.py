@@ -200,7 +200,7 @@ class EarlyStop(Callback):
         train, best = self._train, self.best
         if train.patience is None and train.target_loss is None:
             return
-        # Equal but for what devices of different kinds round: all decide by the same rank's number.
+        # Devices of different kinds may round differently, so all ranks decide by the number of one rank.
         loss = float(of_every_rank(self._mesh, evaluation.validation_loss)[0])
         falls = math.isfinite(loss) and (best.loss is None or loss < best.loss - train.min_delta)
         self.best = Best(loss, evaluation.step) if falls else best._replace(since=best.since + 1)

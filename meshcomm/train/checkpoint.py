@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved in the background or between two steps, found and loaded when it starts."""
+"""The checkpoints of a run: saved in the background or between two steps, found and loaded at its start."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from meshcomm.train.run_files import put_aside
 
 # The losses of all steps, in a run's checkpoint.
 LOSSES: Final = "run.losses"
-# After a broken connection: the others may have ended, and what they wrote with them.
+# After a broken connection. The other ranks may have ended, and their writes with them.
 _GRACE_S: Final = 5.0
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Which job this process is part of, and how often its launcher has restarted it.
+    """The job that this process is part of, and how often its launcher has restarted it.
 
-    job: unique to the job and the same in all its attempts. "": nobody says.
+    job: unique to the job and the same in all its attempts. "" if unknown.
     """
 
     job: str = ""
@@ -56,7 +56,7 @@ class Attempt:
 
 
 def find_attempt(env: Mapping[str, str]) -> Attempt:
-    """What torchrun's agent and Slurm say in `env`.
+    """The attempt according to the variables of torchrun's agent and Slurm in `env`.
 
     A job that Slurm requeues keeps its number; torchrun and `meshcomm train` in it may draw another name each time.
     """
@@ -65,7 +65,7 @@ def find_attempt(env: Mapping[str, str]) -> Attempt:
     if job := env.get("SLURM_JOB_ID"):
         step = env.get("SLURM_STEP_ID")
         return Attempt(f"Slurm job {job}" + (f", step {step}" if step else ""), restarts)
-    # "none" is the id of every torchrun that was not given one.
+    # torchrun's id is "none" if none was given.
     run = env.get("TORCHELASTIC_RUN_ID", "none")
     return Attempt("" if run == "none" else run, restarts)
 
@@ -73,16 +73,16 @@ def find_attempt(env: Mapping[str, str]) -> Attempt:
 def read(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path) -> None:
     """Fill the tensors of `state` in place from a folder that `write` or a run's save made on any mesh.
 
-    Called by: every rank; each reads what its own parts need.
-    Raises:    TrainingError on every rank where one could not read, or a name, shape or dtype differs.
+    Called by: every rank; each reads only the data that its parts need.
+    Raises:    TrainingError on every rank if one rank cannot read, or if a name, shape or dtype differs.
     """
     on_all_ranks(mesh, f"resume from {folder}", lambda: Saved(folder).fill(state))
 
 
 def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None = None) -> Lock:
-    """Make the engine's state that of a checkpoint, which any mesh has saved. losses: are filled, those of each step.
+    """Load a checkpoint, saved on any mesh, into the engine's state. losses: filled with the loss of each step.
 
-    Called by and raises as `read`.
+    Called by and raises: as `read`.
     """
     known = engine.names_of_all_stages()
 
@@ -95,7 +95,7 @@ def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None 
                 f"the checkpoint does not fit: {', '.join(more_there[:4])}",
                 given=f"{len(more_there)} of {len(parts)} tensors in {folder} that the model does not have",
                 expected="a model with all parameters and buffers of the checkpoint",
-                hint="resume with the model of the checkpoint; meshcomm export gives its weights to another one",
+                hint="resume with the model of the checkpoint; to use its weights in another model, run meshcomm export",
             )
         more = {} if losses is None else {LOSSES: torch.zeros(lock.step, dtype=torch.float64)}
         engine.put_back(saved.kinds, lambda state: saved.fill({**state, **more}), lock.step)
@@ -107,7 +107,7 @@ def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None 
 
 
 def saved_data(mesh: Mesh, engine: Engine, folder: Path) -> Tensor | None:
-    """The state of this rank's loader in a checkpoint; None: it was not saved, or of other shares. Called by: every rank."""
+    """The state of this rank's loader in a checkpoint. None if not saved, or of other shares. Called by: every rank."""
     name = STATE.format(engine.data_coord, engine.data_size)
 
     def look() -> Tensor | None:
@@ -123,10 +123,10 @@ def state_of(
     losses: list[float] | None = None,
     data: Callable[[], Mapping[str, Tensor]] | None = None,
 ) -> dict[str, Tensor | Kept]:
-    """Everything that `resume` and `saved_data` need. data: gives the state of a loader.
+    """All state that `resume` and `saved_data` need. data: returns the state of a loader.
 
-    Raises TrainingError on every rank where one has what cannot be saved; UnsupportedOp in the simulator, where the parts
-    of a tensor do not know what they are parts of.
+    Raises TrainingError on every rank if one rank holds state that cannot be saved. Raises UnsupportedOp in the
+    simulator, where the parts of a tensor do not know their position in it.
     """
 
     def gather() -> dict[str, Tensor | Kept]:
@@ -135,8 +135,8 @@ def state_of(
                 raise UnsupportedOp(
                     f"{name} cannot be saved in the simulator",
                     given=f"a tensor that is split along {', '.join(dims)}",
-                    expected="whole tensors, or DTensors, which need torch's groups",
-                    hint="meshcomm train, with processes; or train.checkpoint_every = 0",
+                    expected="unsharded tensors, or DTensors, which need torch's process groups",
+                    hint="use processes (meshcomm train), or set train.checkpoint_every = 0",
                 )
         return {**engine.saved_state(), **({} if data is None else data())}
 
@@ -145,11 +145,11 @@ def state_of(
 
 
 def write(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path, lock: Lock) -> None:
-    """Write `state`, name -> DTensor or a tensor that is equal on all ranks that have it, into a new folder.
+    """Write `state` into a new folder. It maps names to DTensors or to tensors that are equal on all ranks that hold them.
 
-    lock:      what `resume` needs; `read` does without.
+    lock:      needed by `resume`; `read` works without it.
     Called by: every rank of the mesh. Returns when everything is on the disk, metadata and lock last.
-    Raises:    TrainingError on every rank where one of them could not write.
+    Raises:    TrainingError on every rank if one rank cannot write.
     """
     Save(mesh, state, divide(mesh, state), folder, complete=partial(lock.write, folder)).now()
 
@@ -160,10 +160,10 @@ class Checkpoints:
 
     `train.out` must be on a file system that the hosts of all ranks share.
 
-    With `train.checkpoint_async`, `save` returns when what this rank writes has been copied, and the
-    files are written while training goes on. Then, on every rank: `poll` before each step, and
-    `finish` after the last one. As a context, leaving it waits for a save that is under way: with
-    `finish`, or, where an error is on its way, alone and without an error of its own.
+    With `train.checkpoint_async`, `save` returns when this rank's data have been copied, and the files
+    are written while training continues. Then every rank calls `poll` before each step, and `finish`
+    after the last one. As a context manager, it waits on exit for a save in progress: with `finish`,
+    or, if an exception is propagating, on this rank alone and without raising.
     """
 
     def __init__(self, mesh: Mesh, train: TrainConfig) -> None:
@@ -175,16 +175,16 @@ class Checkpoints:
     def begin(self, attempt: Attempt, now: Lock) -> tuple[Resumed | None, Lock]:
         """Decide how the run starts, and make the folder ready for it. Every rank calls this.
 
-        It goes on with `train.resume`, or where the launcher has restarted the job that wrote
-        here. Otherwise what an earlier run left, metrics and checkpoints, is put aside. What broken
-        saves left is removed. Rank 0 decides and acts; any rank may be the one that was restarted.
+        The run continues from a checkpoint with `train.resume`, or if the launcher has restarted the job
+        that wrote here. Otherwise, metrics and checkpoints of an earlier run are renamed. Remains of
+        broken saves are removed. Rank 0 decides and acts, because any rank may be the restarted one.
 
         now:     the lock of this run at its first step; the checkpoint's must fit, see `lock.resume_differences`.
-        Returns: what it goes on from, None at a start; and the lock of that checkpoint, `now` where there is none.
-        Raises:  TrainingError where the folder cannot be read or written, ConfigError.
+        Returns: the checkpoint to continue from, None at a start; and its lock, or `now` if there is no checkpoint.
+        Raises:  TrainingError if the folder cannot be read or written, ConfigError.
         """
         mesh = self._mesh
-        # Each host's agent counts the failures of its own processes.
+        # The agent of each host counts only the failures of its own processes.
         restarts = max(of_every_rank(mesh, attempt.restarts))
 
         def decide() -> tuple[bool, str, int] | None:
@@ -203,7 +203,7 @@ class Checkpoints:
         return on_all_ranks(mesh, f"resume from {path}", look)
 
     def tidy(self) -> None:
-        """Remove what a save has left that ranks were lost in. Every rank calls this."""
+        """Remove the remains of a save that was interrupted by the loss of ranks. Called by: every rank."""
 
         def remove() -> None:
             if is_first(self._mesh) and self.folder.is_dir():
@@ -212,13 +212,13 @@ class Checkpoints:
         on_all_ranks(self._mesh, f"use {self.folder}", remove)
 
     def save(self, lock: Lock, state: Mapping[str, Tensor | Kept]) -> Path:
-        """Save `state` as the checkpoint of `lock.step`; remove those before the last `train.keep`.
+        """Save `state` as the checkpoint of `lock.step`; remove the checkpoints before the last `train.keep`.
 
-        Called by: every rank, with the state that each holds. Waits for a save that is under way.
-        Returns:   the path that the complete checkpoint has, or will have where it is written beside
-                   the training; `state` may change then.
-        Raises:    TrainingError on every rank where one could not write. The checkpoints before
-                   this one are as they were, whatever happens and whenever the job ends.
+        Called by: every rank, with the state that it holds. Waits for a save in progress.
+        Returns:   the path of the complete checkpoint. If it is written in the background, the path appears
+                   later; `state` may change from now on.
+        Raises:    TrainingError on every rank if one rank cannot write. Earlier checkpoints stay intact,
+                   whatever happens and whenever the job ends.
         """
         self.finish()
         path = self.folder / name_of(lock.step)
@@ -239,18 +239,18 @@ class Checkpoints:
         return path
 
     def poll(self) -> None:
-        """Raise on every rank what made a save beside the training fail; before each step.
+        """Raise the error of a background save on every rank. Call it before each step.
 
-        Called by: every rank, at the same point of the program. While a save is under way it costs an
-        all_reduce of two numbers per dim, else nothing.
-        Raises: TrainingError, the same on every rank: which rank could not save, and why.
+        Called by: every rank, at the same point of the program. Costs an all_reduce of two numbers per dim
+                   while a save is in progress, and nothing otherwise.
+        Raises: TrainingError, the same on every rank, with the rank that could not save and the reason.
         """
         save, self._under_way = self._under_way, None
         if save is not None and not save.poll():
             self._under_way = save
 
     def finish(self) -> None:
-        """Wait until a save that is under way is complete, for `mesh.timeout_s` at most.
+        """Wait until a save in progress is complete, for `mesh.timeout_s` at most.
 
         Called by: every rank, at the same point of the program. Raises as `poll`.
         """
@@ -286,7 +286,7 @@ class Checkpoints:
             tidy(self.folder)
         if every:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Last: only what was put aside before it can be taken for the job's own.
+            # Last: only what was renamed before it can be mistaken for the job's own files.
             replace(marker, job)
         if found:
             replace(self.folder / LATEST, found[-1])

@@ -1,15 +1,15 @@
-"""The folder of a run's checkpoints: which of them are complete, and how a draft becomes a checkpoint at once.
+"""The folder of a run's checkpoints: which of them are complete, and how a draft becomes a checkpoint atomically.
 
     <train.out>/checkpoints/
         job                  the job that writes here, so that its restarts know their own
         latest               the name of the newest complete checkpoint, for people and scripts
         step-000040/         a complete checkpoint: tensors and .metadata, and lock.json with the digests of
                              .metadata and of itself
-        step-000060.saving/  being written, or what a broken save left
+        step-000060.saving/  in progress, or the remains of a broken save
         step-000020.removing/
 
-A checkpoint is complete when it has its final name: it gets that by a single rename, after every
-rank's files have been synced to the disk. What else lies here is removed at the next start.
+A checkpoint is complete when it has its final name. It gets that name by a single rename, after the
+files of all ranks have been synced to the disk. Everything else in this folder is removed at the next start.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SAVING, _REMOVING = ".saving", ".removing"
 
 
 def name_of(step: int) -> str:
-    """The name of a step's complete checkpoint."""
+    """The name of the complete checkpoint of a step."""
     return f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint is named after, complete or being saved; -1 for another name.
+    """The step in the name of a checkpoint, complete or in progress; -1 for another name.
 
     >>> step_of(Path("checkpoints/step-000040")), step_of(Path("step-000060.saving")), step_of(Path("x"))
     (40, 60, -1)
@@ -43,12 +43,12 @@ def step_of(path: Path) -> int:
 
 
 def saving(path: Path) -> Path:
-    """Where the checkpoint `path` is written until it is complete."""
+    """The path where the checkpoint `path` is written until it is complete."""
     return path.with_name(path.name + _SAVING)
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the folder `path` is a complete checkpoint, by what is in it."""
+    """Whether the folder `path` is a complete checkpoint, judged by its content."""
     return path.suffix != _SAVING and (path / METADATA).is_file() and (path / LOCK).is_file()
 
 
@@ -67,20 +67,24 @@ def has(folder: Path, step: int) -> bool:
 
 
 def go_on_without(path: Path) -> str:
-    """What to try where the checkpoint `path` is not written: the newest complete one before it, or a new run."""
+    """The advice if the checkpoint `path` is not written: the newest complete one before it, or a new run."""
     older = [each for each in complete(path.parent) if each != path and step_of(each) <= step_of(path)]
-    return f"train.resume = true goes on from {older[-1]}" if older else "none is before it, so start afresh"
+    return (
+        f"train.resume = true continues from {older[-1]}"
+        if older
+        else "there is no earlier checkpoint; start a new run"
+    )
 
 
 def instead_of(path: Path) -> str:
-    """What to try where the checkpoint `path` is damaged, or is not there."""
+    """The advice if the checkpoint `path` is damaged or missing."""
     if not path.is_dir():
-        return f"the path of a folder that was saved; {path} is none"
+        return f"give the path of a saved folder; {path} is not one"
     return f"move {path} away; {go_on_without(path)}"
 
 
 def commit(path: Path) -> None:
-    """Make `saving(path)`, whose files are on the disk, the complete checkpoint `path`. Raises OSError."""
+    """Make `saving(path)`, whose files are synced, the complete checkpoint `path`. Raises OSError."""
     draft = saving(path)
     sync(draft)
     draft.rename(path)
@@ -97,7 +101,7 @@ def keep_last(folder: Path, count: int) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what broken saves left. Raises OSError."""
+    """Remove the remains of broken saves. Raises OSError."""
     for path in folder.iterdir():
         if path.name.startswith("step-") and path.name.endswith((_SAVING, _REMOVING)):
             shutil.rmtree(path)
@@ -106,7 +110,7 @@ def tidy(folder: Path) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write `text` and a newline into `path`, which holds the old or the new text at any moment."""
+    """Write `text` and a newline into `path`, which holds either the old or the new text at any moment."""
     draft = path.with_name(path.name + ".tmp")
     write(draft, (text + "\n").encode())
     draft.replace(path)
@@ -114,13 +118,13 @@ def replace(path: Path, text: str) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write the file `path` and have it on the disk. Raises OSError."""
+    """Write the file `path` and sync it to the disk. Raises OSError."""
     path.write_bytes(content)
     sync(path)
 
 
 def sync(path: Path) -> None:
-    """Have a file's content, or a folder's names, on the disk."""
+    """Sync a file's content, or a folder's entries, to the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -1,7 +1,7 @@
 """Read the tensors of a checkpoint in one process, without running code from it.
 
-DCP's metadata is a pickle: here it goes through a reader that knows the few classes that metadata of
-tensors is made of and refuses everything else, so that a checkpoint from elsewhere cannot run code.
+DCP's metadata is a pickle. It is read with an unpickler that knows the few classes needed for metadata of
+tensors and refuses everything else, so that a checkpoint from an untrusted source cannot run code.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ SAFETENSORS_NAMES: Final = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-"""The dtypes that a checkpoint can hold beside complex ones, and what the safetensors format calls them."""
+"""The dtypes that a checkpoint can hold, apart from complex ones, with their names in the safetensors format."""
 
-# The classes that plans and metadata of tensors are made of. Nothing in them is a pickled object of its own:
-# entries that are not tensors (BytesStorageMetadata) are left out, as reading one would unpickle it.
+# The classes in plans and metadata of tensors. They hold no nested pickles: entries that are not tensors
+# (BytesStorageMetadata) are left out, because reading one would unpickle it.
 _KNOWN: Final = {
     "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
     "torch.distributed.checkpoint.metadata": {
@@ -71,7 +71,7 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Kind(NamedTuple):
-    """What a whole tensor looks like."""
+    """Dtype and shape of a full tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class Kind(NamedTuple):
 
 @final
 class Saved:
-    """The tensors of one checkpoint's folder. Raises TrainingError where the metadata is not there or is none."""
+    """The tensors in the folder of one checkpoint. Raises TrainingError if its metadata is missing or invalid."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,7 +90,7 @@ class Saved:
         try:
             metadata = unpickle(path.read_bytes())
             if not isinstance(metadata, Metadata):
-                raise pickle.UnpicklingError(f"a {type(metadata).__name__} in place of metadata")
+                raise pickle.UnpicklingError(f"a {type(metadata).__name__} instead of metadata")
         except Exception as error:  # a damaged pickle may raise anything
             said = error if isinstance(error, OSError | pickle.UnpicklingError) else repr(error)
             raise TrainingError(
@@ -103,7 +103,7 @@ class Saved:
 
     @property
     def kinds(self) -> dict[str, Kind]:
-        """Every tensor by its global name. What is no tensor is left out."""
+        """Every tensor by its global name. Entries that are not tensors are left out."""
         return {
             name: Kind(saved.properties.dtype, tuple(saved.size))
             for name, saved in self._metadata.state_dict_metadata.items()
@@ -111,10 +111,10 @@ class Saved:
         }
 
     def fill(self, state: Mapping[str, Tensor | Kept]) -> None:
-        """Write into the tensors of `state`, DTensors or whole ones, only reading what they need.
+        """Fill the tensors of `state`, DTensors or unsharded ones, reading only the data that they need.
 
-        Raises TrainingError where a name, shape or dtype differs, parts are missing, or a file is not there,
-        cut short, or has other bytes than those that were written.
+        Raises TrainingError if a name, shape or dtype differs, parts are missing, or a file is missing, truncated
+        or changed since it was written.
         """
         kinds = self.kinds
         for name, tensor in state.items():
@@ -149,14 +149,14 @@ class Saved:
         piece.write(values.to(piece.held.device))
 
     def load(self, name: str) -> Tensor:
-        """One tensor, whole. Raises TrainingError as `fill`."""
+        """One full tensor. Raises TrainingError as `fill`."""
         dtype, shape = self.kinds[name]
         tensor = torch.empty(shape, dtype=dtype)
         self.fill({name: tensor})
         return tensor
 
     def _read(self, index: MetadataIndex, dtype: torch.dtype) -> Tensor:
-        """One part of a tensor as it was saved: a zip file of its own, within a file, as torch.save makes it."""
+        """One part of a tensor as it was saved: a zip file embedded in a file, as torch.save writes it."""
         path = self.folder
         try:
             place = self._metadata.storage_data[index]
@@ -166,9 +166,9 @@ class Saved:
                 record = io.BytesIO(file.read(place.length))
             if record.getbuffer().nbytes < place.length:
                 raise ValueError(f"ends within the {place.length} bytes from {place.offset} on")
-            # torch.load does not look at them.
+            # torch.load does not check the CRCs.
             if (bad := zipfile.ZipFile(record).testzip()) is not None:
-                raise ValueError(f"the CRC-32 of {bad} is another than when it was written")
+                raise ValueError(f"the CRC-32 of {bad} differs from the one that was written")
             record.seek(0)
             found: Tensor = torch.load(record, map_location="cpu", weights_only=True)
             if type(found) is not Tensor or found.layout != torch.strided:
@@ -177,7 +177,7 @@ class Saved:
             sizes = next(tuple(each.sizes) for each in chunks.chunks if tuple(each.offsets) == index.offset)
             held, described = Kind(found.dtype, tuple(found.shape)), Kind(dtype, sizes)
             if held != described:
-                raise ValueError(f"holds {held}, and the metadata have {described}")
+                raise ValueError(f"holds {held}, but the metadata describe {described}")
         except Exception as error:
             said = error.strerror if isinstance(error, OSError) else None
             raise TrainingError(
@@ -191,7 +191,7 @@ class Saved:
     def _check(self, name: str, kind: Kind, there: Kind | None) -> None:
         given = "no such tensor" if there is None else str(there)
         if there == kind:
-            # Nothing else would notice a part that nobody saved: the tensor would keep what it had.
+            # Otherwise nothing would notice a missing part: the tensor would keep its old values.
             saved: Any = self._metadata.state_dict_metadata[name]
             given = _untiled([(tuple(each.offsets), tuple(each.sizes)) for each in saved.chunks], kind.shape)
             if not given:
@@ -200,34 +200,34 @@ class Saved:
             f"the checkpoint does not fit: {name}",
             given=f"{given} in {self.folder}",
             expected=str(kind),
-            hint="resume with the configuration of the checkpoint; its lock.json has it",
+            hint="resume with the configuration of the checkpoint, which is in its lock.json",
         )
 
 
 def _file(folder: Path, place: Any) -> Path:
-    """Where a record lies. Raises ValueError for what is no part of a file in the folder."""
+    """The file of a record. Raises ValueError for a path outside the folder."""
     name, numbers = place.relative_path, (place.offset, place.length)
     if not isinstance(name, str) or Path(name).name != name or name == "..":
-        raise ValueError(f"{name!r} is no file of this folder")
+        raise ValueError(f"{name!r} is not a file of this folder")
     if not all(type(each) is int and each >= 0 for each in numbers):
-        raise ValueError(f"{numbers} is no offset and length")
+        raise ValueError(f"{numbers} is not an offset and a length")
     return folder / name
 
 
 def _untiled(chunks: list[Box], shape: tuple[int, ...]) -> str:
-    """Why the chunks are no tiling of a tensor of this shape, without gaps and overlaps; "" if they are."""
+    """Why the chunks do not tile a tensor of this shape, without gaps and overlaps; "" if they do."""
     for offsets, sizes in chunks:
         within = len(offsets) == len(sizes) == len(shape) and all(
             type(at) is int and type(size) is int and at >= 0 and size >= 0 and at + size <= whole
             for at, size, whole in zip(offsets, sizes, shape, strict=True)
         )
         if not within:
-            return f"a part of shape {sizes} at {offsets}, outside of shape {shape},"
+            return f"a part of shape {sizes} at {offsets}, outside shape {shape},"
     parts, whole = sum(math.prod(sizes) for _, sizes in chunks), math.prod(shape)
     if parts != whole:
         return f"parts of {parts} of {whole} elements"
     boxes = [(at, sizes) for at, sizes in chunks if math.prod(sizes)]
-    # Along the axis that most of them are cut on, few are met at a time.
+    # Along the axis with the most cuts, each chunk has few neighbors to compare with.
     axis = max(range(len(shape)), key=lambda axis: len({at[axis] for at, _ in boxes}), default=0)
     met: list[Box] = []
     for at, sizes in sorted(boxes, key=lambda box: box[0][axis : axis + 1]):
@@ -243,36 +243,36 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 def unpickle(text: bytes) -> Any:
-    """A plan, metadata, or what became of them. Raises UnpicklingError where it holds anything else."""
+    """A plan, metadata, or a part of one. Raises UnpicklingError if it holds anything else."""
     return _Plain(io.BytesIO(text)).load()
 
 
 @final
 class _Plain(pickle._Unpickler):
-    """Reads plans and metadata, and refuses every other class or function. In Python, since the reader in C sets
-    attributes of classes, and of members of an Enum, where a pickle says so.
+    """Reads plans and metadata, and refuses every other class or function. In Python, because the unpickler in C
+    sets attributes of classes, and of members of an Enum, if a pickle asks for it.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         """Raises UnpicklingError for a name that plans and metadata do not need."""
         if (module, name) == ("builtins", "getattr"):
-            return _member  # Python 3.11.0 to 3.11.3 pickle the member of an Enum so
+            return _member  # Python 3.11.0 to 3.11.3 pickle the member of an Enum this way
         if name not in _KNOWN.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint of tensors")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint of tensors")
         return super().find_class(module, name)
 
     def _build(self) -> None:
-        """Give an object that was just made its fields, and nothing else."""
+        """Set the fields of an object that was just made, and nothing else."""
         stack: list[Any] = self.stack  # type: ignore[attr-defined]
         state, made = stack.pop(), stack[-1]
         if type(made) is TensorProperties and isinstance(state, tuple):
             made.__setstate__(state)
             return
-        # Of an object, never of a class: only a class that find_class gave has made one.
+        # Only objects, never classes: only a class from find_class makes an object.
         known = {each.name for each in fields(made)} if is_dataclass(type(made)) else ()
         if not isinstance(state, dict) or not known or not known >= state.keys():
             kind = getattr(made, "__name__", type(made).__name__)
-            raise pickle.UnpicklingError(f"a state of a {kind} has no place in a checkpoint of tensors")
+            raise pickle.UnpicklingError(f"the state of a {kind} is not allowed in a checkpoint of tensors")
         vars(made).update(state)
 
     dispatch: ClassVar = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}  # type: ignore[dict-item]
@@ -281,6 +281,6 @@ class _Plain(pickle._Unpickler):
 def _member(kind: Any, name: str) -> Enum:
     """The member of an Enum, and nothing else that getattr can reach."""
     if not (isinstance(kind, EnumType) and name in kind.__members__):
-        raise pickle.UnpicklingError(f"{kind!r}.{name} has no place in a checkpoint of tensors")
+        raise pickle.UnpicklingError(f"{kind!r}.{name} is not allowed in a checkpoint of tensors")
     found: Enum = kind[name]
     return found

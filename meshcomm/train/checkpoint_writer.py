@@ -1,10 +1,10 @@
 """Write sharded tensors into one folder: each rank writes its part, and any mesh can read them.
 
-The format and the planner are those of torch.distributed.checkpoint. Its `save` and `async_save` are not used: they
-talk over one group of all processes, the last of them from a thread of its own, and gather every rank's plan on one.
-Here ranks that have the same part agree along one dim of the mesh after the other on who writes it, by 16 bytes a part;
-the writing communicates with nobody; and what each has written lies in a file beside it, until the lowest rank has
-made the metadata of all of them.
+The format and the planner are those of torch.distributed.checkpoint. Its `save` and `async_save` are not used.
+They communicate over one group of all processes, `async_save` from a thread, and gather the plans of all ranks on
+one rank. Here, ranks that hold the same part agree on who writes it, one dim of the mesh after another, with 16
+bytes per part. Writing itself needs no communication. Each rank lists what it has written in a file next to its
+data. In the end, the lowest rank combines these lists into the metadata.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _PAUSE_S: Final = 0.01
 
 
 def divide(mesh: Mesh, state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
-    """Which parts of a state this rank writes: of those that several ranks have, each is written by one.
+    """The parts of a state that this rank writes. If several ranks hold a part, one of them writes it.
 
-    state: name -> DTensor, or a plain tensor that is the same on every rank that has the name; `Kept` where a weight
+    state: name -> DTensor, or a plain tensor that is the same on every rank that has the name; `Kept` if a weight
         with parts has another layout in memory than in the checkpoint. Plain data and
         numbers of the optimizer are compared: see `_is_compared`.
-    Called by: every rank. One gather of objects per dim of more than one rank, of 16 bytes for each part
-        that a rank has: it grows with the ranks of a dim, not with those of the mesh.
-    Raises: TrainingError on every rank where one cannot say what it has, or where ranks differ in what is compared.
+    Called by: every rank. One gather of objects per dim of more than one rank, with 16 bytes for each part
+        that a rank holds: the cost grows with the size of a dim, not of the mesh.
+    Raises: TrainingError on every rank if one rank cannot list its parts, or if compared values differ between ranks.
     """
     mine = on_all_ranks(mesh, "divide a checkpoint", partial(_parts, state))
     names = {key: item.index.fqn for key, (item, _) in mine.items()}
@@ -71,7 +71,7 @@ def divide(mesh: Mesh, state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
                 holders.setdefault(key, []).append(coord)
                 if contents.get(key, content) != content:
                     different.append(f"{names[key]} along {dim}")
-        # Along each dim another share of the parts for each, and the same one on all ranks beside it.
+        # Along each dim each rank gets another share of the parts; ranks with the same coord get the same share.
         mine = {
             key: item
             for key, item in mine.items()
@@ -86,14 +86,14 @@ def _raise_different(names: list[str]) -> None:
         raise TrainingError(
             f"ranks that hold the same state differ in {names[0].split(' ')[0]}",
             given=", ".join(names[:8]),
-            expected="the same numbers on every rank: only one rank's are saved",
-            hint="make them of what all ranks have, such as reduced values or whole tensors, not of a rank's own part "
-            "or samples",
+            expected="the same numbers on every rank, because only one rank saves them",
+            hint="compute them from data that all ranks have, such as reduced values or unsharded tensors, not from a rank's "
+            "own part or samples",
         )
 
 
 def _parts(state: Mapping[str, Tensor | Kept]) -> dict[bytes, tuple[WriteItem, bytes]]:
-    """Each part, and what is compared of it: a digest of its bytes, or zeros."""
+    """Each part, and the value to compare for it: a digest of its bytes, or zeros."""
     found: dict[bytes, tuple[WriteItem, bytes]] = {}
     for name, tensor in state.items():
         content = bytes(_KEY_BYTES)
@@ -108,7 +108,7 @@ def _parts(state: Mapping[str, Tensor | Kept]) -> dict[bytes, tuple[WriteItem, b
 
 
 def _is_compared(name: str, tensor: Tensor) -> bool:
-    """Plain data, extra state of modules, and an optimizer's numbers: small, and equal where nothing is wrong."""
+    """Plain data, extra state of modules, and an optimizer's numbers: small, and equal unless something is wrong."""
     if isinstance(tensor, DTensor):
         return False
     number = name.startswith("optimizer.") and not tensor.ndim
@@ -124,7 +124,7 @@ def _number(key: bytes, dim: str) -> int:
 
 
 def parts_of(state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
-    """The parts of `state` that this process has."""
+    """The parts of `state` that this process holds."""
     plain = {name: each for name, each in state.items() if not isinstance(each, Kept)}
     found: list[WriteItem] = create_default_local_save_plan(plain, True).items
     for name, kept in state.items():
@@ -144,7 +144,7 @@ def _item(name: str, kept: Kept, piece: Piece) -> WriteItem:
 
 
 def value_of(state: Mapping[str, Tensor | Kept], copy: bool, item: WriteItem) -> Tensor:
-    """The part of a tensor of `state` that `item` stands for, in host memory; in memory of its own with `copy`."""
+    """The part of a tensor of `state` that `item` names, in host memory; with `copy`, in newly allocated memory."""
     held = state.get(item.index.fqn)
     if isinstance(held, Kept):
         at = item.index.offset
@@ -155,7 +155,7 @@ def value_of(state: Mapping[str, Tensor | Kept], copy: bool, item: WriteItem) ->
         part = find_state_dict_object(dict(state), item.index).detach()
     if part.device.type != "cuda":
         return part.to("cpu", copy=copy)
-    # Into pinned memory the device writes by itself; torch keeps such memory for the next copy.
+    # The device copies to pinned memory asynchronously; torch keeps such memory for the next copy.
     host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
     return host.copy_(part)
 
@@ -163,10 +163,10 @@ def value_of(state: Mapping[str, Tensor | Kept], copy: bool, item: WriteItem) ->
 def write_part(
     folder: Path, rank: int, items: Iterable[WriteItem], value: Callable[[WriteItem], Tensor]
 ) -> None:
-    """Write this rank's file and sync it to the disk; beside it, for `write_metadata`, what is in it.
+    """Write this rank's file and sync it to the disk, with a list of its content for `write_metadata`.
 
-    value: gives the values of a part when its turn has come; one part is in memory at a time.
-    Communicates with nobody, and may be called in any thread. Raises OSError that names the file.
+    value: returns the values of a part when they are needed; one part is in memory at a time.
+    Does not communicate, and may be called in any thread. Raises OSError that names the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     items = list(items)
@@ -177,7 +177,7 @@ def write_part(
             for item in items:
                 part = value(item)
                 if part.untyped_storage().nbytes() != part.nbytes:
-                    part = part.clone()  # else all of the memory that it is a view of would be written
+                    part = part.clone()  # otherwise the full storage behind the view would be written
                 record = io.BytesIO()
                 torch.save(part, record)
                 place = storage_info(path.name, file.tell(), record.tell())
@@ -192,9 +192,9 @@ def write_part(
 
 
 def write_metadata(folder: Path, ranks: Iterable[int]) -> None:
-    """The lowest rank, when all have written: look for each rank's files, and write the metadata of all.
+    """On the lowest rank, after all ranks have written: check each rank's files, and write the metadata of all.
 
-    Raises TrainingError where a file is missing or short, ValueError where the ranks' states do not go
+    Raises TrainingError if a file is missing or short, ValueError if the states of the ranks do not fit
     together, OSError.
     """
     written = [_written(folder, rank) for rank in ranks]
@@ -220,15 +220,15 @@ def write_metadata(folder: Path, ranks: Iterable[int]) -> None:
 class Save:
     """One folder that all ranks write: `write_part` on each, then `write_metadata` and `complete` on the lowest.
 
-    `now` does that between two steps; `start` in a thread of each rank, the second part when every rank has ended
-    the first. The training's groups carry one sequence of calls, and a thread that used them too would mix its
-    own among them: so ranks agree in `poll`, in the training's own thread.
+    `now` does that between two steps. `start` does it in a thread of each rank; the second part starts when every
+    rank has ended the first. The process groups of the training carry one sequence of calls, which calls from another
+    thread would disturb. So ranks agree in `poll`, in the thread of the training.
 
-    items:     what this rank writes, as `divide` says.
-    copy:      put what is written aside in host memory, so that the state may change before it is written.
-    Called by: every rank of the mesh, as are all methods but `settle`, at the same point of the program.
-    Raises:    TrainingError on every rank where one of them could not write: with the words and the name of the
-               lowest such rank, the file, and how full the disk is. What was written is removed then.
+    items:     the parts that this rank writes, from `divide`.
+    copy:      copy the data to host memory first, so that the state may change before it is written.
+    Called by: every rank of the mesh, at the same point of the program; so are all methods but `settle`.
+    Raises:    TrainingError on every rank if one rank cannot write: with the error and name of the lowest such
+               rank, the file, and the free space of the disk. All written files are removed then.
     """
 
     def __init__(
@@ -252,19 +252,19 @@ class Save:
         self._left = [self._write, self._finish]
 
     def now(self) -> None:
-        """Write all of it; returns when it is on the disk."""
+        """Write everything. Returns when it is on the disk."""
         for piece in self._left:
             self._together(piece)
 
     def start(self) -> None:
-        """Begin to write it beside the training."""
+        """Start to write in the background."""
         self._began = time.monotonic()
         self._next()
 
     def poll(self, in_time: bool = True) -> bool:
-        """Whether all of it is done, the same answer on all ranks: an all_reduce of two numbers per dim, no wait.
+        """Whether everything is done, the same answer on all ranks. Costs an all_reduce of two numbers per dim; does not wait.
 
-        in_time: False on a rank that does not wait any longer; then all raise where one has not ended.
+        in_time: False on a rank that has given up waiting; then all ranks raise if one has not ended.
         """
         flags = torch.tensor([self._ended.is_set(), in_time], dtype=torch.int32, device=self._mesh.device)
         for dim in self._mesh.layout.dims:
@@ -279,15 +279,15 @@ class Save:
         return False
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all of it is done, for `timeout_s` at most."""
+        """Wait until everything is done, for `timeout_s` at most."""
         deadline = time.monotonic() + timeout_s
         while not self.poll(time.monotonic() < deadline):
             self._ended.wait(_PAUSE_S)
 
     def settle(self, timeout_s: float, grace_s: float) -> None:
-        """Wait as `wait`, but alone: for a rank that is about to end with an error of its own.
+        """Wait as `wait`, but on this rank alone: for a rank that is about to end with another error.
 
-        grace_s: how long for the others, once this rank has ended: it hears of them in the folder only.
+        grace_s: how long to wait for the others after this rank has ended. It sees their progress only in the folder.
         """
         deadline = time.monotonic() + timeout_s
         self._ended.wait(timeout_s)
@@ -299,7 +299,7 @@ class Save:
     def _next(self) -> None:
         self._failure: Exception | None = None
         self._ended = threading.Event()
-        # A daemon: where a disk hangs, the process can end all the same.
+        # A daemon, so that the process can end even if a disk hangs.
         threading.Thread(
             target=self._tried, args=(self._left.pop(0),), name=f"meshcomm: {self._what}", daemon=True
         ).start()
@@ -315,7 +315,7 @@ class Save:
         if not self._ended.is_set():
             raise TrainingError(
                 f"{self._mesh.label} could not {self._what}",
-                given=f"not done {time.monotonic() - self._began:.1f} s after it was begun",
+                given=f"not done {time.monotonic() - self._began:.1f} s after it began",
                 expected="a disk that answers within mesh.timeout_s",
             )
         if self._failure is not None:
@@ -339,7 +339,7 @@ class Save:
         try:
             return on_all_ranks(self._mesh, self._what, on_disk)
         except TrainingError:
-            # Give the disk its space back: what was written is of no use.
+            # Free the disk space: the files are of no use.
             if is_first(self._mesh):
                 shutil.rmtree(self._folder, ignore_errors=True)
             raise
@@ -352,12 +352,12 @@ class Save:
             f"{self._mesh.label} could not {self._what}",
             given=f"{error.strerror or error}: {error.filename or self._folder}{free}",
             expected="a folder that every rank can write to, with space for its part",
-            hint=f"{'make space' if full else 'mend the disk'}, then {go_on_without(self._folder)}",
+            hint=f"{'make space' if full else 'repair the disk'}, then {go_on_without(self._folder)}",
         )
 
 
 def _written(folder: Path, rank: int) -> Path:
-    """Where a rank says what it has written."""
+    """The file in which a rank lists what it has written."""
     return folder / f"__{rank}.written"
 
 

@@ -1,4 +1,4 @@
-"""The state of a rank in memory: sent to another rank, put into an engine, and kept as a copy on the rank beside it."""
+"""The state of a rank in memory: sent to another rank, put into an engine, and kept as a copy on the next rank."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ _AT_ONCE_BYTES: Final = 32 << 20
 class Held:
     """The state of a rank after a step.
 
-    parts: which parts of the model it is of, see `parts_held`. tensors: that rank's parts of the tensors of `kinds`.
-    facts: what that rank knew of the run, see `Steps.facts`. own: whether it is of the rank that has it in memory.
+    parts: the parts of the model that it belongs to, see `parts_held`. tensors: that rank's parts of the tensors of
+    `kinds`. facts: that rank's facts about the run, see `Steps.facts`. own: whether it is the state of the rank that
+    holds it in memory.
     """
 
     step: int
@@ -41,7 +42,7 @@ class Held:
 
     @classmethod
     def of(cls, engine: Engine, facts: Any, on: torch.device | None = None) -> Held:
-        """That of an engine, in its memory, or as a copy on a device."""
+        """The state of an engine: its own tensors, or a copy on a device."""
         state = engine.saved_state()
         return cls(
             engine.reached.applied,
@@ -55,7 +56,7 @@ class Held:
         )
 
     def put_into(self, engine: Engine) -> None:
-        """Make it the engine's state."""
+        """Load it into the engine."""
 
         def fill(room: dict[str, Tensor | Kept]) -> None:
             for name, into in room.items():
@@ -65,7 +66,7 @@ class Held:
         engine.put_back(self.kinds, fill, self.step)
 
     def send(self, mesh: Mesh, dim: str, dst: int) -> None:
-        """Send it to the engine of coord `dst`, which calls `receive`."""
+        """Send it to the rank at coord `dst`, which calls `receive`."""
         mesh.objects.send(dim, (self.kinds, self.step), dst)
         for x in self.tensors.values():
             if x.numel():
@@ -73,7 +74,7 @@ class Held:
 
 
 def receive(engine: Engine, dim: str, src: int) -> None:
-    """Make the state that coord `src` sends that of the engine."""
+    """Load the state that coord `src` sends into the engine."""
     mesh = engine.mesh
     kinds, step = mesh.objects.recv(dim, src=src)
 
@@ -104,14 +105,14 @@ def _place(parameter: Tensor) -> Sequence[object]:
 
 @final
 class Copies:
-    """Copies of the state of this rank and of the rank before it along a dim, in host memory.
+    """Copies of the state of this rank and of the previous rank along a dim, in host memory.
 
-    A rank that makes a copy may be lost before the others have made theirs. So the one before is kept until the next
-    step has ended, which no rank ends before all have left the copy.
+    A rank that makes a copy may be lost before the others have made theirs. So the previous copy is kept until the next
+    step has ended. No rank ends that step before all ranks have finished the copy.
     """
 
     def __init__(self) -> None:
-        # elastic.copy_every, or 0 where no rank is replaced.
+        # elastic.copy_every, or 0 if no rank is replaced.
         self.every = 0
         # By step, in the order in which they were made.
         self._of: dict[int, list[Held]] = {}
@@ -119,20 +120,20 @@ class Copies:
 
     @property
     def held(self) -> list[Held]:
-        """All of them, those of this rank's own state first."""
+        """All copies, those of this rank's own state first."""
         return sorted((each for held in self._of.values() for each in held), key=lambda each: not each.own)
 
     def begin_again(self) -> None:
-        """Have the next step make a copy: ranks are new, and have none."""
+        """Make a copy at the next step: some ranks are new and have none."""
         self._first = True
 
     def clear(self) -> None:
-        """Forget all of them: what comes is another training."""
+        """Drop all copies: another training follows."""
         self._of.clear()
         self._first = True
 
     def after_step(self, engine: Engine, facts: Callable[[], Any] | None = None, due: bool = False) -> None:
-        """Make a copy where `elastic.copy_every` says so, or where it is due.
+        """Make a copy if `elastic.copy_every` asks for it, or if one is due.
 
         Called by: every rank, after each step.
         """
@@ -151,7 +152,7 @@ class Copies:
 
 
 def _along(engine: Engine) -> str | None:
-    """The outermost dim along which ranks have other parts of the model, or, where there is none, the same."""
+    """The outermost dim along which ranks hold different parts of the model. If there is none, one along which they hold the same."""
     sizes, parallel = engine.mesh.layout.dims, engine.sections.parallel
     dims = [dim for dim, size in sizes.items() if size > 1]
     apart = [dim for dim in dims if dim not in (parallel.data, parallel.context)]
@@ -159,7 +160,7 @@ def _along(engine: Engine) -> str | None:
 
 
 def _exchanged(mesh: Mesh, dim: str, own: Held) -> Held:
-    """Give `own` to the next rank along `dim`, and take that of the one before."""
+    """Send `own` to the next rank along `dim`, and receive that of the previous one."""
     at, size = mesh.coord(dim), mesh.size(dim)
     after, before = (at + 1) % size, (at - 1) % size
     head = (own.step, own.parts, own.kinds, {name: tuple(x.shape) for name, x in own.tensors.items()})
@@ -199,7 +200,7 @@ def _held(each: Tensor | Kept) -> Tensor:
 
 
 def _part(each: Tensor | Kept) -> Tensor:
-    """This rank's part, in memory as it is."""
+    """This rank's part, without a copy."""
     return local(_held(each).detach())
 
 

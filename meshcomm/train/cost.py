@@ -19,7 +19,7 @@ from meshcomm.transport.torch_private import DispatchMode
 
 
 class Memory(NamedTuple):
-    """The highest peak of memory among the ranks, and the rank that had it. kind: what was measured."""
+    """The highest peak memory of all ranks, and the rank that had it. kind: what was measured."""
 
     nbytes: int
     rank: int
@@ -27,7 +27,7 @@ class Memory(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """FLOP/s of the model on a rank, as the mean over ranks; and its share of what the devices can do, where known."""
+    """FLOP/s of the model on a rank, as the mean over ranks; and its share of the devices' peak, if known."""
 
     model_flops_per_s: float
     mfu: float | None
@@ -37,7 +37,7 @@ class Rates(NamedTuple):
 class Cost:
     """FLOPs, time and memory of a training step. Every rank of the mesh has a Cost, with the same results.
 
-    FLOPs are those of the first step that was counted; peak memory is that of the last comparison.
+    FLOPs are counted in one step, the first that is counted. Peak memory is taken at the last comparison.
     """
 
     def __init__(self, mesh: Mesh, train: TrainConfig) -> None:
@@ -46,12 +46,12 @@ class Cost:
         self._model = 0
         self._peak: float | None = None
         self.memory: Memory | None = None
-        # Optimisers make their state in the first step, so the second one may need more.
+        # Optimizers allocate their state in the first step, so the second one may need more.
         self._comparisons_due = 2
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the first step that runs inside; any other runs as it is."""
+        """Count the first step that runs inside; later steps run without counting."""
         if self._counter is not None:
             yield
             return
@@ -60,13 +60,13 @@ class Cost:
             yield
 
     def looked(self) -> None:
-        """Before a line is reported: compare ranks at the first two. Called by: every rank."""
+        """Compare ranks at the first two lines, before they are reported. Called by: every rank."""
         if self._comparisons_due:
             self._comparisons_due -= 1
             self.compare_counts()
 
     def compare_counts(self) -> None:
-        """Sum FLOPs up over the ranks and find the largest peak memory. Called by: every rank; one gather of objects."""
+        """Sum the FLOPs over the ranks and find the largest peak memory. Called by: every rank; one gather of objects."""
         counted = 0 if self._counter is None else self._counter.model
         peak = peak_flops(self._train, self._mesh.device)
         nbytes, kind = peak_memory(self._mesh.device)
@@ -78,7 +78,7 @@ class Cost:
         self.memory = Memory(nbytes, ranks_of(self._mesh)[most.index(nbytes)], kind)
 
     def rates(self, steps_per_s: float) -> Rates | None:
-        """Of so many steps a second; None while nothing was counted, or where there was nothing that counts."""
+        """The rates at this number of steps per second. None if nothing was counted, or if nothing counted has FLOPs."""
         if not self._model or not steps_per_s:
             return None
         ranks = len(ranks_of(self._mesh))
@@ -87,7 +87,7 @@ class Cost:
 
 
 def peak_memory(device: torch.device) -> tuple[int, str]:
-    """The most bytes so far, what came before the run included, and of what: torch's on CUDA, else of this process."""
+    """The peak in bytes so far, since the process started, and its kind: torch's on CUDA, otherwise the process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "allocated by torch"
     # Not on Windows.
@@ -99,13 +99,13 @@ def peak_memory(device: torch.device) -> tuple[int, str]:
 
 @final
 class FlopCounter(DispatchMode):  # type: ignore[misc]
-    """While it is entered: `model`, the FLOPs that this thread, and the backward passes that it starts, need.
+    """Context manager that counts the FLOPs of `model` in this thread and in the backward passes that it starts.
 
-    By the formulas of torch.utils.flop_counter: 2 m n k for a matrix product, likewise for products of groups of rows,
-    convolutions and attention, whose causal mask hides nothing; anything else counts nothing. Of compiled code, what it
-    calls of torch's kernels, not those that it generates. Of DTensors, a rank's own part.
+    Uses the formulas of torch.utils.flop_counter: 2 m n k for a matrix product; likewise for grouped matrix products,
+    convolutions and attention, whose causal mask is ignored. Other operators count 0. In compiled code, calls of torch's
+    kernels are counted and generated kernels are not. Of DTensors, a rank's own part counts.
 
-    Left out is what is computed again: by activation checkpointing, in a backward pass, and the scores in the backward
+    Recomputation is left out: by activation checkpointing in a backward pass, and of the scores in the backward
     of fused attention.
     """
 
@@ -117,11 +117,11 @@ class FlopCounter(DispatchMode):  # type: ignore[misc]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled."""
+        """Keep compiled code compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count a call and make it."""
+        """Count a call and run it."""
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -129,16 +129,16 @@ class FlopCounter(DispatchMode):  # type: ignore[misc]
         formula = flops_of(func)
         if formula is not None and not recomputes():
             flops = int(formula(*args, **kwargs, out_val=result))
-            # Five products where the gradients need four.
+            # Five products, of which the gradients need four.
             again = "attention" in str(func) and "backward" in str(func)
             self.model += flops * 4 // 5 if again else flops
         return result
 
 
-# Dense, without sparsity, as the data sheets have it, in TFLOP/s for bfloat16, TF32 and float32; None: not in them. By a
-# pattern of torch.cuda.get_device_name. The first that is found counts.
+# Dense, without sparsity, as in the data sheets, in TFLOP/s for bfloat16, TF32 and float32; None if not given. By a
+# pattern of torch.cuda.get_device_name. The first match counts.
 _PEAKS: Final[dict[str, tuple[float | None, ...]]] = {
-    # nvidia.com/en-us/data-center: gb200-nvl72, b200, h200, h100, a100, l40s, l4, a10, a30, a40; half of what is said "with sparsity".
+    # nvidia.com/en-us/data-center: gb200-nvl72, b200, h200, h100, a100, l40s, l4, a10, a30, a40; half of the figures "with sparsity".
     r"\bGB200\b": (2500, None, None),
     r"\bB200\b": (2250, None, None),
     r"\bH[12]00 NVL\b": (835.5, 417.5, 60),
@@ -150,19 +150,19 @@ _PEAKS: Final[dict[str, tuple[float | None, ...]]] = {
     r"\bA10\b": (125, 62.5, 31.2),
     r"\bA30\b": (165, 82, 10.3),
     r"\bA40\b": (149.7, 74.8, 37.4),
-    # NVIDIA's white papers of the Ada and Ampere GA102 architectures, with sums in float32.
+    # NVIDIA's white papers on the Ada and Ampere GA102 architectures, with float32 accumulation.
     r"\bRTX 4090$": (165.2, 82.6, 82.6),
     r"\bRTX 3090$": (71, 35.6, 35.6),
-    # amd.com/en/products/accelerators/instinct; of a MI250X one of its two devices.
+    # amd.com/en/products/accelerators/instinct; for an MI250X, one of its two devices.
     r"\bMI3(00|25)X\b": (1307.4, None, 163.4),
     r"\bMI250X\b": (191.5, None, None),
 }
 
 
 def peak_flops(train: TrainConfig, device: torch.device) -> float | None:
-    """The most FLOP/s of this rank's device: as train.peak_flops says, or of a well-known GPU; None where nobody knows.
+    """The peak FLOP/s of this rank's device: train.peak_flops, or the figure of a well-known GPU. None if unknown.
 
-    Of a GPU in the type that [train] multiplies in. A part of a GPU (MIG) is none of those that are known, nor a CPU.
+    For a GPU, in the dtype in which [train] multiplies. Unknown for a part of a GPU (MIG) and for a CPU.
     """
     if train.peak_flops is not None:
         return train.peak_flops
@@ -173,7 +173,7 @@ def peak_flops(train: TrainConfig, device: torch.device) -> float | None:
 
 
 def known_peak(name: str, dtype: str, tf32: bool = False) -> float | None:
-    """FLOP/s of the GPU that torch.cuda.get_device_name calls `name`; None where it or its number is not known.
+    """FLOP/s of the GPU that torch.cuda.get_device_name calls `name`. None if the GPU or its figure is unknown.
 
     >>> known_peak("NVIDIA H100 80GB HBM3", "bfloat16"), known_peak("NVIDIA H100 PCIe", "float32", tf32=True)
     (989400000000000.0, 378000000000000.0)

@@ -1,4 +1,4 @@
-"""What train.eval_every asks for: the loss on the validation part, and what a function of the user's finds."""
+"""The evaluations of train.eval_every: the loss on the validation part, and the results of a user's function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshcomm.train.data import Batches, Corpus, batches_of
 
 
 def evaluate_of(train: TrainConfig) -> Callable[[Any], Any] | None:
-    """The function of train.evaluate; None: there is none. Raises ConfigError where it cannot be imported."""
+    """The function of train.evaluate, None if not set. Raises ConfigError if it cannot be imported."""
     if train.evaluate is None:
         return None
     try:
@@ -25,15 +25,15 @@ def evaluate_of(train: TrainConfig) -> Callable[[Any], Any] | None:
             f"train.evaluate could not be imported: {type(error).__name__}: {error}",
             given=f"evaluate = {train.evaluate!r}",
             expected="module:function, which can be imported where the ranks run",
-            hint="its module in the folder that meshcomm is started in, or in PYTHONPATH",
+            hint="put its module into the folder in which meshcomm is started, or into PYTHONPATH",
         ) from error
 
 
 @final
 class Evaluator:
-    """The evaluations of one run. Raises TrainingError where there is too little to evaluate.
+    """The evaluations of one run. Raises TrainingError if there is too little to evaluate.
 
-    corpus: of [data], None of data that come from code. function: of train.evaluate, with the trainer.
+    corpus: of [data]; None if the data come from code. function: of train.evaluate, called with the trainer.
     """
 
     def __init__(self, engine: Engine, corpus: Corpus | None, function: Callable[[], Any] | None) -> None:
@@ -53,7 +53,7 @@ class Evaluator:
         self._batches = min(whole, train.eval_batches or whole)
 
     def after(self, step: int, tokens_per_step: int) -> Evaluation:
-        """Evaluate the weights. Called by: every rank. Raises TrainingError for what is no number."""
+        """Evaluate the weights. Called by: every rank. Raises TrainingError if a result is not a number."""
         began = time.perf_counter()
         found: dict[str, float] = {}
         if self._held is not None and self._batches:
@@ -80,7 +80,7 @@ class Evaluator:
         return TrainingError(
             "train.evaluate returns no numbers",
             given=f"{self._train.evaluate}: {given}",
-            expected="a number, the validation loss; or a dictionary of numbers by name, with loss among them where "
+            expected="a number, the validation loss; or a dictionary of numbers by name, which includes loss if "
             "the data have no validation part",
             hint='return {"loss": loss, "accuracy": accuracy}',
         )

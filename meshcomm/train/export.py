@@ -33,12 +33,12 @@ from meshcomm.train.trainer import Trainer
 
 CONFIG: Final = "config.json"
 SHARD_BYTES: Final = 5_000_000_000
-# What belongs to a model beside its weights, where the folder that it came from has it.
+# Files that belong to a model in addition to its weights, if its source folder has them.
 _BESIDE: Final = ("generation_config.json", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.jinja")
 
 
 class Exported(NamedTuple):
-    """What went from where to where."""
+    """What was exported, from where, and to where."""
 
     source: Path
     target: Path
@@ -55,9 +55,9 @@ def find_checkpoint(path: Path) -> Path:
     if not found:
         raise TrainingError(
             f"there is no complete checkpoint in {path}",
-            given=f"{path}" if path.is_dir() else f"{path}, which is no folder",
+            given=f"{path}" if path.is_dir() else f"{path}, which is not a folder",
             expected=f"a run's train.out, or one of its {FOLDER}/{name_of(100)}",
-            hint="train.checkpoint_every = 100 saves some",
+            hint="to save checkpoints, set train.checkpoint_every = 100",
         )
     return found[-1]
 
@@ -65,8 +65,8 @@ def find_checkpoint(path: Path) -> Path:
 def export_weights(source: Path, target: Path) -> Exported:
     """Write the weights of a checkpoint into the safetensors file `target`, as the module's state_dict has them.
 
-    source: a complete checkpoint, or a run, whose last one it is then; saved on any mesh.
-    Needs no process group. Raises TrainingError; UnsupportedOp for an extra state that is no tensor.
+    source: a complete checkpoint, saved on any mesh; or a run, whose last checkpoint is used.
+    Needs no process group. Raises TrainingError; UnsupportedOp for an extra state that is not a tensor.
     """
     folder = find_checkpoint(source)
     lock, saved = Lock.read(folder), Saved(folder)
@@ -75,9 +75,9 @@ def export_weights(source: Path, target: Path) -> Exported:
         if full.startswith(OF_MODULE):
             name = full.removeprefix(OF_MODULE)
             raise UnsupportedOp(
-                f"the extra state of {name or 'the model'} is no tensor, and a file of weights cannot hold it",
+                f"the extra state of {name or 'the model'} is not a tensor, so a file of weights cannot hold it",
                 given=f"{full} in {folder}",
-                expected="modules whose get_extra_state gives a tensor, or none",
+                expected="modules whose get_extra_state returns a tensor, or modules without one",
             )
         if not full.startswith("model."):
             continue
@@ -99,15 +99,15 @@ def export_pretrained(
 ) -> Exported:
     """Write a checkpoint of a model of `[model] pretrained` as a folder that transformers' from_pretrained opens.
 
-    With [model.lora], one of its adapters, which peft's from_pretrained opens.
+    With [model.lora], write a folder with one of its adapters, which peft's from_pretrained opens.
 
-    source:      a complete checkpoint, or a run, whose last one it is then; saved on any mesh.
-    target:      a new folder. config.json is that of the checkpoint; what there is of a tokenizer comes from the folder
-                 that the model came from, where it is still there.
-    dtype:       of the tensors; None: that of the weights.
-    shard_bytes: no file is larger, but for one of a single tensor.
-    Needs no process group. Raises: ConfigError where the model is of no such folder, TrainingError; nothing is left of
-    `target` then.
+    source:      a complete checkpoint, saved on any mesh; or a run, whose last checkpoint is used.
+    target:      a new folder. It receives the checkpoint's config.json, and the files of a tokenizer from the folder
+                 that the model was loaded from, if they still exist.
+    dtype:       of the tensors. If None, the dtype of the weights.
+    shard_bytes: the largest size of a file, unless it holds a single larger tensor.
+    Needs no process group. Raises: ConfigError if the model was not loaded from such a folder; TrainingError. No part of
+    `target` remains then.
     """
     folder = find_checkpoint(source)
     lock, saved = Lock.read(folder), Saved(folder)
@@ -143,7 +143,7 @@ def export_merged(
 ) -> Exported:
     """Write the model that low-rank adapters were trained on, with the adapters of a checkpoint merged into its weights.
 
-    Arguments and errors as of `export_pretrained`. The whole model is in the memory of this process.
+    Arguments and errors as for `export_pretrained`. This process holds the full model in memory.
     """
     folder = find_checkpoint(source)
     lock, saved = Lock.read(folder), Saved(folder)
@@ -164,7 +164,7 @@ def export_merged(
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A draft of the folder `target`, which it becomes in the end. Raises TrainingError; nothing is left of it then."""
+    """A draft of the folder `target`, renamed at the end. Raises TrainingError; no part of it remains then."""
     _check_new(target)
     draft = target.with_name(f".{target.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
@@ -182,12 +182,12 @@ def save_pretrained(
 ) -> Path:
     """Write the weights of a trainer of `[model] pretrained` as `export_pretrained` does.
 
-    The ranks write a checkpoint of the weights beside `folder`, of which the first rank makes the folder.
+    The ranks write a checkpoint of the weights next to `folder`, from which the first rank makes the folder.
 
-    folder:    new, on a file system that all hosts share. The others wait for mesh.timeout_s at most.
+    folder:    new, on a file system that all hosts share. The other ranks wait for mesh.timeout_s at most.
     Called by: every rank of the mesh, between two steps.
-    Raises:    ConfigError where the model is of no such folder; TrainingError on every rank where one of them could
-               not write, or `folder` is there. Nothing is left of it then.
+    Raises:    ConfigError if the model was not loaded from such a folder; TrainingError on every rank if one rank
+               cannot write, or if `folder` exists. No part of it remains then.
     """
     engine, mesh, target = trainer.engine, trainer.mesh, Path(folder)
     named, what = engine.sections.model, f"write {target}"
@@ -198,7 +198,7 @@ def save_pretrained(
     def begin() -> None:
         if is_first(mesh):
             _check_new(target)
-            # What a call that was killed has left.
+            # Remains of a call that was killed.
             shutil.rmtree(parts, ignore_errors=True)
 
     on_all_ranks(mesh, what, begin)
@@ -216,10 +216,10 @@ def save_pretrained(
 def _check_new(target: Path) -> None:
     if target.exists():
         raise TrainingError(
-            f"{target} is there already",
+            f"{target} exists already",
             given=f"{target}, which is a {'folder' if target.is_dir() else 'file'}",
-            expected="the name of a folder that is not there yet",
-            hint="another name; or remove it first",
+            expected="the name of a folder that does not exist yet",
+            hint="choose another name, or remove it first",
         )
 
 
@@ -232,7 +232,7 @@ def copy_beside(folder: Path, source: Path) -> None:
 def _write_beside(
     folder: Path, known: Mapping[str, Any], shards: Mapping[str, Sequence[Piece]], dtype: str
 ) -> None:
-    """Write what belongs to the weights: their index and config.json."""
+    """Write the files that belong to the weights: their index and config.json."""
     texts: dict[str, Any] = {}
     if len(shards) > 1:
         places = {piece.name: file for file, shard in shards.items() for piece in shard}
@@ -247,7 +247,7 @@ def _write_beside(
 def _model(known: Mapping[str, Any]) -> SpecModel:
     """The model that a config.json describes, without weights."""
     with tempfile.TemporaryDirectory() as folder:
-        # Trained or not, what is dropped in training is no part of the weights.
+        # Trained or not: dropout has no weights.
         plain = {
             name: 0.0 if name.endswith(DROPPED) and isinstance(value, float) else value
             for name, value in known.items()
@@ -264,7 +264,7 @@ def _model(known: Mapping[str, Any]) -> SpecModel:
 
 @final
 class _Reverted:
-    """The tensors that one parameter becomes; they are made once for all of them."""
+    """The tensors that one parameter becomes, made once for all of them."""
 
     def __init__(self, stored: Conversions, name: str) -> None:
         self._stored, self._name = stored, name
@@ -306,7 +306,7 @@ def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[Piece]:
 
 
 def _shards(pieces: Sequence[Piece], most: int) -> dict[str, list[Piece]]:
-    """The tensors of each file, of `most` bytes or a single one."""
+    """The tensors of each file, of up to `most` bytes or a single larger one."""
     found: list[list[Piece]] = []
     used = 0
     for piece in pieces:
@@ -322,7 +322,7 @@ def _shards(pieces: Sequence[Piece], most: int) -> dict[str, list[Piece]]:
 
 @contextlib.contextmanager
 def _could_not(what: str) -> Iterator[None]:
-    """Raise what another library or the disk raises as a TrainingError: could not `what`."""
+    """Raise errors of other libraries or the disk as a TrainingError: could not `what`."""
     try:
         yield
     except MeshcommError:
@@ -331,14 +331,14 @@ def _could_not(what: str) -> Iterator[None]:
         raise TrainingError(
             f"could not {what}",
             given=f"{type(error).__name__}: {error}",
-            expected="files that are whole, and a folder with space that can be written to",
+            expected="complete files, and a writable folder with enough space",
         ) from error
 
 
 def _not_pretrained(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} cannot be written as transformers has it",
-        given="a model that is built in, or by code",
-        expected="one of [model] pretrained, whose config.json says what it is",
-        hint="meshcomm export RUN FILE, for one safetensors file of its tensors",
+        f"{what} cannot be written in the format of transformers",
+        given="a built-in model, or one built by code",
+        expected="a model of [model] pretrained, whose config.json describes it",
+        hint="use meshcomm export RUN FILE to write its tensors into one safetensors file",
     )

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a checkpoint as a folder of peft, or merged into the model that they were trained on."""
+"""Low-rank adapters of a checkpoint as a folder for peft, or merged into the model that they were trained on."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from meshcomm.train.checkpoint_reader import Kind, Saved
 from meshcomm.train.safetensors_writer import Piece
 
 ADAPTER_FILE: Final = "adapter_model.safetensors"
-# What peft puts before the names of a model of transformers.
+# The prefix that peft puts before the names of a transformers model.
 _PREFIX: Final = "base_model.model."
 
 
 def targets_in(names: Mapping[str, Any]) -> list[str]:
-    """The layers that adapters of these names belong to."""
+    """The layers to which adapters of these names belong."""
     return [name.partition(".lora_A.")[0] for name in names if ".lora_A." in name]
 
 
@@ -55,7 +55,7 @@ def write_merged(
     dtype: torch.dtype | None,
     shard_bytes: int,
 ) -> list[Tensor]:
-    """Write the model of transformers in `base`, each adapted weight W replaced by W + (alpha / rank) B A; its tensors."""
+    """Write the transformers model in `base` with each adapted weight W replaced by W + (alpha / rank) B A; return its tensors."""
     from transformers import AutoModelForCausalLM
 
     from meshcomm.models.hf import without_bars

@@ -23,17 +23,17 @@ from meshcomm.train.checkpoint_folder import LOCK, METADATA, instead_of, write
 
 _FORMAT = 3
 
-# Another value of one of these is another training, not the same one continued.
+# If one of these changes, it is another training, not a continued one.
 _FIXED = ("model.", "pretrained.", "train.seed", "train.dtype")
-# These too, unless train.resume_changed names them: what the samples of a step follow from, and by which name.
+# These too, unless train.resume_changed names them: they decide the samples of a step; each with the name it has there.
 _SAMPLES = {
     "data.seq_len": "seq_len",
     "train.global_batch_size": "global_batch_size",
     **{f"data.{key}": "data" for key in ("sha256", "weights", "validation", "build", "args")},
 }
-# Where the run is kept and whether it resumes says nothing about what is trained.
+# Where the run is kept and whether it resumes does not affect what is trained.
 _LEFT_OUT = {"train": {"out", "resume"}}
-# How a run is written down changes nothing in what it computes.
+# How a run is recorded does not change what it computes.
 _OF_NO_EFFECT = {"data.workers"} | {
     f"train.{name}"
     for name in (
@@ -41,13 +41,13 @@ _OF_NO_EFFECT = {"data.workers"} | {
         *("trace_steps", "log_to", "peak_flops"),
     )
 }
-# In a lock's config: the config.json of [model] pretrained. What of it says nothing about what is computed:
+# In a lock's config: the config.json of [model] pretrained. These of its keys do not affect what is computed:
 PRETRAINED = "pretrained"
 _NOT_THE_MODEL = {
     f"{PRETRAINED}.{name}"
     for name in ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 }
-# Where it lies may change; what lies there may not.
+# Its location may change; its content may not.
 _MAY_MOVE = {"model.pretrained"}
 _SECTIONS = ("mesh", "parallel", "model", "data", "train")
 
@@ -58,25 +58,25 @@ class Lock:
 
     step: int
     seconds: float
-    """Spent on the steps so far, as in metrics.jsonl."""
+    """Time spent on the steps so far, as in metrics.jsonl."""
     fingerprint: str
     plan: Mapping[str, Any]
     config: Mapping[str, Any]
     versions: Mapping[str, str]
     skipped: int = 0
-    """Steps so far that were left out, as their gradients were not finite."""
+    """Number of steps skipped so far because their gradients were not finite."""
 
     samples: int | None = None
-    """Read so far of this data; None: step times global_batch_size."""
+    """Samples read so far from this data. If None, step times global_batch_size."""
 
     best: tuple[Any, ...] = ()
-    """Of the validation loss, as `callbacks.Best`; empty: nothing was evaluated, or nobody knows."""
+    """The best validation loss, as `callbacks.Best`. Empty if nothing was evaluated, or if unknown."""
 
     metadata: str = ""
-    """SHA-256 of the metadata beside the lock file, which says where each tensor lies; "": there is none."""
+    """SHA-256 of the metadata next to the lock file, which has the location of each tensor. "" if there is none."""
 
     def continuing(self, saved: Lock) -> Lock:
-        """What the run is from now on, and how far `saved` had come: of other data no sample was read."""
+        """The lock of the run from now on, with the progress of `saved`. If the data have changed, no sample of them was read."""
         old, new = _flat(saved), _flat(self)
         changed = [name for name in _SAMPLES if old.get(name) != new.get(name)]
         read = saved.samples
@@ -97,19 +97,19 @@ class Lock:
         write(folder / LOCK, (lock.text() + "\n").encode())
 
     def text(self) -> str:
-        """The lock as JSON, its own digest last."""
+        """The lock as JSON, with its own digest last."""
         facts = {"format": _FORMAT, **self.__dict__}
         return json.dumps({**facts, "sha256": _sha256(json.dumps(facts).encode())}, indent=2)
 
     @classmethod
     def read(cls, folder: Path) -> Lock:
-        """The lock of the checkpoint `folder`, for the metadata that is there. Raises TrainingError."""
+        """The lock of the checkpoint `folder`, for the metadata in it. Raises TrainingError."""
         path = folder / LOCK
         try:
             lock = cls.parse(path.read_text(encoding="utf-8"))
             path = folder / METADATA
             if lock.metadata != _sha256(path.read_bytes()):
-                raise ValueError("its bytes are not those that were written: their SHA-256 is another")
+                raise ValueError("its bytes have changed since it was written: their SHA-256 differs")
         except (OSError, ValueError) as error:
             raise TrainingError(
                 f"a checkpoint's {path.name} cannot be read",
@@ -121,13 +121,15 @@ class Lock:
 
     @classmethod
     def parse(cls, text: str) -> Lock:
-        """The lock that `text` gave. Raises ValueError where it is none."""
+        """The lock from its `text`. Raises ValueError if it is not a lock."""
         try:
             facts = json.loads(text)
             if (found := facts.pop("format")) != _FORMAT:
-                raise ValueError(f"format {found!r}, which another version of meshcomm wrote and reads")
+                raise ValueError(
+                    f"format {found!r}, written by another version of meshcomm, which can read it"
+                )
             if facts.pop("sha256") != _sha256(json.dumps({"format": _FORMAT, **facts}).encode()):
-                raise ValueError("its text is not the one that was written: its SHA-256 is another")
+                raise ValueError("its text has changed since it was written: its SHA-256 differs")
             return cls(**{**facts, "best": tuple(facts.get("best", ()))})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -150,18 +152,18 @@ def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
 
 
 def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
-    """What is different now from when the checkpoint `folder` was made, one setting per line.
+    """The differences from the time when the checkpoint `folder` was made, one setting per line.
 
-    What only says how a run is written down is left out.
+    Settings that only affect how a run is recorded are left out.
 
-    Raises ConfigError, with both values of each, where what differs makes it another training, or
-    where the checkpoint lies behind its last step.
+    Raises ConfigError, with both values of each setting, if the differences make it another training, or
+    if the checkpoint is past the last step.
     """
     old, new = _flat(saved), _flat(now)
     differences: dict[str, tuple[Any, Any]] = {}
     for name in dict.fromkeys((*old, *new)):
         before, after = old.get(name), new.get(name)
-        # The order of mesh.dims is who sits where.
+        # The order of mesh.dims decides which rank has which coords.
         moved = isinstance(before, dict) and before == after and list(before) != list(after)
         if name not in _OF_NO_EFFECT | _NOT_THE_MODEL and (moved or before != after):
             differences[name] = before, after
@@ -174,30 +176,30 @@ def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
     ]
     if fixed:
         raise ConfigError(
-            f"this configuration trains something else than the checkpoint: {', '.join(fixed)}",
+            f"this configuration trains something different from the checkpoint: {', '.join(fixed)}",
             given="\n".join(
                 f"{name} = {toml(differences[name][1])}, and {toml(differences[name][0])} in {folder}"
                 for name in fixed
             ),
             expected="the checkpoint's own model, data, batch, seed and dtype",
-            hint="put them back; "
+            hint="restore them; "
             + "".join(
-                f"train.resume_changed = {toml([name])}, to go on with another one; "
+                f"train.resume_changed = {toml([name])}, to continue with the new value; "
                 for name in dict.fromkeys(_SAMPLES[name] for name in fixed if name in _SAMPLES)
             )
-            + "or train.resume = false or another train.out, for a run of its own",
+            + "or set train.resume = false or another train.out for a separate run",
         )
     steps = now.config["train"]["steps"]
     if saved.step > steps:
         raise ConfigError(
-            f"the checkpoint is further than this training goes: {saved.step} > {steps}",
+            f"the checkpoint is past the last step of this training: {saved.step} > {steps}",
             given=f"train.steps = {steps}, and step {saved.step} in {folder}",
             expected=f"train.steps of {saved.step} or more",
-            hint=f"train.steps = {saved.config['train']['steps']}, as it was; or another train.out",
+            hint=f"train.steps = {saved.config['train']['steps']}, the old value; or another train.out",
         )
     lines = [f"{name}: {toml(old)} -> {toml(new)}" for name, (old, new) in differences.items()]
     if _begins_again(differences):
-        lines.append("the samples begin again, at the first epoch of the other data")
+        lines.append("the samples start again, at the first epoch of the new data")
     return tuple(lines)
 
 
@@ -210,7 +212,7 @@ def _sha256(content: bytes) -> str:
 
 
 def _flat(lock: Lock) -> dict[str, Any]:
-    """`section.key` -> value. A key's own table, as of mesh.dims, stays one value."""
+    """`section.key` -> value. The table of a key, such as mesh.dims, stays one value."""
     sections = {**lock.config, "versions": lock.versions}
     if "options" in (parallel := dict(sections.get("parallel") or {})):
         sections["parallel.options"] = parallel.pop("options")

@@ -1,4 +1,4 @@
-"""Records of the first steps of a training: on a mesh, on one process, and of the module itself; and their differences."""
+"""Records of the first steps of a training, on a mesh, on one process and of the module itself, and their differences."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from meshcomm.train.trainer import RECORDER, StepRecorder, Trainer
 
 Kind: TypeAlias = Literal["loss", "gradient norm", "weight", "gradient"]
 
-# Of the largest output.
+# As a share of the largest output.
 _ROOM: Final = 1e-9
 
 
 @dataclass(frozen=True)
 class Record:
-    """What some steps of a run gave. Gradients are those of the last step, after clipping.
+    """The record of some steps of a run. Gradients are from the last step, after clipping.
 
-    losses, norms: of each step; a norm is that before clipping. weights, gradients: whole tensors by
-    global name, float64 on CPU; of a rank of a pipeline, those of its stages. batch_norms: the model has some, so
-    what it gives depends on which samples are a micro-batch over all ranks. original: how its outputs before the first
-    step compare with the module's own, in one sentence; "": not compared.
+    losses, norms: of each step; norms before clipping. weights, gradients: unsharded tensors by global name, float64 on
+    CPU; on a rank of a pipeline, those of its stages. batch_norms: whether the model has some. Its results then depend
+    on which samples form a microbatch over all ranks. original: how the outputs before the first step compare with the
+    module's own, in one sentence; "" if not compared.
     """
 
     losses: tuple[float, ...]
@@ -63,7 +63,7 @@ class Record:
 
     @staticmethod
     def read(path: Path) -> Record:
-        """What `save` wrote. Tensors are mapped: ranks of one host share their memory."""
+        """Read a file that `save` wrote. Tensors are mapped: ranks of one host share their memory."""
         return Record(**torch.load(path, mmap=True, weights_only=True))
 
     def steps(self) -> dict[tuple[Kind, str], Tensor]:
@@ -78,9 +78,9 @@ class Record:
 
 
 def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
-    """The same training in float64, and what was changed for it, in words.
+    """The same training in float64, and the changes made for it, in words.
 
-    Raises ConfigError where `config` describes no training.
+    Raises ConfigError if `config` describes no training.
     """
     train, parallel = config.train, config.parallel
     if train is None:
@@ -100,9 +100,9 @@ def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 
 def reference(config: Config) -> Config:
-    """The same training as `config`, on one process: no part of it is split or repeated.
+    """The same training as `config`, on one process: no part of it is split or replicated.
 
-    Raises ConfigError where `config` describes no training.
+    Raises ConfigError if `config` describes no training.
     """
     if config.parallel is None or config.train is None:
         raise _no_training(config)
@@ -124,7 +124,7 @@ def reference(config: Config) -> Config:
 
 
 class _Enough(BaseException):
-    """Ends a script whose steps are recorded: no `except Exception` of it keeps it running."""
+    """Ends a script after the steps are recorded. `except Exception` does not catch it."""
 
 
 @final
@@ -176,11 +176,11 @@ class _ParityRecorder(StepRecorder):
 
 
 def record_script(script: Path, arguments: Sequence[str], config: Config, steps: int) -> Record | None:
-    """Run a script until its Trainer has done so many steps, as `config` says whatever it says itself.
+    """Run a script until its Trainer has done this number of steps. `config` replaces the script's own config.
 
-    Called by: every rank. Random numbers of Python, NumPy and torch begin with train.seed; the last record is that
-               of the last step that was done. None where it has no Trainer, as on a rank that a mesh leaves out.
-    Raises:    TrainingError where, on one process, its ModelSpec computes something else than the module itself.
+    Called by: every rank. Random numbers of Python, NumPy and torch are seeded with train.seed. Returns the record of the
+               last completed step, None if the script has no Trainer, as on a rank that is not part of the mesh.
+    Raises:    TrainingError if, on one process, its ModelSpec and the module itself compute different outputs.
     """
     seed = 0 if config.train is None else config.train.seed
     random.seed(seed)
@@ -202,9 +202,9 @@ def record_script(script: Path, arguments: Sequence[str], config: Config, steps:
 def record(mesh: Mesh, config: Config, steps: int, *, original: bool = False) -> Record:
     """Run the first `steps` steps of `config` on an open mesh. Called by: every rank.
 
-    original: compare outputs with the module's own first, on a mesh of one rank; raises TrainingError where they differ.
+    original: first compare outputs with the module's own, on a mesh of one rank; raises TrainingError if they differ.
 
-    Every rank returns the same losses and norms, and its own stages' weights and gradients, whole.
+    Every rank returns the same losses and norms, and the unsharded weights and gradients of its own stages.
     Nothing is written, and no checkpoint is read.
     """
     recorder = _ParityRecorder(config, steps, script=False, original=original)
@@ -231,13 +231,13 @@ def _recorded(engine: Engine, done: Sequence[Done]) -> Record:
 
 @torch.no_grad()
 def compare_forward(engine: Engine, inputs: Tensor, *, from_folder: bool) -> str:
-    """Compare the outputs of the engine's model with those of the module it was made of, in eval mode.
+    """Compare the outputs of the engine's model with those of the module it was made from, in eval mode.
 
     engine:      on one process, in float64, before its first step.
-    inputs:      (samples, ...), of one micro-batch.
-    from_folder: weights of [model] pretrained are those of its folder, which transformers reads by itself.
-    Returns:     one sentence: how far they are apart, or why they could not be compared. "": the module itself runs.
-    Raises:      TrainingError where they differ.
+    inputs:      (samples, ...), of one microbatch.
+    from_folder: the weights of [model] pretrained are read from its folder, by transformers itself.
+    Returns:     one sentence: the difference, or why the outputs could not be compared. "" if the module itself runs.
+    Raises:      TrainingError if they differ.
     """
     model = engine.model
     if not isinstance(model, SpecModel):
@@ -252,7 +252,7 @@ def compare_forward(engine: Engine, inputs: Tensor, *, from_folder: bool) -> str
         name = f"{type(theirs).__name__}.forward"
         if missing := _fill(theirs, _values(engine), spec.tied):
             return f"not compared with {name}: the ModelSpec has other parameters than {missing}"
-    # Tables that are not saved may have stayed in float32.
+    # Tables that are not saved may still be in float32.
     cast(theirs, torch.float64, inputs.device)
     theirs.eval()
     try:
@@ -263,25 +263,25 @@ def compare_forward(engine: Engine, inputs: Tensor, *, from_folder: bool) -> str
             raise TrainingError(
                 "transformers itself cannot run the model",
                 given=f"{type(error).__name__}: {error}",
-                expected="a config.json and weights that AutoModelForCausalLM runs",
+                expected="a config.json and weights that AutoModelForCausalLM can run",
                 hint="mend config.json",
             ) from error
         return f"not compared with {name}, which fails on the inputs alone: {type(error).__name__}: {error}"
     ours = _first(_outputs(engine, inputs))
-    given = f"shape {tuple(ours.shape)}, and {tuple(expected.shape)} of {name}"
+    given = f"shape {tuple(ours.shape)}, but {tuple(expected.shape)} from {name}"
     if ours.shape == expected.shape:
         most = max(1.0, float(expected.abs().max()))
         off = float((ours.double() - expected.double()).abs().max())
-        # Not "off > room": nan must not pass.
+        # Not "off > room", because nan must not pass.
         if off <= _ROOM * most:
             return f"equal to {name} on one process (outputs differ by {off:.1e})"
-        given = f"outputs off by {off:.2g}, where the largest of {name} is {most:.2g}"
+        given = f"outputs differ by {off:.2g}; the largest output of {name} is {most:.2g}"
     raise TrainingError(
         f"the model does not compute what {name} computes on one process",
         given=given,
         expected=f"equal outputs in float64, up to {_ROOM:g} of the largest",
-        hint="ModelSpec.forward and attention do all that the module's own forward does around its blocks: multipliers, "
-        "a scaled embedding, soft caps, masks; nothing of the weights has another dtype or place",
+        hint="make ModelSpec.forward and attention do all that the module's own forward does around its blocks: multipliers, "
+        "a scaled embedding, soft caps, masks; check that no weight has another dtype or place",
     )
 
 
@@ -301,7 +301,7 @@ def _outputs(engine: Engine, x: Tensor) -> Any:
 
 
 def _values(engine: Engine) -> dict[str, Tensor]:
-    """The whole parameters as they were before the model was split, by name."""
+    """The unsharded parameters by name, as they were before the model was split."""
     fused = _fused(engine)
     found = {name: whole(parameter).detach() for name, parameter in engine.own_parameters()}
     return {name: joined(value, fused[name]) if name in fused else value for name, value in found.items()}
@@ -312,7 +312,7 @@ def _fused(engine: Engine) -> dict[str, Parts]:
 
 
 def _as_stored(engine: Engine, model: SpecModel) -> dict[str, Tensor]:
-    """The tensors that a folder of these weights would have."""
+    """The tensors that a folder would hold for these weights."""
     return {
         piece.name: piece.take(value)
         for name, value in _values(engine).items()
@@ -321,7 +321,7 @@ def _as_stored(engine: Engine, model: SpecModel) -> dict[str, Tensor]:
 
 
 def _fill(module: nn.Module, values: Mapping[str, Tensor], tied: tuple[str, str] | None) -> str:
-    """Write the weights into an unsplit module, in float64. Returns the first of its parameters that has none, or ""."""
+    """Write the weights into an unsplit module, in float64. Returns the first of its parameters without a weight, or ""."""
     same = {tied[1]: tied[0]} if tied else {}
     for name, parameter in module.named_parameters():
         value = values.get(same.get(name, name))
@@ -336,7 +336,7 @@ def _fill(module: nn.Module, values: Mapping[str, Tensor], tied: tuple[str, str]
 
 
 def _first(outputs: Any) -> Tensor:
-    """The logits: of transformers' outputs, a mapping, a tuple, or themselves."""
+    """The logits of an output of transformers, a mapping, a tuple, or a tensor."""
     if isinstance(outputs, Mapping):
         outputs = outputs.get("logits", next(iter(outputs.values())))
     while isinstance(outputs, (tuple, list)):
@@ -353,13 +353,13 @@ def _first(outputs: Any) -> Tensor:
 class Difference:
     """The largest difference of one quantity between a rank's record and the reference.
 
-    name:     "step 3" of a loss or a norm; the parameter of a weight or a gradient.
-    relative: the absolute one by the largest value of the quantity in the reference, 1 at least: so
-              what is large is judged by its digits, and what is about zero by how far from it.
-    rank:     the first of those on which it is largest.
+    name:     "step 3" for a loss or a norm; the parameter for a weight or a gradient.
+    relative: the absolute difference divided by the largest value of the quantity in the reference, or by 1 if that
+              is larger. So large quantities are compared relatively, and small ones absolutely.
+    rank:     the first of the ranks on which it is largest.
     note:     why there is nothing to subtract, or "".
 
-    Both are infinite where a value is not finite, or where there is nothing to subtract.
+    Both differences are infinite if a value is not finite, or if there is nothing to subtract.
     """
 
     kind: Kind
@@ -371,12 +371,12 @@ class Difference:
 
     @property
     def words(self) -> str:
-        """What it is a difference of: `loss of step 3`."""
+        """The quantity that differs: `loss of step 3`."""
         return f"{self.kind} of {self.name}"
 
 
 def compare(ours: Record, theirs: Record, rank: int = 0) -> list[Difference]:
-    """Differences of `ours`, a rank's, from the reference: of each step, then of each parameter it has."""
+    """Differences of a rank's record `ours` from the reference: of each step, then of each of its parameters."""
     mine, other = ours.steps(), theirs.steps()
     found = [_difference(*key, mine.get(key), other.get(key), rank) for key in {**mine, **other}]
     for name in ours.weights:
@@ -388,9 +388,9 @@ def compare(ours: Record, theirs: Record, rank: int = 0) -> list[Difference]:
 
 
 def worst(of_ranks: Iterable[Sequence[Difference]], names: Iterable[str]) -> list[Difference]:
-    """The largest difference of each quantity over all ranks; what no rank has of `names` is one too.
+    """The largest difference of each quantity over all ranks. A parameter in `names` that no rank has also counts as one.
 
-    names: of all parameters of the reference. In the order of `compare`, parameters of all stages.
+    names: of all parameters of the reference. In the order of `compare`, with the parameters of all stages.
     """
     found: dict[tuple[Kind, str], Difference] = {}
     for each in of_ranks:
@@ -406,8 +406,8 @@ def worst(of_ranks: Iterable[Sequence[Difference]], names: Iterable[str]) -> lis
 
 
 def first(differences: Iterable[Difference], tolerance: float) -> Difference | None:
-    """What differs first by more than `tolerance`, as a program computes it: the loss of a step before
-    its norm, both before those of the next step; then the worst parameter. None where nothing does.
+    """The first quantity that differs by more than `tolerance`, in the order in which a program computes them: the loss of
+    a step before its norm, both before those of the next step; then the worst parameter. None if there is none.
     """
     over = [one for one in differences if one.relative > tolerance]
     steps = [one for one in over if one.kind in ("loss", "gradient norm")]
@@ -435,8 +435,8 @@ def _difference(kind: Kind, name: str, mine: Tensor | None, other: Tensor | None
 
 def _no_training(config: Config) -> ConfigError:
     return ConfigError(
-        f"{config.source} says nothing about training",
+        f"{config.source} describes no training",
         given="a mesh without [parallel], [model], [data] and [train]",
         expected="all four sections",
-        hint="meshcomm new writes a config that has them all",
+        hint="meshcomm new writes a config with all of them",
     )

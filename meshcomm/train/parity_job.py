@@ -1,6 +1,6 @@
-"""`meshcomm parity`: the reference here, the mesh as a job of processes, and where they differ, the dim to blame.
+"""`meshcomm parity`: the reference in this process, the mesh as a job of processes, and the dim to blame if they differ.
 
-`python -m meshcomm.train.parity_job FOLDER`, under a launcher, is one rank's part of it.
+`python -m meshcomm.train.parity_job FOLDER`, under a launcher, is one rank of that job.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ STEPS = 20
 _REFERENCE = "reference.pt"
 _JOB = "job.json"
 _CONFIG = "config.json"
-# What belongs to the ranks of the whole mesh and has no place on a part of it.
+# Settings for the ranks of the full mesh, which do not apply to a part of it.
 _OF_ALL_RANKS: Final = ("rank_order", "ranks")
 
 Start: TypeAlias = Callable[[Config, Sequence[str]], int]
-# A file, and its arguments.
+# A file and its arguments.
 Script: TypeAlias = tuple[Path, Sequence[str]]
 Run: TypeAlias = Callable[[Config], Sequence[Difference]]
 
@@ -52,10 +52,10 @@ Run: TypeAlias = Callable[[Config], Sequence[Difference]]
 @final
 @dataclass(frozen=True)
 class Blame:
-    """The dims that make a difference: one alone, two together, or none, where only all of them do.
+    """The dims that cause a difference: one alone, two together, or none if only all of them do.
 
     ranks:      of the mesh with only these dims.
-    difference: the worst on it; None where that run failed, or where only all dims together differ.
+    difference: the worst on it. None if that run failed, or if only all dims together differ.
     """
 
     dims: tuple[str, ...]
@@ -66,7 +66,7 @@ class Blame:
     def words(self) -> str:
         """One line: `first dim to blame: tp (alone, 2 ranks: weight of norm.weight, 3.1e-02)`."""
         if not self.dims:
-            return "first dim to blame: none alone and no two: only all together"
+            return "first dim to blame: no single dim and no pair, only all dims together"
         what = "the run failed"
         if self.difference is not None:
             one = self.difference
@@ -79,11 +79,11 @@ class Blame:
 @final
 @dataclass(frozen=True)
 class Parity:
-    """What came of a comparison.
+    """The result of a comparison.
 
-    differences: of every step's loss and norm and every parameter's weight and gradient, worst over all
-                 ranks. first: what differed first. blamed: None where nothing differs.
-    notes:       what was changed in the configuration for it. original: as of `Record`.
+    differences: of the loss and norm of every step and the weight and gradient of every parameter, the worst over
+                 all ranks. first: the first difference. blamed: None if nothing differs.
+    notes:       the changes made to the configuration for the comparison. original: as in `Record`.
     """
 
     config: Config
@@ -101,7 +101,7 @@ class Parity:
         return self.first is None
 
     def facts(self) -> dict[str, Any]:
-        """All of it as plain data; numbers that are not finite are None."""
+        """The result as plain data; numbers that are not finite are None."""
         blamed = self.blamed
         return {
             "config": self.config.source,
@@ -123,16 +123,15 @@ def prove(
 ) -> Parity:
     """Run the same steps on one process and on the mesh of `config`, and compare.
 
-    config: with every size known. steps: None: 20, or all where the training has fewer.
-    script: what makes a Trainer, on the mesh that meshcomm.init() gives; None: what `config` says. On one process
-            it finds all dims of the mesh, of size 1.
-    start:  runs `python WORDS` as all ranks of a configuration's mesh; returns the exit code, after
-            it has said what went wrong.
-    Where they differ, smaller meshes are started too, until a dim is to blame. Nothing stays behind.
+    config: with every size known. steps: if None, 20, or all if the training has fewer.
+    script: makes a Trainer, on the mesh that meshcomm.init() returns. If None, the training of `config`. On one process,
+            its mesh has all dims, of size 1.
+    start:  runs `python WORDS` as all ranks of a configuration's mesh; prints errors and returns the exit code.
+    If they differ, smaller meshes are started too, until a dim is to blame. Nothing keeps running.
 
-    Raises: ConfigError where there is nothing to compare, or for more steps than the training has; TrainingError where
-            one process alone gets no finite numbers, or other outputs than the module itself; LaunchError where the
-            run on the mesh fails; UnsupportedOp for batch norms in a step of several micro-batches.
+    Raises: ConfigError if there is nothing to compare, or for more steps than the training has; TrainingError if one
+            process alone computes numbers that are not finite, or other outputs than the module itself; LaunchError if
+            the run on the mesh fails; UnsupportedOp for batch norms in a step of several microbatches.
     """
     exact, notes = in_float64(config)
     count = _steps(exact, steps)
@@ -149,11 +148,11 @@ def prove(
         if known.batch_norms and _copies(exact) > 1:
             runs = replace(runs, batch_norms=True)
             known = runs.alone()
-            notes += ("one micro-batch on every mesh: batch norms see the samples of all ranks",)
+            notes += ("one microbatch on every mesh, because batch norms see the samples of all ranks",)
         for (kind, step), value in known.steps().items():
             if not math.isfinite(value):
                 raise TrainingError(
-                    f"on one process {step} gives nothing that a mesh could be compared with",
+                    f"on one process, {step} has no finite result to compare a mesh with",
                     given=f"{kind} {value.item()}",
                     expected="finite numbers",
                     hint=f"a smaller train.lr, or --steps {max(1, int(step.split()[1]) - 1)}",
@@ -167,7 +166,7 @@ def prove(
 
 
 def _copies(config: Config) -> int:
-    """Ranks of a mesh that have different samples."""
+    """The ranks of a mesh that have different samples."""
     return 1 if config.parallel is None else config.parallel.copies(config.mesh.dims)
 
 
@@ -176,8 +175,8 @@ def _copies(config: Config) -> int:
 class _Runs:
     """Runs of the first `steps` steps of `config` on its mesh, on parts of it, and on one process.
 
-    folder:      for the files of all of them.
-    batch_norms: the model has some; the micro-batch of a step is then, over all ranks, that of the whole mesh.
+    folder:      for the files of all these runs.
+    batch_norms: whether the model has some. If so, the microbatch of a step, over all ranks, is that of the full mesh.
     """
 
     config: Config
@@ -202,23 +201,23 @@ class _Runs:
         return worst([[Difference(**each) for each in found] for found in of_ranks], names)
 
     def _sized(self, part: Config) -> Config:
-        """`part`, with batch norms in one micro-batch. Raises UnsupportedOp where a step has several."""
+        """`part`, with batch norms in one microbatch. Raises UnsupportedOp if a step has several."""
         if not self.batch_norms:
             return part
         train, copies = self.config.train, _copies(self.config)
         assert train is not None
         if train.global_batch_size != train.micro_batch_size * copies:
             raise UnsupportedOp(
-                "batch norms and several micro-batches in a step cannot be compared with one process",
+                "batch norms with several microbatches in a step cannot be compared with one process",
                 given=f"train.global_batch_size = {train.global_batch_size}, train.micro_batch_size = {train.micro_batch_size} on "
                 f"{copies} ranks along data and shard",
-                expected="one micro-batch in a step: batch norms see one at a time",
+                expected="one microbatch in a step, because batch norms see one at a time",
                 hint=f"--set train.micro_batch_size={train.global_batch_size // copies}",
             )
         return load_config(part, [f"train.micro_batch_size={train.global_batch_size // _copies(part)}"])
 
     def _job(self, part: Config) -> Path:
-        """Run all ranks of a mesh; the folder with what they found. A script on one rank leaves its record there."""
+        """Run all ranks of a mesh, and return the folder with their results. A script on one rank leaves its record there."""
         place = Path(tempfile.mkdtemp(dir=self.folder))
         facts = part.model_dump(mode="json", exclude_unset=True)
         job: dict[str, Any] = {"config": facts, "steps": self.steps}
@@ -232,7 +231,7 @@ class _Runs:
             command = "train with the same configuration" if self.script is None else "run CONFIG SCRIPT"
             raise LaunchError(
                 f"there is nothing to compare: the run on {dims} failed",
-                given=f"exit code {code}; what was the cause stands above",
+                given=f"exit code {code}; the cause is printed above",
                 expected=f"{self.steps} steps of training",
                 hint=f"meshcomm {command}",
             )
@@ -259,11 +258,11 @@ def _facts(one: Difference | None) -> dict[str, Any] | None:
 
 
 def blame(config: Config, run: Run, tolerance: float) -> Blame:
-    """Try the mesh with only one dim above 1 after the other, then with two.
+    """Try the mesh with only one dim above 1, for each dim in turn; then with two.
 
     config: with every size known; its own run differs.
-    run:    the differences of a configuration's mesh from the reference, worst over all ranks. A
-            MeshcommError of it counts as a difference.
+    run:    returns the differences of a configuration's mesh from the reference, the worst over all ranks. If it raises
+            a MeshcommError, that counts as a difference.
     """
     suspects = suspected(config)
     for count in (1, 2):
@@ -276,7 +275,7 @@ def blame(config: Config, run: Run, tolerance: float) -> Blame:
 
 
 def suspected(config: Config) -> tuple[str, ...]:
-    """The dims that can be to blame: those of the base above 1, then the experts'."""
+    """The dims that can be to blame: those of the base mesh above 1, then that of the experts."""
     dims = [dim for dim, size in config.mesh.dims.items() if size > 1]
     expert = None if config.parallel is None else config.parallel.expert
     if expert is not None and any(sizes.get(expert, 1) > 1 for sizes in config.mesh.views.values()):
@@ -287,8 +286,9 @@ def suspected(config: Config) -> tuple[str, ...]:
 def only(config: Config, dims: Iterable[str]) -> Config:
     """The same training on a smaller mesh, where only `dims` are above 1.
 
-    The expert's dim is not one of the base but made of others: with it, the data's dim gets the size that it needs
-    besides, and its view the rest. Without it, experts are not split. Raises ConfigError where there is no such mesh.
+    The expert dim is not part of the base mesh but made of other dims. With it, the data dim gets the size that it
+    needs in addition, and its view the rest. Without it, experts are not split. Raises ConfigError if there is no
+    such mesh.
     """
     kept, parallel = set(dims), config.parallel
     assert parallel is not None
@@ -307,7 +307,7 @@ def only(config: Config, dims: Iterable[str]) -> Config:
         carrier = parallel.data if parallel.data in carriers else carriers[0]
         sizes[carrier or ""] *= more
         made = {dim: sizes[dim] if dim in shared else 1 for dim in view} | {expert: view[expert]}
-        # What is left goes to the first of the others.
+        # The rest goes to the first of the other dims.
         for dim in [dim for dim in view if dim not in (*shared, expert)][:1]:
             made[dim] = math.prod(sizes[dim] for dim in carriers) // view[expert]
         mesh["views"] = {name: made}
@@ -335,9 +335,9 @@ def _tried(config: Config, dims: Sequence[str], run: Run, tolerance: float) -> B
 
 
 def differences(config: Config, steps: int, reference: Path) -> list[Difference] | None:
-    """Run the steps on the mesh of `config`; this rank's differences from the record in `reference`.
+    """Run the steps on the mesh of `config`; return this rank's differences from the record in `reference`.
 
-    Called by: every rank of the job. None on a rank that the mesh leaves out.
+    Called by: every rank of the job. Returns None on a rank that is not part of the mesh.
     """
     with init(config) as mesh:
         if not mesh.is_member:
@@ -346,7 +346,7 @@ def differences(config: Config, steps: int, reference: Path) -> list[Difference]
 
 
 def main(folder: Path) -> None:
-    """Run as a rank, and leave its differences in `folder`; of a script without a reference, its record."""
+    """Run as a rank, and write its differences into `folder`; for a script without a reference, its record."""
     here = find_launch(os.environ)
     facts = json.loads((folder / _JOB).read_text())
     config, steps, known = load_config(facts["config"]), facts["steps"], folder.parent / _REFERENCE
@@ -363,7 +363,7 @@ def main(folder: Path) -> None:
                 return
             found = None if ours is None else compare(ours, Record.read(known), here.rank)
         if found is not None:
-            # Read in the order of the ranks: of equal differences, the first rank's counts.
+            # Read in the order of the ranks, so that the first rank counts among equal differences.
             (folder / f"rank{here.rank:06d}.json").write_text(json.dumps([asdict(one) for one in found]))
 
     as_rank(body, here, lambda: f"rank {here.rank}")
@@ -372,10 +372,10 @@ def main(folder: Path) -> None:
 def _save(found: Record | None, folder: Path, script: str) -> None:
     if found is None:
         raise TrainingError(
-            "the script makes no step of a Trainer, so there is nothing to compare",
+            "the script runs no step of a Trainer, so there is nothing to compare",
             given=script,
             expected="meshcomm.train.Trainer, and run() or step()",
-            hint="with meshcomm.init() as mesh: Trainer(mesh, model=module).run(data)",
+            hint="write: with meshcomm.init() as mesh: Trainer(mesh, model=module).run(data)",
         )
     found.save(folder / _REFERENCE)
 

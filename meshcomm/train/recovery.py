@@ -1,7 +1,7 @@
-"""A training after a rank was lost and replaced: the unfinished step is completed or undone, and the new rank gets its state.
+"""After a rank was lost and replaced: the unfinished step is completed or undone, and the new rank gets its state.
 
-A rank that has left the exchange at the end of a step knows that every rank has summed its gradients. So if one of
-the others has got so far, all of them apply the step; else none has, and the step is made again.
+A rank that has left the exchange at the end of a step knows that every rank has summed its gradients. So if any
+rank has reached this point, all of them apply the step. Otherwise none has, and the step is repeated.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from meshcomm.train.copies import Held, parts_held, receive
 
 @final
 class Survivor:
-    """What a rank holds of a training, from the loss of a rank until its state is in a new engine.
+    """The training state that a rank holds, from the loss of a rank until the state is in a new engine.
 
-    engine: its own, or None on a rank that has none, as a new one. shared: keeps its module, which the new engine has too.
-    facts: returns what a new rank needs to know of the run, see `Steps.facts`.
+    engine: its current one, None on a rank without one, such as a new rank. shared: keeps its module, which the new engine
+    uses too. facts: returns what a new rank needs to know about the run, see `Steps.facts`.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Survivor:
 
     @torch.no_grad()
     def settle(self, mesh: Mesh) -> None:
-        """Have all ranks that hold something hold the state after the same step, the latest that any of them applied.
+        """Bring all ranks with a state to the same step, the latest that any of them has applied.
 
-        Called by: every rank of the reopened mesh, also the new ones. Harmless when repeated.
+        Called by: every rank of the reopened mesh, including new ones. May be repeated.
         """
         engine = self._engine
         reached = None if engine is None else engine.reached
@@ -71,15 +71,15 @@ class Survivor:
                 for each in engine.gradients:
                     if isinstance(each, GradientSync):
                         each.close()
-        # A rank that is behind, or one that was lost while it applied a step, holds nothing that fits.
+        # A rank that is behind, or one that was lost while it applied a step, has no usable state.
         if self._step != latest or any(each["broken"] for each in every):
             self._step, self._held = -1, None
 
     def restore(self, engine: Engine, copies: Collection[Held]) -> Any:
-        """Give the new engine a state, this rank's own or that of a rank with the same parts; returns `facts`.
+        """Give the new engine a state, this rank's own or that of a rank with the same parts; return `facts`.
 
-        It is the latest that every rank's parts are there of: what the ranks hold, or `copies` of an earlier step. None,
-        on every rank, where some rank's parts are held by nobody any more.
+        It is the latest state for which every rank's parts exist: the ranks' current state, or `copies` of an earlier
+        step. Returns None, on every rank, if no rank holds the parts of some rank any more.
         Called by: every rank of the mesh.
         """
         mesh = engine.mesh
@@ -107,7 +107,7 @@ class Survivor:
 
 
 def _tells(mesh: Mesh, known: Mapping[int, tuple[Any, Any]], step: int) -> bool:
-    """Whether this is the first of the ranks that were there after the step."""
+    """Whether this is the first of the ranks that were present after the step."""
     there = [rank for rank, (_, held) in known.items() if any(own and at == step for at, _, own in held)]
     return mesh.rank == min(there, default=None)
 
@@ -115,9 +115,9 @@ def _tells(mesh: Mesh, known: Mapping[int, tuple[Any, Any]], step: int) -> bool:
 def _pairs(
     mesh: Mesh, wanted: Mapping[int, str], held: Mapping[int, Collection[str]]
 ) -> list[tuple[str, int, int]] | None:
-    """(dim, giver, receiver) for each rank that does not hold its parts: the giver does. None if some rank has no giver.
+    """(dim, giver, receiver) for each rank that lacks its parts; the giver holds them. None if some rank has no giver.
 
-    wanted, held: by rank, the parts that it is to have, and those that it has.
+    wanted, held: by rank, the parts that it needs, and the parts that it has.
     """
     found = []
     for to in (rank for rank, parts in wanted.items() if parts not in held[rank]):

@@ -1,4 +1,4 @@
-"""The files of a run in `train.out`, checkpoints aside: metrics, what it was and how it ended, traces."""
+"""The files of a run in `train.out` other than checkpoints: metrics, its configuration and end, traces."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _FORMAT: Final = 1
 
 
 def check_folder(folder: Path) -> None:
-    """Make `folder`. Raises TrainingError where nothing can be written into it."""
+    """Make `folder`. Raises TrainingError if nothing can be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TrainingError(
-            f"the folder for the run cannot be made: {(error.strerror or str(error)).lower()}",
+            f"the folder for the run cannot be created: {(error.strerror or str(error)).lower()}",
             given=f"train.out = {folder}",
-            expected="a folder, or a path where one can be made",
+            expected="a folder, or a path where one can be created",
         ) from error
     if not os.access(folder, os.W_OK):
         raise TrainingError(
             "the folder for the run cannot be written to",
             given=f"train.out = {folder}",
-            expected="a folder that this user may write to",
+            expected="a folder that this user can write to",
         )
 
 
 def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
-    """Rename what an earlier run left: metrics.jsonl -> metrics.1.jsonl, checkpoints -> checkpoints.1 and so on.
+    """Rename the files of an earlier run: metrics.jsonl -> metrics.1.jsonl, checkpoints -> checkpoints.1 and so on.
 
-    Or the next number that is free of all, the highest being the latest. Nothing is deleted.
+    Uses the lowest number above all numbers in use, so the highest is the latest. Nothing is deleted.
     """
     files = {name: name.replace(".", ".{}.") for name in (METRICS, CONFIG, RUN, TRACE)}
     names = files | {name: name + ".{}" for name in (FOLDER, TENSORBOARD, WANDB)}
@@ -65,7 +65,7 @@ def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
 
 @final
 class MetricsFile:
-    """Writes `folder`/metrics.jsonl. after: the step that a run goes on from; lines behind its own are cut off."""
+    """Writes `folder`/metrics.jsonl. after: the step from which a run continues; lines after it are cut off."""
 
     def __init__(self, folder: Path, after: int = 0) -> None:
         check_folder(folder)
@@ -75,7 +75,7 @@ class MetricsFile:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: Step | Evaluation) -> None:
-        """Append one line: the fields that are known. A number that is not finite is null."""
+        """Append one line with the fields that are known. A number that is not finite is null."""
         facts = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in step.facts.items()
@@ -86,7 +86,7 @@ class MetricsFile:
             self._file.flush()
 
     def sync(self) -> None:
-        """Have every line on the disk: what a checkpoint goes on from must not be lost."""
+        """Sync every line to the disk, because a resumed run must not lose lines before its checkpoint."""
         with naming(self.path):
             os.fsync(self._file.fileno())
 
@@ -96,13 +96,13 @@ class MetricsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # What it would still write has been refused before.
+        # Any remaining output has already failed to be written.
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 def last_step(folder: Path) -> int:
-    """The last step that `folder`/metrics.jsonl has a line of; 0 where there is none."""
+    """The last step with a line in `folder`/metrics.jsonl; 0 if there is none."""
     with contextlib.suppress(OSError):
         lines = (folder / METRICS).read_bytes().splitlines(keepends=True)
         for line in reversed(lines):
@@ -114,7 +114,7 @@ def last_step(folder: Path) -> int:
 
 
 def _end_of(path: Path, step: int) -> int:
-    """Bytes of the lines up to that of `step`. A line that was cut short ends them."""
+    """The number of bytes up to the end of the line of `step`. A truncated line ends the file."""
     end = 0
     with path.open("rb") as file:
         for line in file:
@@ -131,14 +131,14 @@ def _end_of(path: Path, step: int) -> int:
 def recorded(folder: Path, config: Config, plan: Plan, start: Start) -> Iterator[list[Summary]]:
     """Write `folder`/config.json and `folder`/run.json now, and run.json again when the block ends.
 
-    config.json is `config` with the sizes of `plan`: `meshcomm.config.load_config` reads it. In run.json, `run` is another
-    text at every start; state is "running", "finished" or "stopped"; `ended` has the Summary, None where something is
-    not known, and reason: why it ended before its last step, or None. Each file holds its old or its new text at any
-    moment. A run that is killed stays "running".
+    config.json is `config` with the sizes of `plan`; `meshcomm.config.load_config` reads it. In run.json, `run` is a new
+    text at every start. `state` is "running", "finished" or "stopped". `ended` has the Summary, with None for unknown
+    values, and `reason`: why the run ended before its last step, or None. Each file holds either its old or its new text
+    at any moment. A run that is killed stays "running".
 
-    Yields:    a list; the block adds its Summary before it ends, in whatever way.
+    Yields:    a list; the block adds its Summary before it ends, in any way.
     Called by: the rank that writes metrics.jsonl.
-    Raises:    TrainingError where a file cannot be written, at the start or after the last step.
+    Raises:    TrainingError if a file cannot be written, at the start or after the last step.
     """
     about: dict[str, Any] = {
         "format": _FORMAT,
@@ -158,7 +158,7 @@ def recorded(folder: Path, config: Config, plan: Plan, start: Start) -> Iterator
     try:
         yield ended
     except BaseException as error:
-        # What ended the run is worth more than this line.
+        # The error that ended the run matters more than this file.
         with contextlib.suppress(TrainingError):
             reason = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else reason
@@ -168,7 +168,7 @@ def recorded(folder: Path, config: Config, plan: Plan, start: Start) -> Iterator
 
 
 def settings_of(config: Config, plan: Plan) -> dict[str, Any]:
-    """`config` as `load` reads it from JSON, every -1 filled in; what was left out stays left out."""
+    """`config` as `load` reads it from JSON, with every -1 filled in; unset values stay unset."""
     views = Table({name: Table(sizes) for name, sizes in plan.layout.views.items()})
     sizes = {"dims": Table(plan.layout.dims), **({"views": views} if views else {})}
     filled = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
@@ -207,33 +207,33 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TrainingError(
-            f"what the run is cannot be written: {(error.strerror or str(error)).lower()}",
+            f"the record of the run cannot be written: {(error.strerror or str(error)).lower()}",
             given=str(path),
-            expected="a folder that this user may write to, on a disk with space left",
-            hint="make space or mend the disk, then train.resume = true goes on from the last checkpoint",
+            expected="a folder that this user can write to, on a disk with space left",
+            hint="make space or repair the disk; then train.resume = true continues from the last checkpoint",
         ) from error
 
 
 @final
 class TraceWindow(contextlib.ExitStack):
-    """`train.trace_steps` of a run whose first `done` steps are over.
+    """`train.trace_steps` of a run whose first `done` steps are complete.
 
-    Called by: every rank, `before` and `after` each step. Leaving it ends what is open.
+    Called by: every rank, `before` and `after` each step. On exit, it ends an open trace.
     """
 
     def __init__(self, mesh: Mesh, train: TrainConfig, done: int) -> None:
         super().__init__()
         self._mesh, self._path = mesh, Path(train.out) / TRACE
-        # A run that was resumed may begin inside.
+        # A resumed run may start inside the window.
         first, self._last = train.trace_steps or (0, 0)
         self._first = max(first, done + 1)
 
     def before(self, step: int) -> None:
-        """Begin with this step, or not."""
+        """Start the trace if it starts with this step."""
         if step == self._first <= self._last:
             self.enter_context(self._mesh.trace(self._path))
 
     def after(self, step: int) -> None:
-        """End with this step, or not."""
+        """End the trace if it ends with this step."""
         if step == self._last:
             self.close()

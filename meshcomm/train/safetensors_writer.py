@@ -1,4 +1,4 @@
-"""A safetensors file of pieces of a checkpoint, with one tensor in memory at a time; the package's own writer wants all of them.
+"""A safetensors file of pieces of a checkpoint, with one tensor in memory at a time; the safetensors package needs all of them.
 
 8 bytes    length of the header, little-endian
 header     JSON, padded with spaces to a multiple of 8:
@@ -39,9 +39,9 @@ class Piece(NamedTuple):
 
 
 def write_file(path: Path, pieces: Sequence[Piece], saved: Saved) -> None:
-    """Write a safetensors file of pieces of a checkpoint. A parameter is loaded once for neighbours taken from it.
+    """Write a safetensors file of pieces of a checkpoint. A parameter is loaded once for adjacent pieces taken from it.
 
-    The file appears under its name when it is whole and on the disk; one that was there is replaced.
+    The file appears under its name when it is complete and on the disk. An existing file is replaced.
     Raises: UnsupportedOp for a dtype that the format does not have, or on a big-endian machine; OSError.
     """
     entries: dict[str, Any] = {_METADATA: {"format": "pt"}}

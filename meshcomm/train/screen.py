@@ -26,7 +26,7 @@ _QUIET_S = 30.0
 class TrainingReporter(Callback):
     """Prints on the first rank of the mesh.
 
-    On a terminal it draws a bar with step, loss, tokens per second and time left. Elsewhere it
+    On a terminal it draws a bar with step, loss, tokens per second and time left. Otherwise it
     prints a plain line for the first and last step, every tenth of the run, and every 30 s.
     """
 
@@ -38,8 +38,8 @@ class TrainingReporter(Callback):
         self._said: Step | None = None
 
     def on_start(self, start: Start) -> None:
-        """Print what is about to run, and open the bar."""
-        # Another rank may be the first one after the loss of ranks.
+        """Print a description of the run, and open the bar."""
+        # After a loss of ranks, another rank may be the first one.
         self._console.quiet = self.trainer is not None and not is_first(self.trainer.mesh)
         self._steps, self._said = start.steps, None
         size = f"{start.text_bytes:,} " if start.text_bytes else ""
@@ -68,9 +68,9 @@ class TrainingReporter(Callback):
             self._say(f"running step {done + 1} of {start.steps}; the first takes longest")
 
     def on_step(self, step: Step) -> None:
-        """Move the bar, or print a line now and then, and one for a step that was left out."""
+        """Move the bar, or print a line from time to time, and one for each skipped step."""
         if step.fault:
-            self._say(f"step {step.step} is left out: " + step.fault.partition("\n")[0])
+            self._say(f"step {step.step} is skipped: " + step.fault.partition("\n")[0])
         mfu = "" if step.mfu is None else f"  MFU {100 * step.mfu:.3g}%"
         now = f"loss {step.loss:.4f}  {step.tokens_per_s:,.0f} tokens/s{mfu}"
         if self._bar is not None:
@@ -97,12 +97,12 @@ class TrainingReporter(Callback):
         self._say(f"step {evaluation.step}  {loss}, {duration(evaluation.seconds)}")
 
     def on_end(self, summary: Summary, error: BaseException | None) -> None:
-        """Close the bar, and print the summary or how far the run came."""
+        """Close the bar, and print the summary or the progress of the run."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
         if isinstance(error, RankLost):
-            return  # the others run on, and say so
+            return  # the other ranks continue, and report it
         if error is not None:
             loss = f", loss {summary.losses[-1]:.4f}" if summary.losses else ""
             self._say(
@@ -122,7 +122,7 @@ class TrainingReporter(Callback):
 
 def _title(summary: Summary) -> str:
     if summary.asked_to_stop:
-        return "training saved; train.resume = true goes on"
+        return "training saved; train.resume = true continues it"
     return "training finished"
 
 
@@ -132,28 +132,28 @@ def resumed_text(resumed: Resumed) -> str:
     if met is not None:
         new = f"{ranks_text(sorted(met.replaced))} replaced: " if met.replaced else ""
         sizes = "".join(f", {name}={size}" for name, size in met.dims.items())
-        return f"{new}goes on after step {resumed.step}, with what the other ranks hold{sizes}"
+        return f"{new}continues after step {resumed.step} with the state of the other ranks{sizes}"
     why = f"restart {resumed.restarts}: " if resumed.restarts else ""
     if not resumed.step:
-        return f"{why}no checkpoint in {resumed.folder}, so the first step is next"
-    more = "; different from then:" if resumed.differences else ""
+        return f"{why}no checkpoint in {resumed.folder}; starts with the first step"
+    more = "; changed since then:" if resumed.differences else ""
     first = f"{why}resumed after step {resumed.step} from {resumed.folder}{more}"
     return "\n  ".join([first, *resumed.differences])
 
 
 def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Final loss, speed and time of a run that did at least one step."""
+    """Final loss, speed and time of a run of at least one step."""
     yield "loss", f"{summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per {summary.unit}"
     if summary.evaluation is not None:
         last = summary.evaluation
         yield "validation", f"{last.validation_loss:.4f} after step {last.step}"
     if summary.skipped:
-        yield "left out", f"{summary.skipped} of {summary.steps} steps, not finite"
+        yield "skipped", f"{summary.skipped} of {summary.steps} steps, not finite"
     yield "speed", f"{summary.tokens_per_s:,.0f} tokens/s"
     if summary.rates is not None:
         flops, mfu = summary.rates
         share = "" if mfu is None else f", MFU {100 * mfu:.3g}%"
-        yield "model FLOP/s", f"{bytes_text(flops).removesuffix('B')}FLOP/s a rank{share}"
+        yield "model FLOP/s", f"{bytes_text(flops).removesuffix('B')}FLOP/s per rank{share}"
     if summary.memory is not None:
         nbytes, rank, kind = summary.memory
         yield "peak memory", f"{bytes_text(nbytes)} on rank {rank}, {kind}"
@@ -162,7 +162,7 @@ def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "time", f"{duration(summary.seconds)} for {summary.steps} steps, {summary.tokens:,} tokens"
     if summary.late:
         late = (f"{dim}: rank {rank}, {mean * 1e3:.1f} ms" for dim, (rank, mean) in summary.late.items())
-        yield "latest to come", "; ".join(late)
+        yield "last to arrive", "; ".join(late)
     yield "metrics", str(summary.metrics)
 
 

@@ -18,14 +18,15 @@ _AGREED: Final = "meshcomm.train/agreed"
 
 @final
 class Signals(Callback):
-    """SIGTERM and SIGUSR1, to any rank, end the run after the same step on all ranks.
+    """Ends the run on all ranks after the same step if any rank receives SIGTERM or SIGUSR1.
 
-    A context, in the main thread: elsewhere signals act as usual, on this rank. Only the first signal counts: a launcher passes
-    one on that Slurm or systemd has sent to the ranks too. After a run that they ended, they are ignored: the program is to end.
+    A context manager for the main thread. In other threads, signals act as usual, on this rank. Only the first signal
+    counts, because a launcher forwards a signal that Slurm or systemd has also sent to the ranks. After a run that was
+    ended this way, the signals are ignored, because the program is about to end.
 
-    Signals reach ranks at different moments. A rank that gets one sets a key in the job's store. The first rank finds the key
-    when it looks, and sets another one before its next step. No rank finishes that step without the first rank, so that all
-    ranks find the second key when they look after it.
+    Signals reach ranks at different moments. A rank that receives one sets a key in the job's store. The first rank finds
+    the key when it looks, and sets another one before its next step. No rank finishes that step without the first rank, so
+    all ranks find the second key when they look after it.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -35,7 +36,7 @@ class Signals(Callback):
 
     def __enter__(self) -> Self:
         if is_first(self._mesh):
-            # Of another run on this mesh.
+            # Left by another run on this mesh.
             for key in (_ASKED, _AGREED):
                 self._mesh.store.delete_key(key)
         if threading.current_thread() is threading.main_thread():
@@ -50,7 +51,7 @@ class Signals(Callback):
         self._usual = {}
 
     def look(self, step: int) -> None:
-        """Whether the run ends here. Called by: every rank, after the same steps, of which it has the results."""
+        """Whether the run ends here. Called by: every rank, after the same steps, when it has their results."""
         store = self._mesh.store
         if self._number and not self._told:
             self._told = True

@@ -1,4 +1,4 @@
-"""A callback that sends metrics beyond metrics.jsonl: to TensorBoard, or to Weights & Biases."""
+"""A callback that also sends metrics to TensorBoard or Weights & Biases."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from meshcomm.train.run_files import TENSORBOARD, WANDB
 
 @final
 class Sink(Callback):
-    """Numbers by name, such as `train/loss`, to one package. Where it fails, stderr says so once, and the run goes on.
+    """Sends numbers by name, such as `train/loss`, to one package. If it fails, stderr reports it once, and the run continues.
 
-    TensorBoard: event files in `folder`/tensorboard. What came after the step `after` is hidden.
-    Weights & Biases: a run in `folder`/wandb, offline unless WANDB_MODE says otherwise; `wandb sync` sends it. Its
-    project, name and entity are those of wandb's own variables. A training that is resumed is another run.
+    TensorBoard: event files in `folder`/tensorboard. Points after the step `after` are hidden.
+    Weights & Biases: a run in `folder`/wandb, offline unless WANDB_MODE is set; `wandb sync` sends it. Its
+    project, name and entity come from wandb's own variables. A resumed training is a new run.
 
-    Made on the rank that writes metrics.jsonl. folder: of the run. settings: its configuration, as config.json
-    has it. after: the last step of an earlier run that this one resumes, 0 if none.
+    Made on the rank that writes metrics.jsonl. folder: of the run. settings: its configuration, as in
+    config.json. after: the last step of an earlier run that this one resumes, 0 if none.
     """
 
     def __init__(self, package: str, folder: Path, settings: Mapping[str, Any], after: int) -> None:
@@ -35,7 +35,7 @@ class Sink(Callback):
         self._writer: Any = None
 
     def on_start(self, start: Start) -> None:
-        """Open the package's own writer."""
+        """Open the package's writer."""
         self._writer = self._attempt(self._wandb if self._package == "wandb" else self._tensorboard)
 
     def on_step(self, step: Step) -> None:
@@ -66,7 +66,7 @@ class Sink(Callback):
             dir=str(self._folder.absolute()),
             config={**self._settings, "resumed": self._after},
             mode=None if os.environ.get("WANDB_MODE") else "offline",
-            reinit="create_new",  # a run that the program has opened stays as it is
+            reinit="create_new",  # does not touch a run that the program has opened
         )
 
     def _write(self, group: str, line: Step | Evaluation) -> None:
@@ -90,16 +90,16 @@ class Sink(Callback):
     def _attempt(self, action: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return action(*arguments)
-        except Exception as error:  # any, as it is another package's
+        except Exception as error:  # any, because it is from another package
             self._writer = None
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            more = f"metrics no longer go to {self._package}, and the run goes on: {text}"
+            more = f"metrics no longer go to {self._package}; the run continues: {text}"
             print(f"meshcomm: {more}", file=sys.stderr, flush=True)
             return None
 
 
 def check_sinks(train: TrainConfig) -> None:
-    """Raise ConfigError where `train.log_to` names a package that is not installed."""
+    """Raise ConfigError if `train.log_to` names a package that is not installed."""
     for name in train.log_to:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(

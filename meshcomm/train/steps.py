@@ -1,4 +1,4 @@
-"""The steps of a run: computed, reported, evaluated and saved one after the other, and their learning rate."""
+"""The steps of a run, computed, reported, evaluated and saved in order, and their learning rate."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from meshcomm.train.run_files import (
 from meshcomm.train.signals import Signals
 from meshcomm.train.sinks import Sink, check_sinks
 
-# Steps that may be left out one after the other: more of them are no accident.
+# The most steps in a row that may be skipped; more are not an accident.
 _IN_A_ROW = 10
-# Steps whose lines of metrics are kept, for a new first rank.
+# The number of steps whose metrics are kept, for a new first rank.
 _RECENT = 100
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
-    """Of step 1, 2, ..., train.steps: a pure function of the configuration, so no state to save.
+    """The learning rate of step 1, 2, ..., train.steps: a pure function of the configuration, so there is no state to save.
 
     Linear up to `lr` at `warmup_steps`. Then, by `schedule`, half a cosine wave or a straight line down
     to `lr * min_lr_ratio` at the last step, or `lr` to the end. With wsd (warm-up, stable, decay: Hu et al. 2024)
@@ -75,7 +75,7 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def check_outputs(train: TrainConfig) -> None:
-    """Make `train.out`. Raises TrainingError, ConfigError where the run cannot be written as [train] says."""
+    """Make `train.out`. Raises TrainingError; ConfigError if the run cannot be recorded as [train] asks."""
     check_sinks(train)
     check_folder(Path(train.out))
 
@@ -86,7 +86,7 @@ def threads_and_precision(mesh: Mesh, train: TrainConfig, ranks_here: int) -> It
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
         if mesh.device.type == "cpu":
-            # More threads than cores slow each other down; ranks on one host share its cores.
+            # More threads than cores slow each other down, and ranks on one host share its cores.
             bound = hasattr(os, "sched_getaffinity")
             cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1
             torch.set_num_threads(max(1, cores // ranks_here))
@@ -98,7 +98,7 @@ def threads_and_precision(mesh: Mesh, train: TrainConfig, ranks_here: int) -> It
 
 
 class Reading(NamedTuple):
-    """What steps are made of, and evaluations. corpus: of [data], None of data that come from code."""
+    """The data of steps and evaluations. corpus: of [data]; None if the data come from code."""
 
     batches: Batches | ReadAhead | GivenBatches
     corpus: Corpus | None
@@ -106,7 +106,7 @@ class Reading(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Where the state is saved. run: which `Trainer.run` of the program this is, from 1 on."""
+    """Where the state is saved. run: the number of this `Trainer.run` call in the program, from 1."""
 
     checkpoints: Checkpoints
     copies: Copies
@@ -114,9 +114,10 @@ class Kept(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a run has come: the lock and the losses of its last checkpoint; resumed: None at its first step.
+    """The progress of a run: the lock and the losses of its last checkpoint. resumed: None at its first step.
 
-    pending: steps after those of `losses` that are done and not reported. evaluates, saves: what is left of the last step.
+    pending: steps after those of `losses` that are done and not reported. evaluates, saves: whether the last step still
+    has to be evaluated, or saved.
     """
 
     lock: Lock
@@ -128,9 +129,9 @@ class Progress(NamedTuple):
 
 
 def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progress:
-    """What the survivors of a loss of ranks know. facts: of one of them, see `Steps.facts`. Called by: every rank.
+    """The progress, from the survivors of a loss of ranks. facts: of one of them, see `Steps.facts`. Called by: every rank.
 
-    The first rank may be new: what the file of metrics lacks is reported again.
+    The first rank may be new: lines that the metrics file lacks are reported again.
     """
     mesh, train, step = engine.mesh, engine.sections.train, engine.done
     losses: list[float] = list(facts["losses"])
@@ -138,7 +139,7 @@ def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progre
     out = Path(train.out)
 
     def look() -> tuple[int, bool] | None:
-        # A save beside the training may have been under way.
+        # A background save may have been in progress.
         return (last_step(out), has(out / FOLDER, step)) if is_first(mesh) else None
 
     found = of_every_rank(mesh, on_all_ranks(mesh, "read the metrics", look))
@@ -206,12 +207,12 @@ class Steps:
         )
 
     def run(self) -> Summary:
-        """Make them. Called by: every rank. Returns and raises as Trainer.run."""
+        """Run them. Called by: every rank. Returns and raises as Trainer.run."""
         mesh, train, resumed = self._mesh, self._train, self._start.resumed
         with contextlib.ExitStack() as stack:
             ended: list[Summary] = []
             if is_first(mesh):
-                # What another run left was put aside when this one began.
+                # Files of another run were renamed when this one started.
                 self._metrics = stack.enter_context(
                     MetricsFile(self._out, after=0 if resumed is None else resumed.step)
                 )
@@ -253,7 +254,7 @@ class Steps:
         return whole
 
     def facts(self) -> dict[str, Any]:
-        """What a new rank is told of the run, as plain data; see `progress_of`. Asks no other rank."""
+        """The facts about the run for a new rank, as plain data; see `progress_of`. Does not communicate."""
         pending = [*self._results, *self._engine.pending()]
         step = len(self._losses) + len(pending)
         lock = {
@@ -282,7 +283,7 @@ class Steps:
         evaluates, saves = self._left
         if evaluates:
             self._evaluate(self._first)
-        # A loader may have read the next step already, and its state would be that after it.
+        # A loader may have read the next step already, and its state would then be of that step.
         ahead = isinstance(self._reading.batches, GivenBatches) and self._reading.batches.has_state
         if saves and not ahead:
             self._save(self._first)
@@ -302,13 +303,13 @@ class Steps:
             window.after(step)
             self._seconds = time.perf_counter() - began
             saves, evaluates = self._due(train.checkpoint_every, step), self._due(train.eval_every, step)
-            # With each checkpoint: what is read after a loss of ranks is then never older than the last one.
+            # At each checkpoint, so that after a loss of ranks the data read are never older than the last checkpoint.
             self._copies.after_step(engine, self.facts, saves)
             logs = self._logs(step)
-            # A look waits for the device where calls are queued on it.
+            # Looking waits for the device if calls are queued on it.
             if mesh.is_async and not saves and not evaluates and not logs:
                 continue
-            # Held: what comes now may end by the loss of a rank.
+            # Held, because a loss of ranks may end what follows.
             self._results += engine.results()
             self._signals.look(step)
             now = time.perf_counter()
@@ -319,7 +320,7 @@ class Steps:
                 logged, logged_step = now, step
             if evaluates:
                 self._evaluate(step)
-            # The last one, where something ends the run.
+            # The last one, if something ends the run.
             if saves or self._signals.stop or (train.checkpoint_every and self._stopped()):
                 self._save(step)
 
@@ -330,7 +331,7 @@ class Steps:
         return step % self._train.log_every == 0 or step in (1, self._train.steps)
 
     def _report(self, steps_per_s: float) -> bool:
-        """Keep the losses of steps, and report those that are logged; whether there was one."""
+        """Keep the losses of steps, and report those that are logged; return whether there was one."""
         logged = False
         tokens = self._start.tokens_per_step
         rates, memory = self._cost.rates(steps_per_s), self._cost.memory
@@ -392,13 +393,13 @@ class Steps:
             callback.on_save(step, folder)
 
     def _stopped(self) -> str:
-        """Why a callback ends the run; "": none does."""
+        """The reason for which a callback ends the run; "" if none does."""
         return next(
             (each.reason or f"{type(each).__name__}.stop" for each in self._callbacks if each.stop), ""
         )
 
     def _summary(self) -> Summary:
-        """Of what is done so far."""
+        """The summary up to now."""
         done, corpus = len(self._losses), self._reading.corpus
         return Summary(
             done,
@@ -416,8 +417,8 @@ class Steps:
 
 def _nothing_finite(done: Done, train: TrainConfig) -> TrainingError:
     return TrainingError(
-        f"steps {done.number - _IN_A_ROW} to {done.number} give nothing finite, so leaving them out does not help",
+        f"steps {done.number - _IN_A_ROW} to {done.number} have no finite result, so skipping them does not help",
         given=done.fault,
         expected=f'{_IN_A_ROW} such steps in a row at most, with train.on_nonfinite = "skip"',
-        hint=f"a smaller train.lr than {train.lr:g}; or meshcomm parity, to look for a mistake",
+        hint=f"a smaller train.lr than {train.lr:g}; or run meshcomm parity to look for an error in the model",
     )

@@ -1,4 +1,4 @@
-"""Private names of torch for counting FLOPs, following operators, and checkpoints. Tried on torch 2.11 to 2.15."""
+"""Private names of torch for counting FLOPs, following operators, and checkpoints. Tested on torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from typing import Any
 
 import torch
 
-# The number of the backward pass that runs in this thread, -1 for none; the pack and unpack hooks of saved tensors, if any.
+# The number of the backward pass that runs in this thread, -1 if none; the current pack and unpack hooks of saved tensors.
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 _saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def recomputes() -> bool:
-    """Whether this is a forward pass within a backward pass, as of torch.utils.checkpoint.
+    """Whether this is a forward pass within a backward pass, as in torch.utils.checkpoint.
 
-    What backward itself computes is neither recorded for another backward pass, nor does it save tensors.
+    The computation of backward itself is not recorded for another backward pass and saves no tensors.
     """
     return backward_number() != -1 and (torch.is_grad_enabled() or _saved_tensor_hooks(True) is not None)
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """Where a part of a tensor lies, as torch's reader of checkpoints expects it in their metadata."""
+    """The location of a part of a tensor, as torch's reader of checkpoints expects it in their metadata."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, length)
 
 
 def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """A grouped matmul. With three axes in both operands there are as many matmuls as groups, else one."""
+    """A grouped matmul. If both operands have three axes, there are as many matmuls as groups; otherwise one."""
     groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
 
 def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """Two products of attention, (batch, heads, queries or keys, size) each; k and v may have fewer heads."""
+    """The two products of attention. Operands are (batch, heads, queries or keys, size); k and v may have fewer heads."""
     return int(2 * q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3]))
 
 
 def _attention_backward(_: Any, q: Any, k: Any, v: Any, *__: Any, **___: Any) -> int:
-    """Five: the scores again, and the gradients of scores, q, k and v."""
+    """Five products: the scores again, and the gradients of scores, q, k and v."""
     return int(2 * q.shape[:3].numel() * k.shape[2] * (3 * q.shape[3] + 2 * v.shape[3]))
 
 
-# What some version of torch from 2.11 to 2.15 has no formula for, by the operator's name.
+# Operators without a formula in some version of torch from 2.11 to 2.15, by name.
 _MORE_FLOPS: dict[str, Callable[..., int]] = {
     "aten._grouped_mm": _grouped,
     "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
@@ -52,7 +52,7 @@ _MORE_FLOPS: dict[str, Callable[..., int]] = {
 
 
 def flops_of(operator: Any) -> Callable[..., int] | None:
-    """The formula for the FLOPs of an operator, called with its arguments and `out_val`, its result. None without FLOPs."""
+    """The formula for the FLOPs of an operator, called with its arguments and `out_val`, its result. None if it has no FLOPs."""
     from torch.utils.flop_counter import flop_registry
 
     packet = getattr(operator, "_overloadpacket", operator)

@@ -1,4 +1,4 @@
-"""The Trainer: a mesh, a configuration, and the user's own model, optimiser, loss or data."""
+"""The Trainer: a mesh, a configuration, and the user's own model, optimizer, loss or data."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 
 
 class StepRecorder(ABC):
-    """Takes over the trainers of a program, which then write nothing.
+    """Takes over the trainers of a program, which then write no files.
 
-    config: theirs, whatever they are given; None: what they are given.
+    config: replaces their configuration. If None, they keep it.
     """
 
     config: Config | None = None
@@ -78,10 +78,10 @@ class StepRecorder(ABC):
 
     @abstractmethod
     def stepped(self, engine: Engine) -> None:
-        """After each step. Raises what ends the program once it has seen enough."""
+        """After each step. Raises to end the program when enough steps are recorded."""
 
 
-# Of this context's trainers: what `meshcomm parity` compares, and `meshcomm dryrun` looks at.
+# For the trainers of this context: `meshcomm parity` compares them, and `meshcomm dryrun` inspects them.
 RECORDER: ContextVar[StepRecorder | None] = ContextVar("meshcomm_recorder", default=None)
 
 
@@ -133,14 +133,14 @@ class Trainer:
         self._given, self._loss = model, loss
         self._optimizer, self._scheduler = optimizer, scheduler
         self._made: Engine | None = None
-        # Whether it has a state: not before a checkpoint is read, where there is one.
+        # Whether it has a state. It has none before a checkpoint is read, if there is one.
         self._holds = False
         self._steps: Steps | None = None
-        # What was read of the program's data before ranks were lost.
+        # The samples read from the program's data before ranks were lost.
         self._read: GivenBatches | None = None
-        # How often `run` was called: ranks that meet again must be in the same one.
+        # The number of `run` calls: ranks that meet again must be in the same one.
         self._runs = 0
-        # Where ranks have met again: what this one holds, until it is in a new engine.
+        # After ranks have met again: this rank's state, until it is in a new engine.
         self._survivor = Survivor() if mesh.generation.number else None
         self._copies = Copies()
         self._begin_again()
@@ -149,9 +149,9 @@ class Trainer:
             callback.trainer = self
 
     def _begin(self) -> None:
-        """All that the constructor does with other ranks; again on each mesh that is reopened."""
+        """The part of the constructor that communicates; repeated on each reopened mesh."""
         mesh, model = self._mesh, self._given
-        # Where ranks were lost, the mesh may be smaller than it was asked to be.
+        # After a loss of ranks, the mesh may be smaller than the configuration asks for.
         self._config = config = with_sizes(self._asked, mesh.generation.dims)
         self._copies.every = config.elastic.copy_every if mesh.recovers else 0
         if self._survivor is not None:
@@ -174,7 +174,7 @@ class Trainer:
                 self._meet_again(error)
 
     def _recovering(self, action: Callable[[], T]) -> T:
-        """The result of `action`; of another try where it fails for ranks that were lost and replaced."""
+        """The result of `action`; tries again if it fails because ranks were lost and replaced."""
         if not self._mesh.recovers:
             return action()
         while True:
@@ -182,7 +182,7 @@ class Trainer:
                 return action()
             except Exception as error:
                 self._meet_again(error)
-            # Not above, where the error keeps what the step has held.
+            # Not above, where the error keeps the tensors of the step alive.
             self._begin_again()
 
     def _meet_again(self, error: Exception) -> None:
@@ -233,7 +233,7 @@ class Trainer:
         return self.engine.done
 
     def _restored(self) -> Any:
-        """What the survivors know of the run, once the state is in a new engine; None where nobody holds it."""
+        """The survivors' facts about the run, once the state is in a new engine; None if no rank holds it."""
         found = None
         if self._survivor is not None:
             found = self._survivor.restore(self._make(False), self._copies.held)
@@ -328,12 +328,12 @@ class Trainer:
         else:
             batches = self._read
             batches.goes_on(engine, lock.step)
-        # Until the end of the run: whatever is lost, an iterable is not asked to begin again.
+        # Until the end of the run, an iterable is not restarted, whatever ranks are lost.
         self._read = batches if isinstance(batches, GivenBatches) else None
         reading = Reading(batches, corpus, evaluator)
         kept = Kept(checkpoints, self._copies, self._runs)
         self._steps = Steps(engine, self._config, reading, self.callbacks, kept, progress)
-        # What it knows is in the new steps only now.
+        # Its state is now in the new steps only.
         self._survivor = None
         return self._steps.run()
 
@@ -343,7 +343,7 @@ class Trainer:
             # No rank holds the lost parts: continue as after a restart.
             attempt, self._survivor, self._made = replace(attempt, restarts=attempt.restarts + 1), None, None
         resumed, lock = checkpoints.begin(attempt, start)
-        # What a checkpoint has is not read from elsewhere, nor drawn, before.
+        # Parameters of a checkpoint are not read from elsewhere or initialized before it is loaded.
         engine = self._make(not lock.step)
         losses: list[float] = []
         if resumed is not None and lock.step:
@@ -352,16 +352,16 @@ class Trainer:
         return Progress(start.continuing(lock), losses, resumed)
 
     def _go_on(self, checkpoints: Checkpoints, start: Lock) -> Progress | None:
-        """After ranks were lost and replaced, from what the survivors hold; None where there is nothing."""
+        """Continue after ranks were lost and replaced, from the state of the survivors; None if there is none."""
         found = self._restored()
         if not found:
             return None
         if found["runs"] != self._runs:
             raise TrainingError(
-                "a new rank is in another run of the trainer than the ranks that it has to meet",
+                "a new rank is in a different Trainer.run from the ranks that it has to meet",
                 given=f"run {self._runs} of this program on {self.mesh.label}, run {found['runs']} on the others",
                 expected="one Trainer.run in the program of a job that replaces lost ranks",
-                hint="a job for each run",
+                hint="start a job for each run",
             )
         checkpoints.tidy()
         return progress_of(self.engine, start, found)
@@ -369,7 +369,7 @@ class Trainer:
     def _batches(
         self, data: Data | Corpus, step: int = 0, samples: int = 0, state: Tensor | None = None
     ) -> Batches | ReadAhead | GivenBatches:
-        """What each step after `step` is made of; samples: that were read until then. state: of a loader."""
+        """The data of each step after `step`. samples: how many were read until then. state: of a loader."""
         if not isinstance(data, Corpus):
             return GivenBatches(data, self.engine, step, state)
         batches = batches_of(self.engine, data, (step, samples))
@@ -462,7 +462,7 @@ class Trainer:
         checkpoint.write(self.mesh, checkpoint.state_of(self.mesh, self.engine), Path(folder), self._lock())
 
     def _lock(self) -> Lock:
-        """What a checkpoint after the last step says about the training."""
+        """The facts about the training for a checkpoint after the last step."""
         return replace(lock_of(self.mesh, self._config, b""), step=self.engine.done)
 
     def load(self, folder: str | Path) -> None:
@@ -482,9 +482,9 @@ class Trainer:
         facts = self._facts
         if facts.sections.data is None:
             raise ConfigError(
-                "no data are given, and the configuration names none",
+                "no data are given, and the configuration has none",
                 given=f"{facts.config.source} without [data]",
-                expected="one of both",
+                expected="one of the two",
                 hint="trainer.run(data) with (inputs, targets) of each step, or [data] seq_len = 128",
             )
         if self._recorder is not None:
@@ -494,7 +494,7 @@ class Trainer:
     def _make(self, filled: bool) -> Engine:
         if self._made is None:
             holds = filled
-            # What a checkpoint does not have is read or drawn at each start.
+            # Parameters that a checkpoint does not have are read or initialized at each start.
             filled = filled or not self._model.saves_all
             engine = Engine(self.mesh, self._config, self._model, self._optimizer, filled=filled)
             if self._scheduler is not None:
@@ -509,22 +509,22 @@ def run(mesh: Mesh, config: Config, callback: Callback, attempt: Attempt | None 
 
 
 def _refuse_shards(engine: Engine, error: Exception) -> None:
-    """Raise UnsupportedOp where FSDP2 has changed a module of the program's own: it cannot do so again."""
+    """Raise UnsupportedOp if FSDP2 has changed a module of the program: it cannot do so again."""
     if any(isinstance(each, Sharded) for each in engine.gradients):
         raise UnsupportedOp(
-            "a module that FSDP2 has sharded cannot go on after the loss of a rank",
+            "a module that FSDP2 has sharded cannot continue after the loss of a rank",
             given=f"parallel.shard, and a {type(engine.modules[0]).__name__} as the model of the trainer",
             expected="a model that can be built again",
-            hint="a ModelSpec, as docs/guide/unknown_model.md has it; or --max-restarts in place of --replace",
+            hint="a ModelSpec, see docs/guide/unknown_model.md; or --max-restarts in place of --replace",
         ) from error
 
 
 def _other_parts(mesh: Mesh, tensor: str, before: int) -> UnsupportedOp:
     return UnsupportedOp(
-        f"a module of the program's own cannot take other parts of the model, on {mesh.label}",
-        given=f"{tensor}={before} until ranks were lost, {tensor}={mesh.coord(tensor)} since",
+        f"a module of the program cannot take over other parts of the model, on {mesh.label}",
+        given=f"{tensor}={before} before ranks were lost, {tensor}={mesh.coord(tensor)} now",
         expected="a model that can be built again, or the same parts",
-        hint="a ModelSpec, as docs/guide/unknown_model.md has it; or no elastic.min",
+        hint="a ModelSpec, see docs/guide/unknown_model.md; or remove elastic.min",
     )
 
 
@@ -532,8 +532,8 @@ def _nobody_holds(mesh: Mesh) -> TrainingError:
     return TrainingError(
         "no rank holds the parts of the model that a lost rank had",
         given=f"a mesh of {dict(mesh.dims)}, ranks {sorted(mesh.generation.replaced)} lost",
-        expected="a dim along which ranks hold the same parts, as data does",
-        hint="Trainer.load of a checkpoint, on every rank; Trainer.run does so by itself",
+        expected="a dim along which ranks hold the same parts, as along data",
+        hint="call Trainer.load with a checkpoint on every rank; Trainer.run does so automatically",
     )
 
 
@@ -544,7 +544,7 @@ def _model(
     if isinstance(given, Model) or (given is None and loss is not None):
         if loss is not None:
             raise ConfigError(
-                "the loss of this model is its own",
+                "the loss of this model is fixed",
                 given=f"loss, and {'the model of [model]' if given is None else 'a Model'}",
                 expected="a module, or a ModelSpec, whose loss can be replaced",
                 hint="ModelSpec(module=..., loss=...)",
@@ -564,7 +564,7 @@ def _model(
 
 
 def _check(mesh: Mesh, config: Config, model: Model) -> None:
-    """One rank compares a small model in parts with itself in one piece; all raise where they differ."""
+    """One rank compares a small model in parts with the same model in one piece; all ranks raise if they differ."""
     parallel = sections(mesh, config).parallel
     if isinstance(model, SpecModel) and not mesh.is_fake:
         sizes = {**mesh.layout.dims, **{name: mesh.size(name) for name in mesh.layout.names}}
@@ -578,9 +578,9 @@ def _of_the_job(config: Config | None) -> Config:
     path = os.environ.get(CONFIG_VARIABLE)
     if path is None:
         raise ConfigError(
-            "the trainer was not told how to train",
+            "the trainer has no configuration",
             given="no config, and no config from meshcomm run",
-            expected="one of both",
+            expected="one of the two",
             hint='Trainer(mesh, meshcomm.load_config("train.toml"), ...), or meshcomm run CONFIG script.py',
         )
     return load_config(path, os.environ.get(OVERRIDES_VARIABLE, "").splitlines())
@@ -589,10 +589,10 @@ def _of_the_job(config: Config | None) -> Config:
 def _configured(config: Config, known: Sections) -> Model:
     if known.model is None or known.data is None:
         raise ConfigError(
-            "no model is given, and the configuration names none",
+            "no model is given, and the configuration has none",
             given=f"{config.source} without [model]",
-            expected="one of both",
-            hint="Trainer(mesh, config, model), or [model] and [data] as in the config that meshcomm new writes",
+            expected="one of the two",
+            hint="use Trainer(mesh, config, model), or [model] and [data] as in a config from meshcomm new",
         )
     return model_of(known.model, known.data, known.train)
 
@@ -618,7 +618,7 @@ def _scheduler(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
         )
     if found.optimizer is not optimizer:
         raise ConfigError(
-            f"the {kind} schedules another optimizer",
+            f"the {kind} belongs to another optimizer",
             given=f"a {kind} of another {type(found.optimizer).__name__}",
             expected="a scheduler of the optimizer that the function is called with",
             hint=example,

@@ -476,7 +476,7 @@ def test_a_job_prints_json_and_writes_the_fit(pool: Pool, tmp_path: Path) -> Non
     link = written.topology.links.network
     assert link is not None and (link.latency_us, link.bandwidth_gbytes_s) == (100.0, 1.0)
     assert facts["fit"]["links"]["network"]["dims"] == ["dp"]
-    assert facts["fit"]["notes"] == ["ranks_per_node = 1, as config says; the launcher has 2 on this host"]
+    assert facts["fit"]["notes"] == ["ranks_per_node = 1, in config; the launcher has 2 on this host"]
     # Measured without the comparison of first calls, which is not written.
     assert "validate_calls" not in (tmp_path / "b.toml").read_text()
     (text, _, raised), _ = pool.run(job, str(tmp_path / "none"), 0.0, ranks=2)

@@ -263,7 +263,9 @@ def test_nothing_of_a_config_changes() -> None:
         lambda: mesh.options.clear(),
     ]
     for change in changes:
-        with pytest.raises(ConfigError, match=r"^a configuration does not change\n  given:    a change of "):
+        with pytest.raises(
+            ConfigError, match=r"^a configuration cannot be changed\n  given:    a change of "
+        ):
             change()
     assert config == load_config({"mesh": {"dims": {"pp": 2, "dp": 2}, "merge": {"all": ["pp", "dp"]}}})
 

@@ -373,12 +373,12 @@ FILES: dict[str, tuple[str, bytes, str, list[str]]] = {
     "open bracket at the end": ("mesh.toml", b"[mesh]\ndims = {\n", "line 2, column 9", ["not TOML"]),
     "key twice": ("mesh.toml", b"[mesh]\ntimeout_s = 1\n\ttimeout_s = 2\n", "line 3, column 15", ["given:     timeout_s = 2", "try:      write the key once"]),
     "nothing after the equals sign": ("mesh.toml", b"[mesh]\ndims =", "line 2, column 7", ["not TOML: Invalid value"]),
-    "JSON with a comma too many": ("mesh.json", b'{\n  "mesh": {"dims": {"dp": 2,}}\n}', f"line 2, column {_COMMA}", ["not JSON", "try:      remove the comma"]),
+    "JSON with a comma too many": ("mesh.json", b'{\n  "mesh": {"dims": {"dp": 2,}}\n}', f"line 2, column {_COMMA}", ["not JSON", "try:      remove the trailing comma"]),
     "JSON with a key twice": ("mesh.json", b'{"mesh": {"dims": {"dp": 2, "dp": 4}}}', "dp", ["twice", "dp = 2, dp = 4", "remove one"]),
-    "YAML with a key twice": ("mesh.yaml", b"mesh:\n  dims: {dp: 2}\n  dims: {dp: 4}\n", "line 3, column 3", ["the key dims is there twice"]),
+    "YAML with a key twice": ("mesh.yaml", b"mesh:\n  dims: {dp: 2}\n  dims: {dp: 4}\n", "line 3, column 3", ["the key dims occurs twice"]),
     "YAML that ends early": ("mesh.yml", b"mesh: {dims: {dp: 2}\nprocess: 3\n", "line 2, column 1", ["not YAML", "given:    process: 3\n"]),
     "YAML with a number for a key": ("mesh.yaml", b"mesh:\n  dims: {dp: 2}\n  options: {1: {timeout_s: 2}}\n", "mesh.options.1", ["given:    the key 1\n", 'in quotes: "1"']),
-    "YAML with a tab": ("mesh.yaml", b"mesh:\n\tdims: {dp: 2}\n", "line 2, column 1", ["not YAML", "try:      spaces in place of the tab"]),
+    "YAML with a tab": ("mesh.yaml", b"mesh:\n\tdims: {dp: 2}\n", "line 2, column 1", ["not YAML", "try:      use spaces instead of the tab"]),
     "YAML with a list for a key": ("mesh.yaml", b"? [1]\n: 2\n", "line 1, column 3", ["not YAML"]),
     "empty file": ("mesh.toml", b"", "mesh", ["missing", "try:      mesh = { dims = { dp = 8 } }"]),
     "not UTF-8": ("mesh.toml", b"[mesh]\n# caf\xe9\n", "line 2", ["not UTF-8", "the byte 0xe9 at offset 12"]),
@@ -401,7 +401,7 @@ def test_a_file_that_holds_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     for name, content in {"mesh.json": "[1, 2]", "mesh.yaml": "- 1\n- 2\n"}.items():
         Path(name).write_text(content)
-        assert report_of(name).startswith(f"{name}: holds no table\n  given:    [1, 2]\n")
+        assert report_of(name).startswith(f"{name}: contains no table\n  given:    [1, 2]\n")
     assert "  expected: one of .toml, .json, .yaml, .yml\n  try:      mesh.toml" in report_of("mesh.ini")
 
 
@@ -444,7 +444,7 @@ def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert report_of("configs/quikstart.yaml").endswith("did you mean configs/quickstart.yaml?")
     Path("folder.toml").mkdir()
     assert report_of("folder.toml").startswith("folder.toml: cannot be read: is a directory\n")
-    assert report_of("").startswith(": not a kind of file that a configuration is read from\n")
+    assert report_of("").startswith(": not a file type of a configuration\n")
 
 
 def test_what_is_no_configuration() -> None:
@@ -463,7 +463,7 @@ def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert report_of("mesh.yaml") == (
         "mesh.yaml: YAML files need PyYAML, which is not installed\n"
         "  given:    mesh.yaml\n"
-        "  expected: PyYAML beside meshcomm; TOML and JSON need nothing\n"
+        "  expected: PyYAML in addition to meshcomm; TOML and JSON need no package\n"
         "  try:      pip install 'meshcomm[yaml]'"
     )
 

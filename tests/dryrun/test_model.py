@@ -89,9 +89,9 @@ def test_what_is_no_model_or_no_dim_is_refused(tmp_path: Path) -> None:
     path = PUBLISHED / "qwen3_235b" / "config.json"
     assert is_of_model(path) and not is_of_model(PUBLISHED / "llama3_405b.toml")
     for dims, said in (
-        ("pp=0", "pp=0 is no dim"),
-        ("rows=2", "rows=2 is no dim"),
-        ("dp=4,ep=3", "cannot be spread"),
+        ("pp=0", "pp=0 is not a dim"),
+        ("rows=2", "rows=2 is not a dim"),
+        ("dp=4,ep=3", "cannot be distributed"),
     ):
         with pytest.raises(ConfigError, match=said):
             training_of(path, dims)

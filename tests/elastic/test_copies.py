@@ -158,6 +158,6 @@ def test_a_process_with_shards_is_killed(tmp_path: Path) -> None:
         assert [line["loss"] for line in job.lines] == pytest.approx(
             simulated(tmp_path, "dp2", 12), rel=1e-12
         )
-        (after,) = (line for line in job.log.read_text().splitlines() if "goes on after step" in line)
-        assert any(f"after step {step}, with what the other ranks hold" in after for step in (6, 9)), after
+        (after,) = (line for line in job.log.read_text().splitlines() if "continues after step" in line)
+        assert any(f"after step {step} with the state of the other ranks" in after for step in (6, 9)), after
     assert not left_over(tmp_path)

@@ -94,5 +94,5 @@ def test_only_one_half_goes_on(tmp_path: Path) -> None:
         assert "goes on" not in said
         assert [each.wait(200) for each in ranks[:2]] == [0, 0], logs[0].read_text()
         losses = [line["loss"] for line in job.lines]
-        assert "with what the other ranks hold, dp=1" in logs[0].read_text()
+        assert "with the state of the other ranks, dp=1" in logs[0].read_text()
     assert losses == pytest.approx(undisturbed(tmp_path / "before", "dp2", STEPS), rel=1e-12)

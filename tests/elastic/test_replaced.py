@@ -176,7 +176,7 @@ def test_a_training_goes_on_exactly(tmp_path: Path) -> None:
         assert [line["loss"] for line in job.lines] == simulated(tmp_path, "dp2", STEPS)
         said = job.log.read_text()
     assert "rank 0 (dp=0) was ended by SIGKILL; replaced, replacements left: 0" in said
-    assert "rank 0 replaced: goes on after step" in said
+    assert "rank 0 replaced: continues after step" in said
     assert not left_over(tmp_path)
 
 

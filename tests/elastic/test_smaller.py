@@ -105,7 +105,7 @@ def test_a_training_goes_on_with_fewer(tmp_path: Path) -> None:
         assert job.process.wait(100) == 0, job.log.read_text()
         assert losses(job) == pytest.approx(simulated(tmp_path, "dp2", STEPS, BATCH[1::2]), rel=1e-12)
         assert "rank 0 (dp=0) was ended by SIGKILL; continues with dp=2" in job.log.read_text()
-        assert "with what the other ranks hold, dp=2" in job.log.read_text()
+        assert "with the state of the other ranks, dp=2" in job.log.read_text()
     assert not left_over(tmp_path)
 
 

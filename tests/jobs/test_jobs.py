@@ -220,7 +220,7 @@ while True:
         (["run"], "no SCRIPT was given\n"),
         (["simulate", "--world-size", "2"], "no SCRIPT was given\n"),
         (["dryrun"], "neither CONFIG nor SCRIPT was given\n"),
-        (["train", "mesh.toml"], "mesh.toml says nothing about training"),
+        (["train", "mesh.toml"], "mesh.toml has no settings for training"),
         (["run", "nothing.toml", "script.py"], "nothing.toml"),
         (["run", "--world-size", "6", "mesh.toml", "script.py"], "2*2 = 4, world is 6"),
         (["train", "mesh.toml", "--set", "mesh.dims.tp=runs/x"], "mesh.dims.tp"),

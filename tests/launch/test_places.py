@@ -105,7 +105,7 @@ def test_sizes_are_those_that_the_training_fits() -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"elastic": {"min": {"tp": 1}}}, "no dim of the mesh"),
+        ({"elastic": {"min": {"tp": 1}}}, "not a dim of the mesh"),
         ({"elastic": {"min": {"dp": 9}}}, "more than the mesh has along dp: 9 > 4"),
         ({"elastic": {"min": {"dp": 1, "pp": 1}}}, "2 dims"),
         (
@@ -116,7 +116,7 @@ def test_sizes_are_those_that_the_training_fits() -> None:
         ({"elastic": {"patience_s": 3.0}}, "without it the others always wait"),
         (
             {"mesh": {"dims": {"dp": 4}, "rank_order": [3, 2, 1, 0]}, "elastic": {"min": {"dp": 1}}},
-            "keeps its size",
+            "cannot change its size",
         ),
     ],
 )

@@ -320,7 +320,7 @@ def test_some_steps_of_a_run_are_traced(pool: Pool, tmp_path: Path) -> None:
     assert len(tokens) == 4
     put_aside(tmp_path)
     assert (tmp_path / "trace.1.json").exists()
-    with pytest.raises(ConfigError, match="steps 3 to 9 are no steps of this training"):
+    with pytest.raises(ConfigError, match="steps 3 to 9 are not steps of this training"):
         load_config(QUICKSTART, ["train.trace_steps=[3, 9]", "train.steps=8"])
 
 

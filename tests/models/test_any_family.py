@@ -61,7 +61,7 @@ def test_a_family_in_parts_is_itself(name: str) -> None:
         if kind in spec.cannot or (kind == "sequence_parallel" and "tensor" in spec.cannot):
             continue
         if kind == "context" and name in ("gemma2", "granite_swa"):
-            with pytest.raises(UnsupportedOp, match="computes no attention of a model's own"):
+            with pytest.raises(UnsupportedOp, match="does not support a model's own attention"):
                 check_model(spec, replace(use, attention="ring"), family=True, name=name)
         check_model(spec, use, family=True, name=name)
         done.append(kind)
@@ -106,7 +106,9 @@ def test_a_multiplier_on_each_stage_is_refused() -> None:
 
     spec = replace(own.spec(), module=Multiplied, forward=forward)
     found = _refused(spec, USES["pipeline"])
-    assert "the model computes something else with parallel.pipeline" in found and "outputs off by" in found
+    assert (
+        "the model computes different results with parallel.pipeline" in found and "outputs off by" in found
+    )
     check_model(replace(spec, forward=None), USES["pipeline"])
 
 
@@ -125,7 +127,7 @@ def test_positions_of_another_stage_are_refused() -> None:
 
 def test_hidden_states_of_another_shape_are_refused() -> None:
     # The next stage has made room for what the specification says: gloo would end the process.
-    with pytest.raises(ShapeError, match="stage 0 passes on something else") as caught:
+    with pytest.raises(ShapeError, match="stage 0 does not pass on hidden states") as caught:
         check_model(replace(own.spec(), hidden_size=8), USES["pipeline"])
     assert caught.value.given == "shape (2, 16, 16)"
 

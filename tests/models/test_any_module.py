@@ -107,7 +107,7 @@ def _says(config: Config) -> str:
 def test_batch_norms_are_refused_where_their_means_would_depend_on_the_mesh(pool: Pool) -> None:
     told = pool.run(_says, images_config("dp=2 tp=2", micro_batch_size=4), ranks=4)
     assert all("cannot be trained with parallel.tensor" in each for each in told)
-    assert all("norm takes means over all tokens" in each for each in told)
+    assert all("norm averages over all tokens" in each for each in told)
     (told_one,) = pool.run(_says, images_config("dp=1", activation_checkpointing=True), ranks=1)
     assert "train.activation_checkpointing" in told_one
 

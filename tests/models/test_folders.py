@@ -74,10 +74,10 @@ def _refused(folder: Path) -> str:
 def test_a_model_that_is_no_language_model_alone_is_refused_by_name(tmp_path: Path) -> None:
     transformers.Gemma3Config(text_config=transformers.Gemma3TextConfig(**SMALL)).save_pretrained(tmp_path)
     found = _refused(tmp_path)
-    assert "a gemma3 has parts that are no language model: vision_config" in found
-    assert 'the folder of its text alone, "gemma3_text"' in found
+    assert "a gemma3 has parts that do not belong to a language model: vision_config" in found
+    assert 'the folder of only its text model, "gemma3_text"' in found
     transformers.ViTConfig().save_pretrained(tmp_path)
-    assert "a vit is no causal language model of transformers" in _refused(tmp_path)
+    assert "a vit is not a causal language model of transformers" in _refused(tmp_path)
     found = _refused(_changed(folder_of("llama", tmp_path), {"model_type": "newest"}))
     assert "transformers does not understand its config.json" in found and "newest" in found
 
@@ -95,7 +95,7 @@ def test_a_family_without_a_plan_is_split_by_data_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
-        ("llama", {"is_encoder_decoder": True}, "is an encoder and a decoder"),
+        ("llama", {"is_encoder_decoder": True}, "has an encoder and a decoder"),
         ("llama", {"num_attention_heads": None}, "transformers does not understand its config.json"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, "its weights are quantized"),
         ("qwen3", {"layer_types": ["full_attention"] * 3}, "must be equal to the number of"),
@@ -213,9 +213,9 @@ def test_a_token_outside_of_the_vocabulary_is_named_with_its_place(tmp_path: Pat
     for name, text in (("a.txt", "ABCD ABCD"), ("b.txt", "ABCDxBCDy")):
         (tmp_path / name).write_text(text)
     found = _outside(DataConfig(files=(f"{tmp_path}/*.txt",), seq_len=2), 96)
-    assert "the data has token 121, and the model's vocabulary is 0 to 95" in found
+    assert "the data has token 121, but the model's vocabulary is 0 to 95" in found
     assert f"121 at position 8 of {tmp_path}/b.txt" in found
-    assert "without one a byte is a token" in found
+    assert "without one, each byte is a token" in found
     words = tokenizer(tmp_path / "model")
     (tmp_path / "a.txt").write_text("one two")
     (tmp_path / "b.txt").write_text("one two three")
@@ -287,7 +287,7 @@ def test_a_tied_weight_that_is_saved_twice_is_one_weight_or_refused(pool: Pool, 
     (found,) = pool.run(_ours, folder, ranks=1)
     assert isinstance(found, str), "transformers does not tie these"
     assert (
-        "model.embed_tokens.weight and lm_head.weight are one weight by config.json, and two by the weights"
+        "model.embed_tokens.weight and lm_head.weight are one weight in config.json, but two in the weights"
         in found
     )
 
@@ -312,5 +312,5 @@ def test_a_config_that_transformers_refuses_is_an_error_with_its_words(
 ) -> None:
     folder = _changed(folder_of("llama", tmp_path, weights=True), changes, ("mlp_bias",))
     (found,) = pool.run(_ours, folder, ranks=1)
-    assert isinstance(found, str) and "transformers cannot make the model" in found and said in found
+    assert isinstance(found, str) and "transformers cannot create the model" in found and said in found
     assert str(folder) in found

@@ -210,7 +210,7 @@ def test_a_parameter_of_three_axes_is_put_together_from_many(tmp_path: Path) -> 
         part = torch.empty(2, 4, 3, dtype=torch.float64)
         held.copy((1, 2, 1), part)
         assert torch.equal(part, whole[1:3, 2:6, 1:4].double())
-        with pytest.raises(ShapeError, match=r"0\.gate and what lies beside it do not fit the model"):
+        with pytest.raises(ShapeError, match=r"0\.gate and the tensors stacked with it do not fit the model"):
             folder.read(Source(names), (3, 7, 6))
 
 

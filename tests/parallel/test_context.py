@@ -153,7 +153,7 @@ def by_capped(mesh: Mesh) -> list[float]:
         found.append(farthest(mine, expected))
     q, k, v, _ = (split_sequence(x, 2, mesh, "cp", "zigzag") for x in draw(12, 12))
     if mesh.size("cp") > 1:
-        with pytest.raises(UnsupportedOp, match=r"computes no attention of a model's own(.|\n)*ulysses"):
+        with pytest.raises(UnsupportedOp, match=r"does not support a model's own attention(.|\n)*ulysses"):
             ContextSplit(mesh, "cp", "ring").attend(q, k, v, by=capped)
     else:
         alone = ContextSplit(mesh, "cp", "ring").attend(q, k, v, by=capped)
@@ -318,7 +318,7 @@ def test_positions() -> None:
         "a sequence of 12 cannot be split in zigzag order over 4 ranks\n"
         "  given:    12 tokens, 8 chunks\n"
         "  expected: a multiple of 8; 12 % 8 = 4\n"
-        '  try:      16 tokens, or order="contiguous", as ContextSplit(mesh, dim, "ulysses") has it'
+        '  try:      16 tokens, or order="contiguous", as in ContextSplit(mesh, dim, "ulysses")'
     )
     with pytest.raises(ShapeError, match=r"expected: a multiple of 3; 10 % 3 = 1\n  try:      12 tokens$"):
         sequence_positions(10, 3, 0, "contiguous")
@@ -367,7 +367,7 @@ def switched(mesh: Mesh) -> None:
         if alone:
             assert q is whole[0] and torch.equal(out, wanted)
         assert farthest([split.gather(out, 2)], [wanted]) < 1e-12
-    with pytest.raises(UnsupportedOp, match="there is no attention 'flash' over a split sequence"):
+    with pytest.raises(UnsupportedOp, match="'flash' is not an attention over a split sequence"):
         ContextSplit(mesh, None, "flash")  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="10 % 4 = 2"):
         ContextSplit(mesh, "cp").positions(10)
@@ -395,8 +395,8 @@ def refusals(mesh: Mesh) -> None:
         (ring_attention, (good, good[:, :0], good[:, :0]), {}, "expected: a head in k and v"),
         (ring_attention, (good, good.double(), good), {}, "need one floating-point dtype"),
         (ring_attention, (good.long(),) * 3, {}, "need one floating-point dtype"),
-        (ring_attention, (good, good[:, :, :2], good[:, :, :2]), {}, "q and k are of different length"),
-        (ulysses_attention, (good, good[:, :, :2], good[:, :, :2]), {"causal": False}, "of different length"),
+        (ring_attention, (good, good[:, :, :2], good[:, :, :2]), {}, "q and k have different lengths"),
+        (ulysses_attention, (good, good[:, :, :2], good[:, :, :2]), {"causal": False}, "have different lengths"),
         (ring_attention, (good[:, :, :3],) * 3, {}, "an even number of tokens on each rank"),
         (ulysses_attention, (good,) * 3, {}, "a multiple of 4 heads; 6 % 4 = 2"),
         (ulysses_attention, (good,) * 3, {}, "1 or 2 or 3 along cp, or ring_attention"),
@@ -413,10 +413,10 @@ def refusals(mesh: Mesh) -> None:
     with pytest.raises(ShapeError) as raised:
         ring_attention(mesh, "cp", good[:, :, :3], good[:, :, :3], good[:, :, :3])
     assert str(raised.value).splitlines() == [
-        f'ring_attention along "cp" on {mesh.label}: an odd number of tokens cannot be two chunks of a zig-zag',
+        f'ring_attention along "cp" on {mesh.label}: an odd number of tokens cannot be divided into the two chunks of a zig-zag',
         "  given:    q (1, 6, 3, 2), k (1, 6, 3, 2), v (1, 6, 3, 2)",
         "  expected: an even number of tokens on each rank",
-        '  try:      a sequence of a multiple of 8, or order="contiguous", as ContextSplit(mesh, dim, "ulysses") has it',
+        '  try:      a sequence of a multiple of 8, or order="contiguous", as in ContextSplit(mesh, dim, "ulysses")',
     ]
     with pytest.raises(ShapeError, match=r"split_sequence along .* has no axis 2"):
         split_sequence(x(4, 4), 2, mesh, "cp", "contiguous")
@@ -429,14 +429,15 @@ def refusals(mesh: Mesh) -> None:
 def no_windows(mesh: Mesh) -> None:
     q = torch.zeros(1, 2, 4, 8)
     for attend in (ring_attention, ulysses_attention):
-        with pytest.raises(UnsupportedOp, match=r"attention along .*there is no such window(.|\n)*window=0"):
+        with pytest.raises(UnsupportedOp, match=r"attention along .*the window is invalid(.|\n)*window=0"):
             attend(mesh, "cp", q, q, q, window=0)
     for dim in (None, "cp"):
         with pytest.raises(UnsupportedOp, match="window=2, causal=False"):
             ContextSplit(mesh, dim).attend(q, q, q, causal=False, window=2)
     assert torch.equal(ring_attention(mesh, "cp", q, q, q, window=8), ring_attention(mesh, "cp", q, q, q))
     with pytest.raises(
-        UnsupportedOp, match=r"not passed around a ring(.|\n)*window=7, 2 ranks of 4 tokens(.|\n)*ulysses"
+        UnsupportedOp,
+        match=r"does not support a sliding window(.|\n)*window=7, 2 ranks of 4 tokens(.|\n)*ulysses",
     ):
         ring_attention(mesh, "cp", q, q, q, window=7)
 

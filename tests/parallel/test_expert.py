@@ -388,7 +388,7 @@ def wrong_layers(mesh: Mesh) -> None:
         (None, {"experts": 2, "experts_per_token": 3}, ShapeError, ["3 of 2 experts", "experts_per_token=2"]),
         (None, {"experts_per_token": 0}, ShapeError, ["a token cannot choose 0 of 8 experts"]),
         ("ep", {"capacity_factor": 0.0}, ShapeError, ["would drop every token", "capacity_factor=0.0"]),
-        ("tp", {"tensor": "tp"}, LayoutError, ['the dim "tp" cannot both spread the experts and split']),
+        ("tp", {"tensor": "tp"}, LayoutError, ['the dim "tp" cannot both distribute the experts and split']),
         (
             "ep",
             {"tensor": "tp", "intermediate_size": 5},

@@ -392,12 +392,12 @@ def other_dims() -> None:
         with pytest.raises(LayoutError) as caught:
             sections(mesh, load_config(config, ["mesh.dims={ dp = 4, tp = 1 }"]))
         assert str(caught.value) == (
-            "the mesh was opened with other dims than this configuration has\n"
+            "the dims of the open mesh differ from those of this configuration\n"
             "  given:    an open mesh of { dp = 2, tp = 2 }, mesh.dims = { dp = 4, tp = 1 }\n"
             "  expected: the configuration that the mesh was opened with\n"
             "  try:      meshcomm.config.load_config(config, ['mesh.dims={ dp = 2, tp = 2 }'])"
         )
-        with pytest.raises(meshcomm.MeshcommError, match="describes a mesh and no training"):
+        with pytest.raises(meshcomm.MeshcommError, match="describes a mesh but no training"):
             sections(mesh, load_config({"mesh": {"dims": {"dp": 2, "tp": 2}}}))
         with pytest.raises(meshcomm.MeshcommError, match="not divisible by dp: 5 % 2 = 1"):
             sections(mesh, load_config(config, ["train.global_batch_size=5"]))

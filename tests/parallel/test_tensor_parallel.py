@@ -369,16 +369,20 @@ def test_ranks_with_other_weights_or_plans_are_named() -> None:
 
 WRONG: list[tuple[str, Any, str]] = [
     ("layers.*.atn.q", "column", 'matches no part of the module; did you mean "layers.*.attn.q"?'),
-    ("layers.*.attn.q", "colum", 'style \'colum\' is none of "column", "row", "vocab", "latent", "enter"'),
-    ("norm", "column", '"norm", a LayerNorm: style "column" splits an nn.Linear, this is not one'),
+    ("layers.*.attn.q", "colum", 'style \'colum\' is not one of "column", "row", "vocab", "latent", "enter"'),
+    ("norm", "column", '"norm", a LayerNorm: style "column" splits an nn.Linear, but this is not one'),
     ("embed", "column", '"embed", a Embedding: style "column" splits an nn.Linear'),
     ("odd", "column", '"odd", a Linear: 6 outputs are not divisible by tp: 6 % 4 = 2'),
     ("odd", "row", '"odd", a Linear: 6 inputs are not divisible by tp: 6 % 4 = 2'),
-    ("odd", "split", '"odd" is a module; style "split" is of a parameter'),
+    ("odd", "split", '"odd" is a module; style "split" is for parameters'),
     ("odd.weight", "column", '"odd.weight" is a parameter, whose style is "split"'),
     ("odd.bias", "split", '"odd", a Linear: axis 0 of its bias, (6,), is not divisible by tp: 4 ranks'),
-    ("odd.bias", {"style": "split", "axis": "rows"}, "axis is 'rows'; it is a number from 0"),
-    ("odd.bias", {"style": "split", "set": {"a": 1}}, "style \"split\" has no 'set'; it has style, axis"),
+    ("odd.bias", {"style": "split", "axis": "rows"}, "axis is 'rows'; it must be a number from 0"),
+    (
+        "odd.bias",
+        {"style": "split", "set": {"a": 1}},
+        "style \"split\" has no option 'set'; its options are style, axis",
+    ),
     ("odd.bias", {"style": "split", "axis": 1}, "axis 1 of its bias, (6,), is not divisible"),
     ("layers.*.attn.q", "column:3", "its 16 outputs are not 3 equal parts"),
     ("layers.*.attn.q", {"style": "column", "parts": [8, 4]}, "its 16 outputs are not 8 + 4"),
@@ -386,15 +390,19 @@ WRONG: list[tuple[str, Any, str]] = [
     (
         "layers.*.attn.q",
         {"style": "column", "part": 2},
-        "has no 'part'; it has style, parts, output, sequence, set",
+        "has no option 'part'; its options are style, parts, output, sequence, set",
     ),
-    ("layers.*.attn.q", {"style": "column", "output": "all"}, 'output is \'all\'; it is "split" or "whole"'),
+    (
+        "layers.*.attn.q",
+        {"style": "column", "output": "all"},
+        'output is \'all\'; it must be "split" or "whole"',
+    ),
     ("layers.*.attn.q", 3, "3 is neither a style"),
     ("layers.0.attn", {"set": {"haeds": "split"}}, "it has no attribute 'haeds' to set"),
     ("layers.0.attn", {"set": {"heads": "split"}}, "heads = 6 is not divisible by tp: 6 % 4 = 2"),
-    ("layers.0.attn", {"set": {"name": "split"}}, "name = 'a' is no whole number"),
+    ("layers.0.attn", {"set": {"name": "split"}}, "name = 'a' is not an integer"),
     ("layers.0.attn.q", {"style": "row"}, 'is matched by "layers.*.attn.[qkv]" and by "layers.0.attn.q"'),
-    ("layers.0", "heads", 'has style "heads", and "layers.0.attn.q" inside of it one of its own'),
+    ("layers.0", "heads", 'has style "heads", but "layers.0.attn.q" inside it has another style'),
     ("head", "row", '"embed.weight" and "head.weight" are one parameter and would be split differently'),
     ("ten", "vocab", '"ten", a Embedding: 10 rows are not divisible by tp: 10 % 4 = 2'),
     ("capped", "vocab", "an embedding with max_norm cannot be split"),
@@ -447,7 +455,7 @@ FAILING: list[tuple[str, dict[str, Any], str, bool, str, str]] = [
     ("mqa", without(**MQA), "", False, '"layers.0.attn", a Fused', "a size of tp that divides kv_heads = 1, which cannot be split by tp = 2"),
     ("fused", plan_of("fused"), "labels", False, "the module itself, a Small", '"head": "column:whole", or no labels'),
     ("separate", without(places="sequence", kind="separate"), "", True, "the module itself, a Small", '{"style": "replicate", "input": "whole", "axis": 0} for a part'),
-    ("gqa", without(kind="gqa", **{"layers.*.attn": {"set": {"heads": "split", "kv_heads": "split"}}}), "", True, '"layers.0.attn", a Fused', '"layers.0.attn": "enter" if it takes the length from its input, "replicate" if it needs all: it gets 4 of 8 places'),
+    ("gqa", without(kind="gqa", **{"layers.*.attn": {"set": {"heads": "split", "kv_heads": "split"}}}), "", True, '"layers.0.attn", a Fused', '"layers.0.attn": "enter" if it reads the length from its input, "replicate" if it needs all: it gets 4 of 8 positions'),
 ]  # fmt: skip
 
 
@@ -493,7 +501,7 @@ def reshaped(mesh: Mesh) -> None:
     assert 'fails on its example in "0", a Reshaped' in text
     line = Reshaped.forward.__code__.co_firstlineno + 2
     assert f"at {__file__}:{line} in forward: y: Tensor = self.down(self.up(x)" in text, text
-    assert "reshape to [2, 3, -1] in place of [2, 3, 16]" in text
+    assert "reshape to [2, 3, -1] instead of [2, 3, 16]" in text
 
 
 def test_the_line_of_the_users_forward_and_a_reshape_that_fits_are_named() -> None:
@@ -626,10 +634,10 @@ def refusals(mesh: Mesh) -> None:
     assert TensorSplit(mesh, "tp").positions(3).tolist() == [0, 1, 2]
     with pytest.raises(ShapeError):
         split.leave(torch.ones(2, 7, 4))  # 7 tokens on 4 ranks
-    with pytest.raises(ShapeError, match="an embedding's ids are outside of the vocabulary on rank"):
+    with pytest.raises(ShapeError, match="an embedding's ids are outside the vocabulary on rank"):
         Own(split)(IDS + VOCAB)
     logits = torch.zeros(2, 3, 4)
-    with pytest.raises(ShapeError, match=r"targets are outside of the vocabulary(.|\n)*-1 to 2"):
+    with pytest.raises(ShapeError, match=r"targets are outside the vocabulary(.|\n)*-1 to 2"):
         cross_entropy(split, logits, torch.tensor([[0, 1, -1], [2, 2, 2]]))
     with pytest.raises(UnsupportedOp, match="has no reduction 'none'"):
         cross_entropy(split, logits, torch.zeros(2, 3, dtype=torch.int64), reduction=cast(Any, "none"))

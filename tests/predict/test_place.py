@@ -304,7 +304,7 @@ def test_what_cannot_be_placed(tmp_path: Path) -> None:
         (lambda: workload(ordered), r"mesh.rank_order belongs to one mesh(.*\n)*.*--set mesh.rank_order="),
         (lambda: place_config(config("3-D"), 8, where, ["dpp"]), r"no part .* a dim dpp\n(.*\n)*.*did you mean \"pp\"\?"),
         (lambda: place_config(config("3-D"), 8, config("3-D").topology), "not known which ranks share a node"),
-        (lambda: write_placement(config("3-D"), ranking, tmp_path / "o.yaml"), r"not a kind of file that --write writes\n(.*\n)*.*--write .*o.toml"),
+        (lambda: write_placement(config("3-D"), ranking, tmp_path / "o.yaml"), r"not a file type that --write writes\n(.*\n)*.*--write .*o.toml"),
         (lambda: write_placement(config("3-D"), ranking, tmp_path / "no" / "o.toml"), "cannot be written: no such file"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=text):

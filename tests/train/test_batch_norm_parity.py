@@ -105,7 +105,7 @@ def test_one_micro_batch_with_batch_norms_agrees(pool: Pool, tmp_path: Path, scr
     assert code == 0, err + out
     facts = json.loads(out)
     assert facts["agrees"] and max(one["relative"] for one in facts["differences"]) < 1e-12
-    assert any("one micro-batch on every mesh" in note for note in facts["notes"])
+    assert any("one microbatch on every mesh" in note for note in facts["notes"])
 
 
 @pytest.mark.parity
@@ -119,5 +119,5 @@ def test_smaller_meshes_of_a_search_for_blame_get_the_same_micro_batch(pool: Poo
 def test_several_micro_batches_with_batch_norms_are_refused(pool: Pool, tmp_path: Path) -> None:
     code, _, err = parity(pool, tmp_path, 2, script=True)
     assert code != 0 and "Traceback" not in err
-    assert "batch norms and several micro-batches in a step cannot be compared with one process" in err
+    assert "batch norms with several microbatches in a step cannot be compared with one process" in err
     assert "--set train.micro_batch_size=4" in err

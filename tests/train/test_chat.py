@@ -109,7 +109,7 @@ def test_a_template_that_is_missing_or_hides_answers_and_other_sources_are_refus
     counting = "{{ messages | length }}" + TEMPLATE
     tokenizer = str(folder_of(tmp_path / "other", counting))
     hiding = DataConfig(seq_len=24, chat=(str(path),), tokenizer=tokenizer, answers_only=True)
-    with pytest.raises(TrainingError, match="the chat template takes no such conversation"):
+    with pytest.raises(TrainingError, match="the chat template does not accept this conversation"):
         load(hiding)
     with pytest.raises(ConfigError, match="answers_only"):
         DataConfig(seq_len=24, answers_only=True)

@@ -322,7 +322,7 @@ def test_a_file_system_that_fills_up_while_saving_loses_nothing(tmp_path: Path) 
         rf"rank \d \(pp=0 dp=\d tp=0\) could not save into {folder}/step-{failed:06d}\.saving\n"
         rf" +given: +No space left on device: {folder}/step-{failed:06d}\.saving\S*; [01]\.\d MB are free there\n"
         r" +expected: a folder that every rank can write to, with space for its part\n"
-        rf" +try: +make space, then train\.resume = true goes on from {folder}/{newest}$",
+        rf" +try: +make space, then train\.resume = true continues from {folder}/{newest}$",
         done.stderr,
         re.MULTILINE,
     ), done.stderr
@@ -515,11 +515,11 @@ def test_another_training_is_refused_with_both_values(pool: Pool, at_step_4: Pat
     )
     for text in pool.run(runs.losses_or_error, config, ranks=2):
         assert text == (
-            "this configuration trains something else than the checkpoint: model.intermediate_size, train.seed\n"
+            "this configuration trains something different from the checkpoint: model.intermediate_size, train.seed\n"
             f"  given:    model.intermediate_size = 32, and 64 in {folder}\n"
             f"            train.seed = 8, and 7 in {folder}\n"
             "  expected: the checkpoint's own model, data, batch, seed and dtype\n"
-            "  try:      put them back; or train.resume = false or another train.out, for a run of its own"
+            "  try:      restore them; or set train.resume = false or another train.out for a separate run"
         )
     # Nothing was lost by trying.
     assert content(folder) == before and (at_step_4 / "metrics.jsonl").read_bytes() == metrics
@@ -633,7 +633,7 @@ class ByName:
 def test_members_of_an_enum_are_read_as_each_python_writes_them() -> None:
     assert unpickle(pickle.dumps(ByName(WriteItemType, "TENSOR"))) is WriteItemType.TENSOR
     for kind, name in ((WriteItemType, "mro"), (SavePlan, "__init__")):
-        with pytest.raises(pickle.UnpicklingError, match=f"{name} has no place"):
+        with pytest.raises(pickle.UnpicklingError, match=f"{name} is not allowed"):
             unpickle(pickle.dumps(ByName(kind, name)))
 
 
@@ -676,7 +676,7 @@ def test_a_damaged_checkpoint_ends_every_rank_and_names_the_one_before(pool: Poo
             assert f"{folder}/step-000008/{name.split()[0]}: " in text
             assert text.endswith(
                 f"  try:      move {folder}/step-000008 away; "
-                f"train.resume = true goes on from {folder}/step-000004"
+                f"train.resume = true continues from {folder}/step-000004"
             )
             if ".distcp" in name:
                 what = r"the checkpoint is damaged: (model|optimizer)\.\S+ in __3_0\.distcp\n"

@@ -101,7 +101,7 @@ def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
             if error is not None:
                 refused += 1
                 assert str(file) in (error.given or ""), (file, place)
-                assert error.hint == f"move {path} away; train.resume = true goes on from {older}"
+                assert error.hint == f"move {path} away; train.resume = true continues from {older}"
                 if file.suffix == ".distcp":
                     assert error.what in {f"the checkpoint is damaged: {n} in {file.name}" for n in expected}
             else:

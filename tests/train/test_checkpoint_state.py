@@ -340,7 +340,7 @@ def test_a_failed_async_save_is_raised_on_all_ranks(
         if moment != "a part is lost":
             assert (
                 lines[-1]
-                == f"  try:      make space, then train.resume = true goes on from {folder}/step-000001"
+                == f"  try:      make space, then train.resume = true continues from {folder}/step-000001"
             )
     assert moment == "a part is lost" or causes[2 if moment == "write_part" else 0] == "OSError"
     # And what it took is free again.

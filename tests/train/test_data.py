@@ -113,7 +113,7 @@ def test_a_share_for_validation_is_cut_off_the_end_and_never_trained_on() -> Non
     evaluated = [tuple(row) for tokens, _ in batches(corpus=held).in_order(None) for row in tokens.tolist()]
     assert len(evaluated) == 12  # whole global batches
     assert evaluated[0][0] == 128 * 7 % 256 and len(trained) == 128
-    with pytest.raises(TrainingError, match="nothing is left to train on"):
+    with pytest.raises(TrainingError, match="no samples remain for training"):
         Corpus((Stream(TEXT[:8], 7),), b"").cut(0.5)
 
 
@@ -216,7 +216,7 @@ def test_what_a_tokenizer_cannot_do_is_told(tmp_path: Path) -> None:
         ({"tokenizer": str(tmp_path / "a.txt")}, None, "the tokenizer cannot be read"),
         ({"eos": "</s>"}, None, "the tokenizer has no token '</s>'"),
         ({"files": (f"{tmp_path}/latin.txt",)}, None, "the text is not UTF-8"),
-        ({}, 4, "the data has token 4, and the model's vocabulary is 0 to 3"),
+        ({}, 4, "the data has token 4, but the model's vocabulary is 0 to 3"),
         ({"seq_len": 9}, None, "the training data is less than one sample"),
     ]
     for change, vocab_size, what in cases:
@@ -268,7 +268,7 @@ def test_token_files_that_cannot_be_trained_on_are_told(tmp_path: Path) -> None:
         ("square.npy", "a token file cannot be read", "shape (4, 4)"),
         ("real.npy", "a token file cannot be read", "float64"),
         ("text.npy", "a token file cannot be read", "text.npy"),
-        ("high.npy", "the data has token 300, and the model's vocabulary is 0 to 255", "high.npy"),
+        ("high.npy", "the data has token 300, but the model's vocabulary is 0 to 255", "high.npy"),
         ("short.npy", "the training data is less than one sample", "short.npy"),
         ("none.bin", "no training data matches", "data.tokens"),
     ):
@@ -368,12 +368,12 @@ def test_kinds_of_samples(loaders: None, kind: str, inputs: Any, targets: Any) -
     [
         (("raises",), "data.build could not be called: ValueError: no such folder", "some_loaders:raises"),
         (("missing",), "data.build could not be called: AttributeError", "some_loaders:missing"),
-        (("nothing",), "data.build returns no data that can be read so", "returned int"),
-        (("without",), "data.build returns no data that can be read so", "returned list, without samples"),
-        (("batches_of_it",), "data.build returns no data that can be read so", "returned DataLoader, which gives batches"),
-        (("generator",), "data.build returns no data that can be read so", "returned generator"),
+        (("nothing",), "data.build does not return an indexable dataset", "returned int"),
+        (("without",), "data.build does not return an indexable dataset", "returned list, without samples"),
+        (("batches_of_it",), "data.build does not return an indexable dataset", "returned DataLoader, which yields batches"),
+        (("generator",), "data.build does not return an indexable dataset", "returned generator"),
         *(
-            (("sample", {"args": {"kind": kind}}), "sample 0 of data.build is none", given)
+            (("sample", {"args": {"kind": kind}}), "sample 0 of data.build is invalid", given)
             for kind, given in (
                 ("long", "6 tokens, with data.seq_len = 4"),
                 ("empty", "inputs of shape (0,)"),

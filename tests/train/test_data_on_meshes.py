@@ -234,6 +234,6 @@ def test_ranks_train_on_text_that_was_tokenised_once(pool: Pool, tmp_path: Path)
     assert len(list((tmp_path / "out").glob("*tokens-*"))) == 1
     small = on("dp=2 tp=2", *data, *more, "model.vocab_size=4")
     texts = pool.run(losses_or_error, small, ranks=4)
-    assert all("the data has token 4, and the model's vocabulary is 0 to 3" in text for text in texts)
+    assert all("the data has token 4, but the model's vocabulary is 0 to 3" in text for text in texts)
     assert all(f"4 at position 120 of {tmp_path}/a.txt" in text for text in texts)
     assert all(f"{words} has 5 tokens" in text for text in texts)

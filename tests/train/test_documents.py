@@ -140,7 +140,7 @@ def test_documents_that_are_not_masked_and_masks_that_cannot_be_are_refused(
 ) -> None:
     plain = settings_of(tmp_path, BUILT_IN, "dp=1", 4, False)
     (what,) = pool.run(refused, plain, packed(), ranks=1)
-    assert what == "documents are numbered for a model whose attention crosses them"
+    assert what == "document numbers are given to a model whose attention crosses documents"
     masked, batch = settings_of(tmp_path, BUILT_IN, "dp=1", 4, True), packed()
     assert batch.documents is not None
     shorter = batch._replace(documents=batch.documents[:, 1:])
@@ -148,7 +148,7 @@ def test_documents_that_are_not_masked_and_masks_that_cannot_be_are_refused(
     (what,) = pool.run(refused_module, masked, ranks=1)
     assert what == "this model cannot be trained with data.document_mask"
     unknown = DataConfig(seq_len=8, tokenizer="bytes", document_mask=True)
-    with pytest.raises(TrainingError, match="nothing says where a document ends"):
+    with pytest.raises(TrainingError, match="the end of a document is not defined"):
         load(unknown)
 
 

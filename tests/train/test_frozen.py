@@ -84,7 +84,7 @@ def refused(config: Config) -> str:
 
 @pytest.mark.parametrize(
     ("pattern", "said"),
-    [("nothing*", "no parameter is called nothing*"), ("*", "no parameter of the model learns")],
+    [("nothing*", "no parameter matches nothing*"), ("*", "all parameters of the model are frozen")],
 )
 def test_patterns_that_match_nothing_or_everything_are_refused(pool: Pool, pattern: str, said: str) -> None:
     config = load_config(small("pp=2"), [f'train.frozen=["{pattern}"]'])

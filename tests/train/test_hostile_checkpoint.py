@@ -56,7 +56,7 @@ FIELDS = b"}" + text("_value_") + b"K\x07s"
 def test_metadata_run_no_code_and_set_no_attribute_but_fields_of_new_objects(data: bytes) -> None:
     hash_of, members = MetadataIndex.__hash__, [each.value for each in WriteItemType]
     try:
-        with pytest.raises(pickle.UnpicklingError, match="has no place in a checkpoint of tensors"):
+        with pytest.raises(pickle.UnpicklingError, match="is not allowed in a checkpoint of tensors"):
             unpickle(data)
         assert MetadataIndex.__hash__ is hash_of and [each.value for each in WriteItemType] == members
     finally:
@@ -84,11 +84,11 @@ def place(found: Saved) -> Any:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"relative_path": "../__0_0.distcp"}, "is no file of this folder"),
-        ({"relative_path": "/etc/hostname"}, "is no file of this folder"),
-        ({"relative_path": ".."}, "is no file of this folder"),
-        ({"offset": -1}, "is no offset and length"),
-        ({"length": 0.5}, "is no offset and length"),
+        ({"relative_path": "../__0_0.distcp"}, "is not a file of this folder"),
+        ({"relative_path": "/etc/hostname"}, "is not a file of this folder"),
+        ({"relative_path": ".."}, "is not a file of this folder"),
+        ({"offset": -1}, "is not an offset and a length"),
+        ({"length": 0.5}, "is not an offset and a length"),
     ],
 )
 def test_records_lie_in_files_of_the_folder(tmp_path: Path, change: dict[str, Any], words: str) -> None:
@@ -122,10 +122,10 @@ def test_a_record_is_what_the_metadata_say(tmp_path: Path, value: Any) -> None:
     [
         ([((0,), (2,)), ((0,), (2,))], "parts that overlap"),
         ([((0,), (3,)), ((2,), (1,))], "parts that overlap"),
-        ([((0,), (2,)), ((3,), (2,))], "outside of shape"),
-        ([((-1,), (4,))], "outside of shape"),
-        ([((0,), (-4,)), ((0,), (8,))], "outside of shape"),
-        ([((0, 0), (4, 1))], "outside of shape"),
+        ([((0,), (2,)), ((3,), (2,))], "outside shape"),
+        ([((-1,), (4,))], "outside shape"),
+        ([((0,), (-4,)), ((0,), (8,))], "outside shape"),
+        ([((0, 0), (4, 1))], "outside shape"),
         ([((0,), (2,))], "parts of 2 of 4 elements"),
     ],
 )

@@ -173,7 +173,7 @@ def trainer_of(config: Config) -> list[str]:
     ("targets", "said"),
     [
         (["q_prj"], ["names no linear layer of a LlamaForCausalLM", "q_prj", "q_proj"]),
-        (["lm_head"], ["the head of a model gets no adapter", "lm_head", "leave it out"]),
+        (["lm_head"], ["the head of a model cannot have an adapter", "lm_head", "remove it"]),
     ],
 )
 def test_targets_that_cannot_be_adapted_are_refused(

@@ -88,7 +88,7 @@ CASES: list[tuple[str, Plant, list[str]]] = [
         [
             f"rank 1 (pp=0 dp=0 tp=1): nan in the gradient of {WQ}",
             "only at tp=1 (tensor), on rank 1 3",
-            "alike along dp (data), where gradients are summed",
+            "the same along dp (data), where gradients are summed",
         ],
     ),
     (  # a fault of one rank's memory, in a weight that all ranks have whole: nobody else's norm has it
@@ -124,8 +124,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_every_rank_and_is_not_sav
     assert lines[0] == f"the gradient norm of step 3 is {'nan' if plant[0] == 'backward' else 'inf'}"
     assert [line.removeprefix("  given:").strip() for line in lines[1 : 1 + len(where)]] == where
     assert lines[-2:] == [
-        "  expected: finite numbers on every rank; this step is not applied, and nothing is saved after it",
-        "  try:      go on from the last checkpoint (train.resume = true) with a smaller train.lr than 0.003, "
+        "  expected: finite numbers on every rank; this step is not applied, and no later state is saved",
+        "  try:      continue from the last checkpoint (train.resume = true) with a smaller train.lr than 0.003, "
         'or with train.on_nonfinite = "skip"',
     ]
     assert names(tmp_path) == ["job", "latest", "step-000001", "step-000002"]
@@ -175,7 +175,7 @@ def test_leaving_out_every_step_is_no_training(pool: Pool, tmp_path: Path) -> No
     ((text, faults),) = pool.run(spoilt, config, ("backward", 0, WQ, range(2, 21)), ranks=1)
     assert isinstance(text, str)
     assert text.startswith(
-        "steps 2 to 12 give nothing finite, so leaving them out does not help\n  given:    rank 0"
+        "steps 2 to 12 have no finite result, so skipping them does not help\n  given:    rank 0"
     )
     assert len(faults) == 10
 

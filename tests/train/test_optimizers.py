@@ -160,9 +160,12 @@ def refused(config: Config) -> str:
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ("train.optimizer_args={ momentun = 0.9 }", "torch.optim.SGD takes no momentun"),
-        ("train.optimizer_args={ lr = 0.9 }", "torch.optim.SGD takes no lr, which is a setting of its own"),
-        ('train.groups={ "nothing*" = { lr = 0.1 } }', "no parameter is called nothing*"),
+        ("train.optimizer_args={ momentun = 0.9 }", "torch.optim.SGD has no argument momentun"),
+        (
+            "train.optimizer_args={ lr = 0.9 }",
+            "torch.optim.SGD has no argument lr, which is a setting of [train]",
+        ),
+        ('train.groups={ "nothing*" = { lr = 0.1 } }', "no parameter matches nothing*"),
     ],
 )
 def test_what_no_optimiser_knows_is_told(pool: Pool, more: str, what: str) -> None:

@@ -172,7 +172,7 @@ def test_a_specification_that_leaves_something_out_is_refused_with_the_figure(po
     (found,) = pool.run(originals, [_built(name) for name in names], ranks=1)
     left_out, right, not_compared, turned = found
     assert "the model does not compute what Multiplied.forward computes on one process" in left_out
-    assert "outputs off by" in left_out and "multipliers" in left_out
+    assert "outputs differ by" in left_out and "multipliers" in left_out
     assert right.startswith("equal to Multiplied.forward on one process (outputs differ by 0.0e+00")
     assert not_compared.startswith(
         "not compared with Window.forward, which fails on the inputs alone: TypeError"

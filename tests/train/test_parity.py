@@ -259,7 +259,7 @@ def test_every_case_can_be_taken_apart() -> None:
             ("pp", "tp"),
             "first dims to blame: pp and tp (together, neither alone, 4 ranks: weight of a, 3.1e-02)",
         ),
-        (({"pp", "dp", "tp"},), (), "first dim to blame: none alone and no two: only all together"),
+        (({"pp", "dp", "tp"},), (), "first dim to blame: no single dim and no pair, only all dims together"),
     ],
 )
 def test_the_first_dim_alone_then_two(
@@ -405,5 +405,5 @@ def test_what_cannot_be_compared_is_refused(
 def test_no_training_is_refused() -> None:
     mesh_alone = load_config({"mesh": {"dims": {"dp": 2}}})
     for function in (in_float64, reference):
-        with pytest.raises(ConfigError, match="says nothing about training"):
+        with pytest.raises(ConfigError, match="describes no training"):
             function(mesh_alone)

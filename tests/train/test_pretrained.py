@@ -201,7 +201,7 @@ def test_a_checkpoint_of_another_model_is_refused(pool: Pool, folder: Path, tmp_
     (other / "config.json").write_text(json.dumps(said))
     config = config_of(other, out, {"dp": 2}, checkpoint_every=2, steps=4, resume=True)
     for what, given, _ in pool.run(refused, config, ranks=2):
-        assert what.endswith("trains something else than the checkpoint: pretrained.rms_norm_eps")
+        assert what.endswith("trains something different from the checkpoint: pretrained.rms_norm_eps")
         assert "pretrained.rms_norm_eps = 0.5, and 1e-06 in" in given
 
 
@@ -222,7 +222,7 @@ def test_a_rank_that_cannot_write_is_an_error_on_every_rank(pool: Pool, folder: 
     (tmp_path / "there").mkdir()
     for rank, (what, given, hint) in enumerate(pool.run(refused, config, tmp_path / "there", ranks=4)):
         assert (
-            what.endswith(f"{tmp_path}/there is there already")
+            what.endswith(f"{tmp_path}/there exists already")
             and "a folder" in given
             and "another name" in hint
         )
@@ -252,7 +252,7 @@ def own(config: Config, target: Path) -> str:
 def test_a_module_of_ones_own_is_refused(pool: Pool, folder: Path, tmp_path: Path) -> None:
     config = config_of(folder, tmp_path / "run", {})
     (said,) = pool.run(own, config, tmp_path / "to", ranks=1)
-    assert said == "the model of this trainer cannot be written as transformers has it"
+    assert said == "the model of this trainer cannot be written in the format of transformers"
     assert not (tmp_path / "to").exists()
 
 
@@ -273,7 +273,7 @@ def test_what_cannot_be_exported_so_is_said(pool: Pool, tmp_path: Path) -> None:
         config, [f"train.out={tmp_path / 'run'}", "data.max_bytes=100000", "data.seq_len=32"]
     )
     pool.run(trained, config, None, ranks=1)
-    with pytest.raises(ConfigError, match="cannot be written as transformers has it"):
+    with pytest.raises(ConfigError, match="cannot be written in the format of transformers"):
         export_pretrained(tmp_path / "run", tmp_path / "to")
     for options in (["--dtype", "bfloat16"], ["--shard-gb", "1"]):
         result = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "to"), *options])

@@ -73,7 +73,7 @@ def test_one_that_fails_is_said_once_and_the_run_goes_on(pool: Pool, tmp_path: P
     config = on("dp=2", tmp_path, 'train.log_to=["tensorboard"]')
     ends = pool.call(partial(told, config, True), ranks=2, limits=Limits(60), capture=True)
     said = [
-        end.err.count("meshcomm: metrics no longer go to tensorboard, and the run goes on: OSError")
+        end.err.count("meshcomm: metrics no longer go to tensorboard; the run continues: OSError")
         for end in ends
     ]
     assert said == [1, 0]

@@ -291,15 +291,15 @@ MAKES: dict[str, Any] = {
 REFUSED = [
     ("others", "fsdp=2", "the SGD would not train this model"),
     ("none", "dp=2", "the optimizer cannot be made"),
-    ("another", "dp=2", "the LambdaLR schedules another optimizer"),
+    ("another", "dp=2", "the LambdaLR belongs to another optimizer"),
     ("made", "dp=2", "the scheduler cannot be made"),
     ("lists", "dp=2", "the data of step 1 are not inputs and targets"),
     ("no grad", "one=1", "a step needs gradients, on rank 0 (one=0)"),
-    ("end", "one=1", "the data have ended before the training"),
-    ("no model", "dp=2", "no model is given, and the configuration names none"),
-    ("no data", "dp=2", "no data are given, and the configuration names none"),
-    ("share", "dp=2", "a step does not get this rank's share of the global batch"),
-    ("not split", "dp=2 tp=2", "no parameter of the module is split along tp, which plays parallel.tensor"),
+    ("end", "one=1", "the data ended before the training"),
+    ("no model", "dp=2", "no model is given, and the configuration has none"),
+    ("no data", "dp=2", "no data are given, and the configuration has none"),
+    ("share", "dp=2", "the step has a wrong number of samples for this rank"),
+    ("not split", "dp=2 tp=2", "no parameter of the module is split along tp, the dim of parallel.tensor"),
     ("plateau", "dp=2", "the scheduler is a ReduceLROnPlateau"),
 ]
 
@@ -346,10 +346,10 @@ def loaded(config: Config, folder: Path, damage: str) -> str:
     ("damage", "words", "given"),
     [
         ("larger", "the checkpoint does not fit: model.", "4 of 8 tensors in "),
-        ("older", "a checkpoint's lock.json cannot be read", "format 2, which another version"),
+        ("older", "a checkpoint's lock.json cannot be read", "format 2, written by another version"),
         ("missing", "a checkpoint's lock.json cannot be read", "No such file"),
-        ("changed", "a checkpoint's lock.json cannot be read", "its SHA-256 is another"),
-        ("elsewhere", "a checkpoint's lock.json cannot be read", "nowhere is none"),
+        ("changed", "a checkpoint's lock.json cannot be read", "its SHA-256 differs"),
+        ("elsewhere", "a checkpoint's lock.json cannot be read", "nowhere is not one"),
     ],
 )
 def test_a_misfitting_folder_changes_nothing(
@@ -367,5 +367,5 @@ def test_a_configuration_without_a_model_is_told_by_the_command(tmp_path: Path) 
     path.write_text(
         '[mesh]\ndims = { dp = 2 }\ndevice = "cpu"\n[parallel]\ndata = "dp"\n[train]\nsteps = 1\nglobal_batch_size = 2\nmicro_batch_size = 1\n'
     )
-    with pytest.raises(ConfigError, match=r"says nothing about a model\n.*\n.*meshcomm run with a script"):
+    with pytest.raises(ConfigError, match=r"has no settings for a model\n.*\n.*meshcomm run with a script"):
         train(path, [], None)

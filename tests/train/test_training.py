@@ -234,12 +234,12 @@ def test_ranks_that_would_train_something_else_are_named(pool: Pool, tmp_path: P
         assert settings.startswith("ranks disagree on train.lr: rank 2 against the other 3\n")
         assert "train.lr: rank 2 = 0.1, the others 0.003\n" in settings
         assert data.startswith("ranks disagree on data.sha256: rank 2 against the other 3\n")
-        assert "try:      name files that are equal on every host" in data
+        assert "try:      in data.files, name files that are identical on every host" in data
         others = "rank 2 (pp=0 dp=1 tp=0) could not start the training: "
         assert missing.startswith(f"{others * (rank != 2)}no training data matches 'missing.txt'\n")
         others = "rank 0 (pp=0 dp=0 tp=0) could not start the training: "
         assert folder.startswith(
-            f"{others * (rank != 0)}the folder for the run cannot be made: not a directory\n"
+            f"{others * (rank != 0)}the folder for the run cannot be created: not a directory\n"
         )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

@@ -562,7 +562,7 @@ def saved_counting(config: Config, out: Path) -> None:
 
 def test_weights_without_an_extra_state_that_they_need_are_refused(pool: Pool, tmp_path: Path) -> None:
     pool.run(saved_counting, config_on(BASE, "one=1"), tmp_path, ranks=1)
-    with pytest.raises(UnsupportedOp, match="the extra state of the model is no tensor"):
+    with pytest.raises(UnsupportedOp, match="the extra state of the model is not a tensor"):
         export_weights(tmp_path, tmp_path / "weights")
 
 
@@ -585,5 +585,5 @@ def with_lbfgs(config: Config) -> list[str]:
 
 def test_an_optimizer_that_asks_for_the_loss_is_refused(pool: Pool) -> None:
     assert pool.run(with_lbfgs, config_on(BASE, "one=1"), ranks=1) == [
-        ["the optimizer cannot be made", "LBFGS cannot make a step of gradients alone"]
+        ["the optimizer cannot be made", "LBFGS cannot make a step from gradients alone"]
     ]

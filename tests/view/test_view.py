@@ -303,7 +303,7 @@ def test_what_stopped_a_run_is_written_down_and_a_full_disk_is_said(tmp_path: Pa
         raise KeyboardInterrupt
     assert run_news(tmp_path)["about"]["ended"]["reason"] == "interrupted"
     (tmp_path / "run.json.tmp").mkdir()
-    said = r"what the run is cannot be written: .*\n.*run\.json"
+    said = r"the record of the run cannot be written: .*\n.*run\.json"
     with pytest.raises(TrainingError, match=said), running(tmp_path, settings):
         pytest.fail("not reached")
 

@@ -1,4 +1,4 @@
-"""Context parallelism: the sequence split along one dim of the mesh, attention exact over all of it."""
+"""Context parallelism: the sequence is split along one dim of the mesh, with exact attention over the full sequence."""
 
 from meshcomm.parallel.context.order import Order, sequence_positions
 from meshcomm.parallel.context.ring import ring_attention

@@ -23,14 +23,14 @@ from meshcomm.parallel.context.torch_private import (
 )
 from meshcomm.parallel.tensor.split import as_autocast
 
-# Elements of the scores that the formula holds at once.
+# Elements of the scores that the formula computes at once.
 _SCORES = 1 << 24
-# Queries that attend together within a window, at least: fewer would be many small products.
+# The least number of queries that attend together within a window: fewer would mean many small products.
 _ROWS = 128
 
 
 class Queries(NamedTuple):
-    """Some queries, and what backward knows of them: result and log-sum-exp over all keys, the result's gradient."""
+    """Some queries, and their data for backward: result and log-sum-exp over all keys, the result's gradient."""
 
     q: Tensor
     out: Tensor
@@ -62,14 +62,14 @@ class Attention:
         return f'{self.name} along "{self.dim}" on {self.mesh.label}'
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention where all of the sequence is on this rank."""
+        """Attention with the full sequence on this rank."""
         apart = self.documents is not None and not self.mesh.is_fake
         return whole_attention(
             q, k, v, self.causal, self.scale, self.window, self.documents, each_alone=apart
         )
 
     def checked(self, q: Tensor, k: Tensor, v: Tensor, same_length: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, under autocast in its dtype. Raises ShapeError or UnsupportedOp for inputs that do not fit."""
+        """q, k and v; under autocast, in its dtype. Raises ShapeError or UnsupportedOp for inputs that do not fit."""
         check_order(self.order)
         for x in (q, k, v):
             check_tensor(x, (self.mesh.device.type,), lambda: self.where)
@@ -82,9 +82,9 @@ class Attention:
             expected = "q (batch, heads, sequence / n, head), k and v (batch, kv heads, sequence / n, head)"
             hint = "x.unflatten(-1, (heads, head)).transpose(1, 2)"
         elif not (heads := k.shape[1]) or q.shape[1] % heads:
-            wrong = "the heads of q cannot be shared out to those of k and v"
+            wrong = "the heads of q cannot be divided among the heads of k and v"
             expected = f"a multiple of {heads} heads in q, got {q.shape[1]}" if heads else "a head in k and v"
-            hint = "as many heads in each, or fewer in k and v that divide those of q"
+            hint = "use the same number of heads in each, or in k and v a divisor of the number in q"
         elif not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
             wrong, given = (
                 "q, k and v need one floating-point dtype",
@@ -92,13 +92,13 @@ class Attention:
             )
             expected, hint = "the same floating-point dtype for each", "k.to(q.dtype), v.to(q.dtype)"
         elif same_length and q.shape[2] != k.shape[2]:
-            wrong = "q and k are of different length"
+            wrong = "q and k have different lengths"
             expected = "the same part of the sequence on a rank for q, k and v"
-            hint = "ring_attention(..., causal=False), which takes keys of another sequence"
+            hint = "ring_attention(..., causal=False), for keys of another sequence"
         elif self.order == "zigzag" and self.n > 1 and (q.shape[2] % 2 or k.shape[2] % 2):
-            wrong = "an odd number of tokens cannot be two chunks of a zig-zag"
+            wrong = "an odd number of tokens cannot be divided into the two chunks of a zig-zag"
             expected = "an even number of tokens on each rank"
-            hint = f'a sequence of a multiple of {2 * self.n}, or order="contiguous", as ContextSplit(mesh, dim, "ulysses") has it'
+            hint = f'a sequence of a multiple of {2 * self.n}, or order="contiguous", as in ContextSplit(mesh, dim, "ulysses")'
         if wrong:
             raise ShapeError(f"{self.where}: {wrong}", given=given, expected=expected, hint=hint)
         check_window(self.where, self.causal, self.window)
@@ -106,13 +106,13 @@ class Attention:
 
 
 def check_window(call: str, causal: bool, window: int | None) -> None:
-    """Raises UnsupportedOp for a window that is none."""
+    """Raises UnsupportedOp for an invalid window."""
     if window is not None and (not causal or window < 1):
         raise UnsupportedOp(
-            f"{call}: there is no such window",
+            f"{call}: the window is invalid",
             given=f"window={window}, causal={causal}",
-            expected="the number of keys that a query meets, its own and those before it: 1 or more, with causal=True",
-            hint="window=None, for all of them",
+            expected="the number of keys that a query attends to, its own and earlier ones: 1 or more, with causal=True",
+            hint="window=None for all keys",
         )
 
 
@@ -130,10 +130,10 @@ def whole_attention(
     """torch's scaled_dot_product_attention of a sequence that is not split.
 
     Shape:  q (batch, heads, s, head), k and v (batch, kv heads, t, head) -> like q.
-    window: keys that a query meets at most, its own the last. Some queries at a time, with the keys that they meet:
-            the work grows as s * window.
-    documents: int64 (batch, s): a query meets keys of its own document. On a CPU they are computed one by one, so that the
-            work grows as the sum of their squares, unless not each_alone; elsewhere with a mask.
+    window: the largest number of keys that a query attends to, up to its own. Computed for some queries at a time, with
+            their keys only, so the work grows as s * window.
+    documents: int64 (batch, s): a query attends to keys of its own document. On a CPU, documents are computed one by one,
+            so that the work grows as the sum of their squares, unless each_alone is False. Elsewhere a mask is used.
     """
     count = q.shape[2]
     alone = each_alone and q.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -155,7 +155,7 @@ def whole_attention(
     for first in range(0, count, step):
         end, begin = min(first + step, count), max(0, first - window + 1)
         here = slice(begin, end if causal else k.shape[2])
-        # No fused kernel of CUDA takes both a mask and fewer heads of keys.
+        # No fused kernel of CUDA supports both a mask and fewer heads of keys.
         keys, values = (_repeated(x[:, :, here], q) for x in (k, v))
         seen = _seen(slice(first, end), here, window if causal else None, documents, q.device)
         outs.append(
@@ -174,7 +174,7 @@ def _one_by_one(
 def _seen(
     queries: slice, keys: slice, window: int | None, documents: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Which keys these queries meet: bool, (queries, keys), or (batch, 1, queries, keys) with documents."""
+    """Which keys these queries attend to: bool, (queries, keys), or (batch, 1, queries, keys) with documents."""
     seen = torch.ones((), dtype=torch.bool, device=device)
     if window is not None:
         places = torch.arange(max(queries.stop, keys.stop), device=device)
@@ -195,11 +195,11 @@ def attend_block(
 ) -> tuple[Tensor, Tensor]:
     """Softmax over the keys of this block alone, and the logarithm of its denominator.
 
-    seen: bool (batch, s, t): the keys that a query meets; where it meets none, the results are 0 and -inf.
+    seen: bool (batch, s, t): the keys that a query attends to. If there are none, the results are 0 and -inf.
 
-    Shape:  q (batch, heads, s, head), k and v (batch, kv heads, t, head), t = s where causal ->
+    Shape:  q (batch, heads, s, head), k and v (batch, kv heads, t, head), t = s if causal ->
             (batch, heads, s, head), (batch, heads, s), in q's dtype and `wide` of it, or both wide.
-    Memory: torch's kernel where it has one; elsewhere the scores of some queries at a time.
+    Memory: torch's kernel if there is one; otherwise the scores of some queries at a time.
     """
     inputs = _fitted(q), _fitted(k), _fitted(v)
     kernel = attention_kernel(*inputs, causal) if seen is None else None
@@ -227,9 +227,9 @@ def block_gradients(
 
 
 def _fitted(x: Tensor) -> Tensor:
-    """x as torch's kernels take it for granted: the elements of a head side by side, and aligned.
+    """x as torch's kernels require it: with the elements of a head contiguous and aligned.
 
-    Heads of another size get zeros behind: they change neither the scores nor the columns before them.
+    Heads of other sizes are padded with zeros, which change neither the scores nor the other columns.
     """
     multiple = kernel_alignment(x.device)
     if x.shape[-1] % multiple:
@@ -245,7 +245,7 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Put one more block of keys into out (wide) and lse, in place.
+    """Merge one more block of keys into out (wide) and lse, in place.
 
     The block's share of the new denominator, exp(b) / (exp(b) + exp(a)), is sigmoid(b - a).
     """
@@ -255,7 +255,7 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums of values of `dtype` are kept in."""
+    """The dtype in which values of `dtype` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -297,7 +297,7 @@ def plain_gradients(
 
 
 def _runs(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Queries whose scores fit into `_SCORES` elements, and the keys that some of them meet."""
+    """Queries whose scores fit into `_SCORES` elements, and the keys that any of them attends to."""
     batch, heads, count = q.shape[:3]
     most = max(1, _SCORES // max(1, batch * heads * k.shape[2]))
     for first in range(0, max(1, count), most):

@@ -1,4 +1,4 @@
-"""Documents that are packed into one sample: which tokens attend to each other, and where each stands in its own."""
+"""Documents packed into one sample: which tokens attend to each other, and the position of each in its document."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _DOCUMENTS: Final[ContextVar[Tensor | None]] = ContextVar("documents", default=N
 
 
 def current_documents() -> Tensor | None:
-    """Of the samples that run: int64 (batch, whole sequence), the number of each token's document; None: not packed."""
+    """For the current samples: int64 (batch, full sequence), the document number of each token. None if not packed."""
     return _DOCUMENTS.get()
 
 
 @contextmanager
 def attending(documents: Tensor | None) -> Iterator[None]:
-    """Attention in here stays within documents. None: nothing changes."""
+    """Attention in this context stays within documents. If None, nothing changes."""
     if documents is None:
         yield
         return
@@ -36,7 +36,7 @@ def attending(documents: Tensor | None) -> Iterator[None]:
 
 
 def within(documents: Tensor | None, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, whose attention stays within documents; also where it is called again in backward."""
+    """`call`, with attention within documents, also when it is called again in backward."""
     return call if documents is None else partial(_attending, documents, call)
 
 
@@ -46,7 +46,7 @@ def _attending(documents: Tensor, call: Callable[..., Any], /, *args: Any, **nam
 
 
 def places(documents: Tensor) -> Tensor:
-    """Where each token stands in its document, from 0. int64 (..., sequence) -> the same.
+    """The position of each token in its document, from 0. int64 (..., sequence) -> the same.
 
     >>> places(torch.tensor([0, 0, 0, 1, 1, 2])).tolist()
     [0, 1, 2, 0, 1, 0]
@@ -57,7 +57,7 @@ def places(documents: Tensor) -> Tensor:
 
 
 def check_documents(documents: Tensor, tokens: Tensor) -> None:
-    """Raises ShapeError for another shape or dtype than that of the tokens (samples, sequence)."""
+    """Raises ShapeError unless shape and dtype match the tokens (samples, sequence)."""
     if documents.shape != tokens.shape or documents.dtype != torch.int64:
         raise ShapeError(
             "documents are not numbered token by token",
@@ -69,7 +69,7 @@ def check_documents(documents: Tensor, tokens: Tensor) -> None:
 
 
 def runs_of(documents: Tensor) -> list[list[slice]]:
-    """Of each sample, where its documents lie. The host reads the numbers.
+    """The slices of the documents in each sample. The host reads the numbers.
 
     >>> runs_of(torch.tensor([[0, 0, 1], [0, 0, 0]]))
     [[slice(0, 2, None), slice(2, 3, None)], [slice(0, 3, None)]]

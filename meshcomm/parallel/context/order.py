@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank holds, and in which order."""
+"""The tokens of a sequence that each rank holds, and their order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Order: TypeAlias = Literal["zigzag", "contiguous"]
 
 
 def check_order(order: object) -> None:
-    """Raises UnsupportedOp for an order that there is not."""
+    """Raises UnsupportedOp for an unknown order."""
     if order not in get_args(Order):
         raise UnsupportedOp(
             f"a sequence cannot be split in the order {order!r}",
@@ -26,18 +26,18 @@ def check_order(order: object) -> None:
 def sequence_positions(
     seq_len: int, n: int, coord: int, order: Order, device: torch.device | None = None
 ) -> Tensor:
-    """The positions in the whole sequence of the tokens that coord `coord` of `n` holds, in its order.
+    """The positions in the full sequence of the tokens that coord `coord` of `n` holds, in its order.
 
-    "contiguous": slice `coord` of n. "zigzag": of 2n chunks, chunk c and chunk 2n - 1 - c for coord c. So each rank has
-    as many pairs of a query and an earlier key as any other (the balance of Brandon et al. 2023, in the layout used for
-    Llama 3, Dubey et al. 2024).
+    "contiguous": slice `coord` of n. "zigzag": the sequence is cut into 2n chunks, and coord c has chunks c and 2n - 1 - c.
+    Each rank then has the same number of pairs of a query and an earlier key (the balance of Brandon et al. 2023, in the
+    layout used for Llama 3, Dubey et al. 2024).
 
     >>> sequence_positions(12, 3, 1, "contiguous").tolist(), sequence_positions(12, 3, 1, "zigzag").tolist()
     ([4, 5, 6, 7], [2, 3, 8, 9])
 
     Returns: int64 (sequence / n,), ascending, made on `device`, so that the host does not wait for a copy.
-    Raises:  ShapeError where n, or for a zig-zag 2n, does not divide the sequence (n = 1 divides any); LayoutError for a
-             coord that n ranks do not have.
+    Raises:  ShapeError if n, or for a zig-zag 2n, does not divide the sequence (n = 1 divides any); LayoutError for a
+             coord outside 0 .. n - 1.
     """
     check_order(order)
     if not 0 <= coord < n:
@@ -55,7 +55,7 @@ def sequence_positions(
             expected=f"a multiple of {chunks}; {seq_len} % {chunks} = {seq_len % chunks}",
             hint=f"{-(-seq_len // chunks) * chunks} tokens"
             + (
-                ', or order="contiguous", as ContextSplit(mesh, dim, "ulysses") has it'
+                ', or order="contiguous", as in ContextSplit(mesh, dim, "ulysses")'
                 if order == "zigzag" and seq_len % n == 0
                 else ""
             ),

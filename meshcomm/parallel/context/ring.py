@@ -1,9 +1,9 @@
-"""Ring attention: keys and values travel around a dim while each rank attends with what it has.
+"""Ring attention: keys and values travel around a dim while each rank computes attention with the block it has.
 
 Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context":
-blocks of keys and values go around, results are put together by their log-sum-exp, and in backward the
-gradients of a block travel with it until they are home. Brandon et al. 2023, "Striped Attention", show
-that causal attention needs another order of tokens than the natural one to be balanced; here it is
+blocks of keys and values are passed around, results are merged by their log-sum-exp, and in backward the
+gradients of a block travel with it back to its rank. Brandon et al. 2023, "Striped Attention", show
+that balanced causal attention needs an order of tokens other than the natural one. Here it is
 the zig-zag, whose blocks are rectangles without a mask.
 """
 
@@ -33,7 +33,7 @@ from meshcomm.parallel.context.order import Order, sequence_positions
 from meshcomm.parallel.recompute import once
 from meshcomm.transport.torch_private import outside_graphs
 
-# Rows of a rank's queries, the keys at hand that they meet, and whether each meets only those at its place and before.
+# Rows of a rank's queries, the received keys that they attend to, and whether each attends only to those up to its place.
 Block = tuple[slice, slice, bool]
 
 
@@ -51,22 +51,22 @@ def ring_attention(
     window: int | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v over the whole sequence, of which each rank along `dim` holds a part.
+    """softmax(q k^T * scale) v over the full sequence, of which each rank along `dim` holds a part.
 
     Shape:      q (batch, heads, sequence / n, head), k and v (batch, kv heads, sequence / n, head)
-                -> like q. heads is a multiple of kv heads. Without causal, k and v may be of another
-                sequence than q.
-    order:      how the sequence lies on the ranks, see `split_sequence`; without causal both are the same.
-    scale:      None: 1 / sqrt(head).
-    window:     with causal, keys that a query meets at most, its own the last; None: all before it. Around a ring of
-                several ranks no shorter one than the sequence: `ulysses_attention` takes it.
-    documents:  int64 (batch, sequence), equal on all ranks: a query meets keys of its own document. Blocks of which it
-                meets some are computed by the formula, whole ones by torch's kernel; where it meets none, none is.
+                            -> like q. heads is a multiple of kv heads. Without causal, k and v may belong to another
+                            sequence than q.
+                order:      the order of the sequence over the ranks, see `split_sequence`; irrelevant without causal.
+                scale:      if None, 1 / sqrt(head).
+                window:     with causal, the largest number of keys that a query attends to, up to its own; None: all earlier keys. With
+                            several ranks, it must cover the sequence; `ulysses_attention` supports shorter ones.
+                documents:  int64 (batch, sequence), equal on all ranks: a query attends to keys of its own document. Blocks that are
+                            partly visible are computed by the formula, full ones by torch's kernel, and others are skipped.
     Called by:  every rank along `dim` with equal shapes, in the same program order; backward too.
     Gradient:   exact, for this rank's q, k, v. Once differentiable. q, k, v, the result and one number
-                for each query are kept for it; scores are computed anew.
-    Sent:       n - 1 times this rank's k and v to the next coord, each while a block is computed; in
-                backward again, and n times their gradients, in float32 or wider.
+                for each query are kept for it; scores are recomputed.
+    Sent:       n - 1 times this rank's k and v to the next coord, each while a block is computed. The same
+                in backward, and n times their gradients, in float32 or wider.
     Numbers:    sums over blocks in float32, for float64 in float64. Under autocast in its dtype.
     Raises:     ShapeError, UnknownDim, UnsupportedOp; CommunicationError.
     """
@@ -76,10 +76,10 @@ def ring_attention(
         return ring.whole(q, k, v)
     if window is not None and window < ring.n * q.shape[2]:
         raise UnsupportedOp(
-            f"{ring.where}: a sliding window is not passed around a ring",
+            f"{ring.where}: ring attention does not support a sliding window",
             given=f"window={window}, {ring.n} ranks of {q.shape[2]} tokens",
-            expected="a window of the whole sequence, or none",
-            hint='parallel.options.attention = "ulysses", or ulysses_attention, which split the heads',
+            expected="a window that covers the full sequence, or none",
+            hint='use parallel.options.attention = "ulysses", or ulysses_attention, which split the heads',
         )
     ring = replace(ring, scale=q.shape[-1] ** -0.5 if scale is None else scale)
     apply: Any = _RingAttention.apply
@@ -89,16 +89,16 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class _Ring(Attention):
-    """Keys and values are passed upwards; at turn t those of the rank t below are at hand."""
+    """Keys and values are passed to the next coord. At turn t, a rank has those of the rank t below."""
 
     def pass_on(self, x: Tensor) -> Handle[list[Tensor]]:
-        """Start sending `x` to the next coord; the wait returns what the one before has sent."""
+        """Start to send `x` to the next coord; waiting returns the tensor from the previous one."""
         n, coord = self.n, self.mesh.coord(self.dim)
         coming = [(torch.empty_like(x), (coord - 1) % n)]
         return self.mesh.exchange(self.dim, [(x, (coord + 1) % n)], coming, async_op=True)
 
     def seen(self, turn: int, block: Block) -> tuple[bool, Tensor | None]:
-        """Whether some of the block's queries meet some of its keys; and which keys each meets, None for all that causal allows."""
+        """Whether any of the block's queries attends to any of its keys; and the keys of each query, None for all that causal allows."""
         if self.documents is None:
             return True, None
         mine, theirs, _ = block
@@ -114,9 +114,9 @@ class _Ring(Attention):
         return bool(same.any()), None if same.all() else same
 
     def block(self, turn: int, queries: int, keys: int) -> Block | None:
-        """What this rank computes at `turn`, of so many queries and keys on each rank.
+        """The computation of this rank at `turn`, for this number of queries and keys on each rank.
 
-        At turn 0 each query meets some keys, its own among them. In zig-zag order a turn is, on each rank, as much
+        At turn 0 each query attends to some keys, including its own. In zig-zag order a turn is, on each rank, as much
         work as half of a rank's queries with all of a rank's keys.
         """
         coord = self.mesh.coord(self.dim)
@@ -172,7 +172,7 @@ def _backward(ring: _Ring, queries: Queries, k: Tensor, v: Tensor) -> tuple[Tens
     assert ring.scale is not None
     q, kv = queries.q, torch.stack([k, v])
     sum_dq = torch.zeros_like(q, dtype=wide(q.dtype))
-    # The terms of earlier ranks in the gradients of the keys and values at hand.
+    # The contributions of earlier ranks to the gradients of the current keys and values.
     sum_dkv = torch.zeros_like(kv, dtype=wide(q.dtype))
     coming_dkv: Handle[list[Tensor]] | None = None
     for turn in range(ring.n):
@@ -189,7 +189,7 @@ def _backward(ring: _Ring, queries: Queries, k: Tensor, v: Tensor) -> tuple[Tens
             (sum_dkv,) = coming_dkv.wait()
         for total, gradient in zip(sum_dkv, gradients, strict=False):
             total[:, :, theirs] += gradient
-        # They travel while the next block is computed; after the last turn they are sent home.
+        # They are sent while the next block is computed; after the last turn they are sent back to their rank.
         coming_dkv = ring.pass_on(sum_dkv)
         if coming is not None:
             (kv,) = coming.wait()

@@ -1,4 +1,4 @@
-"""How a model's sequence is split, and attention over all of it: around a ring, or by splitting the heads (Ulysses)."""
+"""How a model's sequence is split, and attention over the full sequence: in a ring, or by splitting the heads (Ulysses)."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ AttentionKind: TypeAlias = Literal["ring", "ulysses"]
 
 
 class ByHeads(Protocol):
-    """Attention of whole sequences for some of the heads."""
+    """Attention over full sequences for some of the heads."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, heads: slice) -> Tensor:
-        """q (batch, heads here, sequence, head), k and v (batch, kv heads here, sequence, head) -> like q. heads: which of all."""
+        """q (batch, heads here, sequence, head), k and v (batch, kv heads here, sequence, head) -> like q. heads: their numbers among all."""
 
 
 def split_sequence(x: Tensor, axis: int, mesh: Mesh, dim: str, order: Order) -> Tensor:
-    """This rank's tokens of an `x` that every rank along `dim` holds whole; nothing is sent.
+    """This rank's tokens of an `x` that every rank along `dim` holds in full. Does not communicate.
 
     For inputs, targets, masks, tables of positions.
 
     Shape:    (.., sequence, ..) -> (.., sequence / n, ..), new memory; n = 1: x itself.
-    Gradient: this rank's tokens only, zeros for the others'; right for a parameter whose gradients
+    Gradient: this rank's tokens only, zeros for the others. This is right for a parameter whose gradients
               are summed along `dim` afterwards.
-    Raises:   as `sequence_positions`; ShapeError for an axis that x does not have.
+    Raises:   as `sequence_positions`; ShapeError if x does not have the axis.
     """
     axis = normal_axis(x, axis, lambda: f'split_sequence along "{dim}" on {mesh.label}')
     n = mesh.size(dim)
@@ -47,16 +47,16 @@ def split_sequence(x: Tensor, axis: int, mesh: Mesh, dim: str, order: Order) -> 
 def gather_sequence(
     x: Tensor, axis: int, mesh: Mesh, dim: str, order: Order, *, grad: GatherGrad | None = None
 ) -> Tensor:
-    """The whole sequence in its natural order, on every rank: the inverse of `split_sequence`.
+    """The full sequence in its natural order, on every rank: the inverse of `split_sequence`.
 
     Shape:     (.., sequence / n, ..) -> (.., sequence, ..); n = 1: x itself.
     Called by: every rank along `dim`, in the same program order.
     Gradient:  needs `grad`, "slice" or "reduce_scatter", as in `mesh.functional.all_gather`.
-    Raises:    ShapeError where the order does not fit x; AutogradError for a missing or unknown `grad`.
+    Raises:    ShapeError if the order does not fit x; AutogradError for a missing or unknown `grad`.
     """
     axis = normal_axis(x, axis, lambda: f'gather_sequence along "{dim}" on {mesh.label}')
     n = mesh.size(dim)
-    # For its checks: before anything is sent.
+    # Called for its checks, before anything is sent.
     sequence_positions(x.shape[axis] * n, n, 0, order)
     if n == 1:
         return x
@@ -69,7 +69,7 @@ def gather_sequence(
 
 
 def natural(x: Tensor, axis: int, n: int) -> Tensor:
-    """Parts in zig-zag order, one rank's after the other's -> the sequence in its own order."""
+    """Parts in zig-zag order, rank by rank -> the sequence in its natural order."""
     first, second = x.unflatten(axis, (n, 2, -1)).unbind(axis + 1)
     return torch.cat([first, second.flip(axis)], axis).flatten(axis, axis + 1)
 
@@ -88,16 +88,16 @@ def ulysses_attention(
     by: ByHeads | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v over the whole sequence, of which each rank along `dim` holds a part.
+    """softmax(q k^T * scale) v over the full sequence, of which each rank along `dim` holds a part.
 
-    The split changes from the sequence to the heads and back (Jacobs et al. 2023, "DeepSpeed Ulysses"): each rank
-    attends with the whole sequence for its n-th part of q's heads, which n must divide. Where n does not divide the kv
-    heads, each is repeated up to their least common multiple; its gradients are summed.
+    The split changes from the sequence to the heads and back (Jacobs et al. 2023, "DeepSpeed Ulysses"). Each rank
+    computes attention over the full sequence for its n-th part of q's heads, which n must divide. If n does not divide
+    the kv heads, each is repeated up to their least common multiple; its gradients are summed.
 
-    Arguments, who calls and errors: as for `ring_attention`; k and v are of q's sequence, in contiguous order.
-    by:         computes attention of whole sequences for this rank's heads, in place of torch's: for soft caps, sinks and the like.
+    Arguments, callers and errors: as for `ring_attention`. k and v belong to q's sequence, in contiguous order.
+    by:         computes attention over full sequences for this rank's heads instead of torch's function: for soft caps, sinks and so on.
     Gradient:   exact, for this rank's q, k, v.
-    Sent:       two all_to_all, of q, k and v together and of the result; two in backward.
+    Sent:       two all_to_all, one of q, k and v together, one of the result; two in backward.
     """
     call = Attention("ulysses_attention", mesh, dim, causal, "contiguous", scale, window, documents)
     q, k, v = call.checked(q, k, v, same_length=True)
@@ -105,13 +105,13 @@ def ulysses_attention(
     if heads % n:
         fit = " or ".join(str(size) for size in range(1, n) if heads % size == 0)
         raise ShapeError(
-            f"{call.where}: the heads cannot be shared out",
+            f"{call.where}: the heads cannot be divided among the ranks",
             given=f"{heads} heads in q, {n} ranks along {dim}",
             expected=f"a multiple of {n} heads; {heads} % {n} = {heads % n}",
-            hint=f"{fit} along {dim}, or ring_attention, which takes any number of heads",
+            hint=f"use {fit} along {dim}, or ring_attention, which supports any number of heads",
         )
     k, v = (x.repeat_interleave(lcm(k.shape[1], n) // k.shape[1], 1) for x in (k, v))
-    # One exchange for all three: each rank's heads of q, k and v stand together.
+    # One exchange for all three: the heads of q, k and v for a rank are adjacent.
     packed = torch.cat([x.unflatten(1, (n, -1)) for x in (q, k, v)], 2).flatten(1, 2)
     packed = mesh.functional.all_to_all(dim, packed, 1, 2)
     q, k, v = packed.split([heads // n, k.shape[1] // n, k.shape[1] // n], 1)
@@ -122,37 +122,37 @@ def ulysses_attention(
 
 @final
 class ContextSplit:
-    """Along which dim of the mesh the sequence is split; None, or a dim of size 1, splits nothing.
+    """The dim of the mesh along which the sequence is split. None, or a dim of size 1, splits nothing.
 
     Args:
-        dim: one dim of it, or a merged one.
+        dim: one dim of the mesh, or a merged one.
         attention: how ranks attend to each other's tokens.
 
-    size, coord: of the dim. order: of the tokens on the ranks, "zigzag" for the ring, where it balances causal attention,
-    "contiguous" for Ulysses, which is balanced by itself.
+    size, coord: of the dim. order: of the tokens on the ranks: "zigzag" for the ring, where it balances causal attention;
+    "contiguous" for Ulysses, which is balanced in any order.
     """
 
     def __init__(self, mesh: Mesh, dim: str | None, attention: AttentionKind = "ring") -> None:
         if attention not in get_args(AttentionKind):
             raise UnsupportedOp(
-                f"there is no attention {attention!r} over a split sequence",
+                f"{attention!r} is not an attention over a split sequence",
                 given=f"attention={attention!r}",
                 expected='attention="ring" or attention="ulysses"',
-                hint='attention="ring", which takes any number of heads',
+                hint='attention="ring", which supports any number of heads',
             )
         self.mesh, self.dim, self.attention = mesh, dim or "", attention
         self.order: Order = "zigzag" if attention == "ring" else "contiguous"
         self.size, self.coord = (mesh.size(dim), mesh.coord(dim)) if dim else (1, 0)
 
     def positions(self, seq_len: int) -> Tensor:
-        """The positions of this rank's tokens in a sequence of that length: int64 (sequence / size,), ascending.
+        """The positions of this rank's tokens in a sequence of this length: int64 (sequence / size,), ascending.
 
-        Raises: ShapeError where the sequence cannot be split.
+        Raises: ShapeError if the sequence cannot be split.
         """
         return sequence_positions(seq_len, self.size, self.coord, self.order, self.mesh.device)
 
     def split(self, x: Tensor, axis: int) -> Tensor:
-        """This rank's tokens of an x that all hold whole. See `split_sequence`."""
+        """This rank's tokens of an x that all ranks hold in full. See `split_sequence`."""
         return x if self.size == 1 else split_sequence(x, axis, self.mesh, self.dim, self.order)
 
     def gather(self, x: Tensor, axis: int, *, grad: GatherGrad | None = None) -> Tensor:
@@ -170,13 +170,13 @@ class ContextSplit:
         window: int | None = None,
         by: ByHeads | None = None,
     ) -> Tensor:
-        """Attention of this rank's queries over the whole sequence. See `ring_attention`, `ulysses_attention`.
+        """Attention of this rank's queries over the full sequence. See `ring_attention`, `ulysses_attention`.
 
         Shape:  q (batch, heads, sequence / size, head), k and v (batch, kv heads, sequence / size, head)
-                -> like q. Where nothing is split it is torch's scaled_dot_product_attention.
-        window: with causal, keys that a query meets at most, its own the last; None: all before it.
-        by:     as for `ulysses_attention`; a ring, which no rank computes whole, raises UnsupportedOp.
-        Within `documents.attending` a query meets keys of its own document.
+                        -> like q. If nothing is split, it is torch's scaled_dot_product_attention.
+                window: with causal, the largest number of keys that a query attends to, up to its own; None: all earlier keys.
+                by:     as for `ulysses_attention`. A ring raises UnsupportedOp, because no rank has the full sequence.
+                Within `documents.attending`, a query attends to keys of its own document.
         """
         documents = current_documents()
         if by is not None and self.size == 1:
@@ -195,8 +195,8 @@ class ContextSplit:
             return ulysses_attention(self.mesh, self.dim, q, k, v, by=by, **settings)
         if by is not None:
             raise UnsupportedOp(
-                f'ring attention along "{self.dim}" on {self.mesh.label} computes no attention of a model\'s own',
-                given="an attention of its own, such as one with a soft cap or with sinks",
+                f'ring attention along "{self.dim}" on {self.mesh.label} does not support a model\'s own attention',
+                given="an attention with its own code, such as a soft cap or with sinks",
                 expected="causal attention with a scale and a sliding window",
                 hint='parallel.options.attention = "ulysses", where each rank has whole sequences for some heads',
             )

@@ -1,4 +1,4 @@
-"""torch's attention kernels that give the log-sum-exp, which its public function keeps to itself. Tried on torch 2.11 to 2.15."""
+"""torch's attention kernels that return the log-sum-exp, which its public function does not. Tested on torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ AttentionKernel: TypeAlias = Literal["cpu", "flash"]
 
 
 def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> AttentionKernel | None:
-    """Which of torch's kernels that give the log-sum-exp trains with these; None: none does.
+    """The torch kernel that returns the log-sum-exp and supports training with these inputs, or None.
 
-    "cpu": floating point of any width. "flash": what torch says of the CUDA device, the dtype and the head, and what
-    torch.nn.attention.sdpa_kernel allows. The other kernels of CUDA are not used: cuDNN's changes its layouts between
-    versions, the memory-efficient one wants as many heads of k and v as of q.
+    "cpu": floating point of any width. "flash": depends on torch's answer for the CUDA device, the dtype and the head, and on
+    torch.nn.attention.sdpa_kernel. The other kernels of CUDA are not used: cuDNN's changes its layouts between
+    versions, and the memory-efficient one needs as many heads of k and v as of q.
     """
     if not q.numel() or not k.numel():
         return None
@@ -26,14 +26,14 @@ def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Attention
         return "cpu" if there and q.dtype in floats else None
     if q.device.type != "cuda":
         return None
-    # Some devices run a kernel forward and not backward, which torch only asks for where a gradient is needed.
+    # Some devices support a kernel in forward but not in backward, which torch only checks if a gradient is needed.
     with torch.enable_grad():
         leaf = q.detach().requires_grad_()
         return "flash" if can_use_flash_attention(SDPAParams(leaf, k, v, None, 0.0, causal, True)) else None
 
 
 def kernel_alignment(device: torch.device) -> int:
-    """Elements of whose multiples heads must be, and begin at, for the kernels of a device."""
+    """The number of elements of which head size and start must be multiples, for the kernels of a device."""
     return 8 if device.type == "cuda" else 1
 
 
@@ -56,10 +56,10 @@ def kernel_attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients for `inputs`, q, k and v. queries: out, lse and dout, which may be those over more keys than are in k.
+    """Gradients for `inputs`, q, k and v. queries: out, lse and dout, which may cover more keys than k has.
 
-    CUDA's kernel takes the layout of out, dout and lse for granted: tokens outside heads, and dense (flash_api.cpp).
-    Nothing is dropped, so no random state is read.
+    CUDA's kernel assumes the layout of out, dout and lse: tokens outside heads, and dense (flash_api.cpp).
+    There is no dropout, so no random state is read.
     """
     aten, (q, k, v), (out, lse, dout) = torch.ops.aten, inputs, queries
     if kernel == "cpu":

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer whose experts are spread along one dim of the mesh."""
+"""A mixture-of-experts layer whose experts are distributed along one dim of the mesh."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ EXPERT_NAMES = ("router.weight", "experts.w1", "experts.w3", "experts.w2")
 class ExpertWeights(nn.Module):
     """w2_e(silu(w1_e x) * w3_e x) for the experts e of this rank.
 
-    A module of its own, because its parameters' gradients are summed, and they are sharded, along other dims.
+    A separate module, because its parameters are sharded, and their gradients summed, along other dims.
 
-    tensor: splits the inner axis of each expert. dim: along which experts are spread, or None.
-    hidden_size, intermediate_size, experts: of the whole layer.
-    Parameters: w1, w3 (experts, intermediate_size, hidden_size), w2 (experts, hidden_size, intermediate_size), their
-        memory not yet written.
+    tensor: splits the inner axis of each expert. dim: along which experts are distributed, or None.
+    hidden_size, intermediate_size, experts: of the full layer.
+    Parameters: w1, w3 (experts, intermediate_size, hidden_size), w2 (experts, hidden_size, intermediate_size), with
+        uninitialized memory.
     """
 
     meshcomm_experts = True
@@ -67,13 +67,13 @@ class ExpertWeights(nn.Module):
             self.register_parameter(name, parameter_of(mesh, data, axes))
 
     def forward(self, rows: Tensor, often: Tensor | None = None, known: list[int] | None = None) -> Tensor:
-        """Each row through its expert; along the tensor's dim a part of the sum.
+        """Each row through its expert; along the tensor dim, a part of the sum.
 
         Shape:   (experts here, n, width), or (n, width), the first often[0] rows for this rank's first expert, the
-                 next often[1] for its second, ... -> the same. known: `often` where the host knows it.
+                 next often[1] for its second, ... -> the same. known: `often` if the host knows it.
 
-        An expert without rows gets a gradient of zeros. The host waits for `often` only where torch has no grouped
-        product of these matrices, and `known` is None.
+        An expert without rows gets a gradient of zeros. The host waits for `often` only if torch has no grouped
+        matmul for these matrices and `known` is None.
         """
         w1, w3, w2 = (local(w) for w in (self.w1, self.w3, self.w2))
         if rows.ndim == 3:
@@ -90,16 +90,16 @@ class ExpertWeights(nn.Module):
 
 
 def _has_grouped_product(rows: Tensor, *weights: Tensor) -> bool:
-    """Whether torch multiplies these by a grouped product, without asking the device for its sizes.
+    """Whether torch has a grouped matmul for these that does not ask the device for its sizes.
 
-    `grouped_mm` of torch 2.11 to 2.15: rows of memory begin at multiples of 16 bytes. On CUDA its kernels are for
-    bfloat16 and compute capability 8.0 and newer; else it loops, and asks the device once for each product.
+    For `grouped_mm` of torch 2.11 to 2.15, rows must start at multiples of 16 bytes. On CUDA its kernels are for
+    bfloat16 and compute capability 8.0 and newer. Otherwise it loops, and asks the device once for each product.
     """
     kind = rows.dtype
     if rows.device.type == "cuda":
         able = kind == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
     else:
-        # FakeTensors of torch 2.11 refuse it, so that a dry run would.
+        # FakeTensors of torch 2.11 do not support it, so a dry run would fail.
         able = rows.device.type == "cpu" and kind in (torch.float32, torch.bfloat16, torch.float16)
         able = able and torch.__version__ >= "2.12"
     aligned = all(w.is_contiguous() and w.shape[-1] * kind.itemsize % 16 == 0 for w in weights)
@@ -110,35 +110,35 @@ def _has_grouped_product(rows: Tensor, *weights: Tensor) -> bool:
 class Experts(nn.Module):
     """y = sum over a token's chosen experts e of weight_e * w2_e(silu(w1_e x) * w3_e x).
 
-    Each coord along `dim` holds `experts / size` of the experts, in order, and every rank along it has tokens of its
-    own: they travel to their experts by an all_to_all, and back. Along the tensor's dim the ranks have the same
+    Each coord along `dim` holds `experts / size` of the experts, in order, and every rank along it has different tokens.
+    They are sent to their experts by an all_to_all, and back. Along the tensor dim, the ranks have the same
     tokens, and each expert's inner axis is split. The result, its gradients and the dropped choices do not depend on
     the mesh.
 
-    How often the host waits for the device in a call, after the first two: with a capacity not at all; without one once
-    for the sizes of the uneven all_to_all where experts are spread, or where torch has no grouped product.
+    How often the host waits for the device per call, after the first two: never with a capacity. Without one, once for
+    the sizes of the uneven all_to_all if experts are distributed, or if torch has no grouped matmul.
 
     Args:
-        dim: along which experts are spread: a dim of a view that has the tensor's dim too, or of the base. None, or a
-            size of 1: every rank has all experts, and nothing is exchanged.
+        dim: along which experts are distributed: a dim of a view that also has the tensor dim, or of the base. If None or
+            of size 1, every rank has all experts, and nothing is exchanged.
         tensor: along which each expert is split.
         hidden_size, intermediate_size: elements of a token, and inside an expert.
-        experts: how many; a multiple of the size of `dim`.
-        experts_per_token: how many of them each token chooses, at most `experts`.
-        normalised: the weights of a token's experts are divided by their sum.
-        capacity_factor: None: dropless. Else an expert takes at most
-            ceil(capacity_factor * tokens * experts_per_token / experts) choices of one whole sample; the others add
+        experts: their number; a multiple of the size of `dim`.
+        experts_per_token: the number of experts that each token chooses, at most `experts`.
+        normalised: whether the weights of a token's experts are divided by their sum.
+        capacity_factor: if None, dropless. Otherwise an expert takes at most
+            ceil(capacity_factor * tokens * experts_per_token / experts) choices of one full sample; the others add
             nothing to y, see `within_capacity`.
         context: the dim along which samples are split, if any.
-        balance_weight: the factor of a microbatch's balance loss (`routing.balance`): a backward through y adds its
+        balance_weight: the factor of a microbatch's balance loss (`routing.balance`). A backward through y adds its
             gradient. The loss must not be scaled afterwards. An attribute; may be set later.
 
-    Parameters: `router.weight` (experts, hidden_size) is dense: equal on all ranks, its gradient summed where those of
-        other dense weights are, and complete on every rank along tensor. The others are those of `ExpertWeights`; their
-        gradients are summed along the other dims of the view that `dim` is in, but tensor's and pipeline's: tokens of
-        all ranks along `dim` have reached the expert already. Their memory is not yet written.
+    Parameters: `router.weight` (experts, hidden_size) is dense: equal on all ranks, its gradient summed along the same dims
+        as other dense weights, and complete on every rank along tensor. The others belong to `ExpertWeights`. Their
+        gradients are summed along the other dims of the view of `dim`, except tensor and pipeline, because tokens of
+        all ranks along `dim` have reached the expert already. Their memory is uninitialized.
 
-    Raises ShapeError where sizes do not fit; UnknownDim where dims belong to different views.
+    Raises ShapeError if sizes do not fit; UnknownDim if dims belong to different views.
     """
 
     def __init__(
@@ -169,20 +169,20 @@ class Experts(nn.Module):
         self.experts = ExpertWeights(tensor, self.dim, hidden_size, intermediate_size, experts)
         self._compared = 0
 
-    @outside_graphs  # how many rows travel follows from the data, which a graph cannot
+    @outside_graphs  # the number of sent rows depends on the data, which a graph does not allow
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Send every token through its experts.
 
         Shape:      (samples, tokens, width), or (tokens, width) for one sample -> the same. Ranks along `dim` may have
-                    different numbers of samples; along `context` all have equally many tokens of the same samples.
-        positions:  (tokens) int64: of this rank's tokens in their samples; None: in order. Only a capacity uses them,
-                    and needs them where samples are split along `context`. With sequence_parallel those of all tokens
-                    along the tensor's dim.
-        Called by:  every rank along `dim`, the tensor's dim and `context`, in the same program order; along the
-                    tensor's dim with equal x, or with sequence_parallel this rank's slice of it. Not yet through
-                    `enter`: the router's work on x is the same on all of them.
+                    different numbers of samples; along `context`, all have the same number of tokens of the same samples.
+        positions:  (tokens) int64: of this rank's tokens in their samples; None: in order. Used only with a capacity,
+                    and required if samples are split along `context`. With sequence_parallel, the positions of all tokens
+                    along the tensor dim.
+        Called by:  every rank along `dim`, the tensor dim and `context`, in the same program order; along the
+                    tensor dim with equal x, or with sequence_parallel this rank's slice of it. x must not have been through
+                    `enter`, because the router's work on x is the same on all ranks.
         Gradient:   exact for x and all parameters. Backward communicates.
-        Raises:     ShapeError; TrainingError where ranks along tensor route their tokens differently, compared in the
+        Raises:     ShapeError; TrainingError if ranks along tensor route their tokens differently, compared in the
                     first two calls.
         """
         if (
@@ -195,9 +195,9 @@ class Experts(nn.Module):
                 f"experts on {self.mesh.label} cannot take this tensor",
                 given=f"x of shape {tuple(x.shape)}, {x.dtype}",
                 expected=f"(samples, tokens, {self.hidden_size}) or (tokens, {self.hidden_size}), floating point, at least one token",
-                hint="x.unflatten(0, (samples, -1)): capacity and balance are reckoned sample by sample",
+                hint="x.unflatten(0, (samples, -1)): capacity and balance are computed per sample",
             )
-        # Routing looks at whole samples, so what lies along the sequence between layers is gathered.
+        # Routing needs full samples, so activations that are split along the sequence are gathered.
         samples = self.tensor.gather(x if x.ndim == 3 else x.unsqueeze(0))
         mesh, context = self.mesh, self.context
         choice = self.router(samples)
@@ -215,18 +215,18 @@ class Experts(nn.Module):
         return y.view(x.shape)
 
     def _through(self, x: Tensor, weights: Tensor, chosen: Tensor, keep: Tensor | None) -> Tensor:
-        """(samples, tokens, width) -> (samples * tokens, width), along the tensor's dim a part of the sum.
+        """(samples, tokens, width) -> (samples * tokens, width), along the tensor dim a part of the sum.
 
-        weights, chosen, keep: (samples, tokens, slots); keep None: all.
+        weights, chosen, keep: (samples, tokens, slots). If keep is None, all are kept.
         """
         tensor, kind, rows = self.tensor, x.device.type, x
         if tensor.size > 1:
-            # Each rank has a part of every expert's sum. Adding them up after the weighted sum, not before, sends a
-            # row for each token instead of one for each choice; so each rank has a part of the weights' gradient too.
+            # Each rank has a part of every expert's sum. Summing over ranks after the weighted sum, not before, sends one
+            # row per token instead of one per choice. Each rank then also has only a part of the weights' gradient.
             rows = self.mesh.functional.identity(tensor.dim, rows)
             weights = self.mesh.functional.identity(tensor.dim, weights)
         if torch.is_autocast_enabled(kind):
-            # Matrices are multiplied in this type; so rows travel in it.
+            # Matrices are multiplied in this dtype, so rows are sent in it.
             rows = rows.to(torch.get_autocast_dtype(kind))
         rows = rows.flatten(0, 1)
         spread = self._dropless(rows, chosen.flatten()) if keep is None else self._limited(rows, chosen, keep)
@@ -235,9 +235,9 @@ class Experts(nn.Module):
         return y
 
     def _dropless(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """(n, width) tokens, (n * slots) choices -> what comes of each choice.
+        """(n, width) tokens, (n * slots) choices -> the result of each choice.
 
-        Where experts are spread the host waits once for how many rows it sends and gets; backward does not.
+        If experts are distributed, the host waits once for the number of rows that it sends and receives; backward does not wait.
         """
         often = counts(chosen.unsqueeze(0), self.count)[0]
         order = chosen.argsort(stable=True)
@@ -250,16 +250,16 @@ class Experts(nn.Module):
         return move(done, back, order)
 
     def _arrived(self, rows: Tensor, number: Tensor, often: Tensor, known: list[int]) -> Tensor:
-        """What this rank's experts make of the rows that have arrived; an expert's rows must be contiguous."""
+        """The result of this rank's experts for the rows that have arrived. An expert's rows must be contiguous."""
         sorts = number.argsort(stable=True)
         unsorts = inverse(sorts)
         return move(self.experts(move(rows, sorts, unsorts), often, known), unsorts, sorts)
 
     def _limited(self, x: Tensor, chosen: Tensor, keep: Tensor) -> Tensor:
-        """What comes of each choice, zeros where it was not kept: (n, width) -> (n * slots, width).
+        """The result of each choice, zeros for choices that were not kept: (n, width) -> (n * slots, width).
 
-        Each expert has as many slots for a sample as it may keep choices of it, filled or not, so that all sizes
-        are known and the host waits for nothing.
+        Each expert has as many slots per sample as choices that it may keep of it, filled or not. So all sizes
+        are known, and the host does not wait.
         """
         assert self.capacity_factor is not None
         samples, tokens = chosen.shape[:2]
@@ -271,7 +271,7 @@ class Experts(nn.Module):
         line = torch.where(keep, chosen, self.count).flatten(1)
         sample = torch.arange(samples, device=x.device).unsqueeze(1)
         slot = line * room + sample * limit + places(line, self.count + 1)
-        # What is dropped has the number behind the last slot, and so has an empty slot that behind the last choice.
+        # A dropped choice has the number after the last slot, and an empty slot has the number after the last choice.
         back = slot.flatten().clamp_(max=self.count * room)
         there = back.new_full((self.count * room + 1,), back.numel())
         there = there.scatter_(0, back, torch.arange(back.numel(), device=x.device))[:-1]
@@ -290,10 +290,10 @@ class Experts(nn.Module):
 def _check_sizes(
     mesh: Mesh, dim: str | None, tensor: TensorSplit, experts: int, slots: int, factor: float | None
 ) -> None:
-    """Sizes of a layer against those of the mesh. Raises ShapeError, LayoutError, UnknownDim."""
+    """Check the sizes of a layer against the mesh. Raises ShapeError, LayoutError, UnknownDim."""
     if dim is not None and dim == tensor.dim:
         raise LayoutError(
-            f'the dim "{dim}" cannot both spread the experts and split each of them',
+            f'the dim "{dim}" cannot both distribute the experts and split each of them',
             given=f'dim="{dim}", a TensorSplit along "{dim}"',
             expected="two dims of one view: tokens differ along the first and are equal along the second",
             hint=f'views.expert = {{ edp = 1, ep = {mesh.size(dim)} }}, dim="ep"',
@@ -316,12 +316,12 @@ def _check_sizes(
 
 
 def _check_routing(mesh: Mesh, dim: str, chosen: Tensor, experts: int) -> None:
-    """Raises TrainingError, on every rank along `dim`, where they route their tokens differently."""
+    """Raises TrainingError, on every rank along `dim`, if ranks route their tokens differently."""
     if mesh.is_fake:
-        # Nobody to compare with, and no choices.
+        # No ranks to compare with, and no choices.
         return
     mine = torch.bincount(chosen.reshape(-1), minlength=experts)
-    # A rank's counts next to their negatives: one maximum gives the most and the fewest.
+    # A rank's counts next to their negatives: a single maximum yields both the most and the fewest.
     most, fewest = mesh.all_reduce(dim, torch.stack([mine, -mine]), op="max").unbind()
     if not torch.equal(most, -fewest):
         odd = int((most != -fewest).nonzero()[0])
@@ -330,5 +330,5 @@ def _check_routing(mesh: Mesh, dim: str, chosen: Tensor, experts: int) -> None:
             given=f"expert {odd} is chosen {int(mine[odd])} times on {mesh.label}, "
             f"{-int(fewest[odd])} to {int(most[odd])} times along {dim}",
             expected=f"equal tokens and equal router weights along {dim}",
-            hint="initialise router.weight, and whatever comes before it, alike along " + dim,
+            hint="initialize router.weight, and all layers before it, identically along " + dim,
         )

@@ -1,4 +1,4 @@
-"""Experts of a module that knows nothing of meshes, packed into a few parameters, spread along a dim and split along another."""
+"""Experts of a module without knowledge of meshes, packed into a few parameters, distributed along a dim and split along another."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from meshcomm.parallel.tensor.parameters import FUSED, Parts, joined, kept, para
 from meshcomm.transport.torch_private import outside_graphs
 
 Axes: TypeAlias = Mapping[str, tuple[int, int]]
-"""Of packed experts: the parameters that are split along the tensor's dim -> along which axis, and in how many parts each."""
+"""For packed experts: the parameters that are split along the tensor dim -> their axis, and the number of parts in each."""
 
 EXPERTS: Final = "meshcomm_experts"
-"""An attribute of modules whose parameters are experts' alone."""
+"""An attribute of modules that have only experts' parameters."""
 
 
 @final
@@ -34,24 +34,24 @@ class _Spread:
 def spread_experts(
     part: Any, tensor: TensorSplit, dim: str | None, axes: Axes, name: str = "experts"
 ) -> None:
-    """Have `part`, whose parameters all have the experts along axis 0, hold this rank's experts and parts of them, in place.
+    """Make `part`, whose parameters all have the experts along axis 0, hold this rank's experts and parts of them, in place.
 
-    Its forward takes (tokens, chosen, weights, ...), of shapes (n, width), (n, slots) and (n, slots), or with more axes in
-    front, and returns a weighted sum over each token's chosen experts. It is called on what arrives here, with the numbers of
-    this rank's experts, one slot each and weights of one.
+    Its forward takes (tokens, chosen, weights, ...), of shapes (n, width), (n, slots) and (n, slots), or with more leading
+    axes, and returns a weighted sum over each token's chosen experts. It is called with the rows that arrive here, with the
+    numbers of this rank's experts, one slot each and weights of one.
 
-    tensor: along which the axes that `axes` names are split. dim: along which experts are spread; None: every rank has all.
-    Called by: every rank along both. Raises ShapeError where sizes do not divide, or a parameter is not of all experts.
+    tensor: along which the axes that `axes` names are split. dim: along which experts are distributed; None: every rank has all.
+    Called by: every rank along both. Raises ShapeError if sizes do not divide, or if a parameter does not cover all experts.
     """
     mesh = tensor.mesh
     ranks = mesh.size(dim) if dim else 1
     sizes = {len(parameter) for parameter in part.parameters()}
     if len(sizes) != 1:
         raise ShapeError(
-            f"{name} is no module of packed experts",
+            f"{name} is not a module of packed experts",
             given=", ".join(f"{key} {tuple(each.shape)}" for key, each in part.named_parameters()),
             expected="parameters that all have the experts along their first axis",
-            hint="ModelSpec.experts without this module: every rank then has all of its experts",
+            hint="remove this module from ModelSpec.experts; every rank then has all of its experts",
         )
     (count,) = sizes
     TensorSplit(mesh, dim).share(count, f"the experts of {name}")
@@ -74,7 +74,7 @@ def spread_experts(
                 value = value.chunk(mesh.size(along), at)[mesh.coord(along)]
         new = parameter_of(mesh, value.clone(memory_format=torch.contiguous_format), where)
         part._parameters[key] = new.requires_grad_(old.requires_grad)
-    # What its own code reads how many it has from.
+    # The attribute from which its code reads the number of experts.
     if ranks > 1 and getattr(part, "num_experts", None) == count:
         part.num_experts = count // ranks
     part.meshcomm_spread = _Spread(tensor, dim if ranks > 1 else None, count)
@@ -83,14 +83,14 @@ def spread_experts(
 
 
 class SpreadExperts:
-    """A module of packed experts of which this rank has some, and a part of each."""
+    """A module of packed experts of which this rank has some, or a part of each."""
 
     meshcomm_spread: _Spread
     meshcomm_computes = False
 
-    @outside_graphs  # how many rows travel follows from the data, which a graph cannot
+    @outside_graphs  # the number of sent rows depends on the data, which a graph does not allow
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, *more: Any, **named: Any) -> Tensor:
-        """As the module's own. Backward communicates, as forward does."""
+        """The forward of the module. Backward communicates, as forward does."""
         spread, shape = self.meshcomm_spread, x.shape
         tensor, mesh = spread.tensor, spread.tensor.mesh
         x, chosen, weights = (each.flatten(0, -2) for each in (x, chosen, weights))
@@ -105,7 +105,7 @@ class SpreadExperts:
             back = inverse(order)
 
             def computed(rows: Tensor, number: Tensor, often: Tensor, known: list[int]) -> Tensor:
-                # An expert without rows gets a gradient of zeros; and all ranks take part in the exchange of gradients.
+                # An expert without rows gets a gradient of zeros, and all ranks take part in the exchange of gradients.
                 none = not len(rows)
                 if none:
                     rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
@@ -139,7 +139,7 @@ class SpreadExperts:
 def separate(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """The parameters of `module` by name, in order of registration: dense ones, and those of experts.
 
-    Gradients of the first are summed along the data's and the context's dims, of the second as `Experts` says. Routers
+    Gradients of dense parameters are summed along the data and context dims, those of experts as `Experts` describes. Routers
     are dense.
     """
     parts = [part for part in module.modules() if hasattr(part, EXPERTS)]

@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: the router, the balance loss, the choices that a capacity drops, and how rows travel."""
+"""Routing of tokens to experts: the router, the balance loss, the choices that a capacity drops, and the exchange of rows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from meshcomm.parallel.torch_private import has_memory
 
 
 class Choice(NamedTuple):
-    """Where tokens go; `slots` is the number of experts that each token chooses.
+    """The experts of each token; `slots` is the number of experts that each token chooses.
 
-    weights:       (samples, tokens, slots), what each expert's output is multiplied by.
+    weights:       (samples, tokens, slots), the factor of each expert's output.
     chosen:        (samples, tokens, slots) int64, expert numbers, the most probable first.
     probabilities: (samples, tokens, experts), of the softmax over all experts.
     """
@@ -36,8 +36,8 @@ class Choice(NamedTuple):
 class Router(nn.Module):
     """A linear map to one score for each expert, softmax, and the `slots` most probable experts.
 
-    Replicated along the tensor's dim. It computes in float32, or in the tokens' type where that is wider,
-    autocast or not: in bfloat16 two experts tie or swap places far too often.
+    Replicated along the tensor dim. It computes in float32, or in the tokens' dtype if that is wider,
+    with or without autocast: in bfloat16, two experts tie or swap places far too often.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class Router(nn.Module):
         self.weight = split.parameter(experts, hidden_size, axis=None)
 
     def forward(self, x: Tensor) -> Choice:
-        """(samples, tokens, width) -> where each token goes.
+        """(samples, tokens, width) -> the experts of each token.
 
-        Weights are the probabilities of the chosen experts, with `normalised` divided by their sum (Mixtral,
-        Jiang et al. 2024). With one slot they stay (Switch Transformer, Fedus et al. 2021): divided they would be
-        the constant 1, without a gradient for the router. Of equal probabilities the lower expert number is first.
+        Weights are the probabilities of the chosen experts; with `normalised`, divided by their sum (Mixtral,
+        Jiang et al. 2024). With one slot they are not divided (Switch Transformer, Fedus et al. 2021): the result would
+        be the constant 1, without a gradient for the router. Among equal probabilities, the lower expert number is first.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             scores = F.linear(x.to(wide), local(self.weight).to(wide))
             probabilities = scores.softmax(-1)
-            # topk leaves the order of equal values open.
+            # topk does not define the order of equal values.
             ordered, experts = probabilities.sort(stable=True, dim=-1, descending=True)
             weights, chosen = ordered[..., : self.slots], experts[..., : self.slots]
             if self.slots > 1 and self.normalised:
@@ -67,14 +67,14 @@ class Router(nn.Module):
 
 
 def counts(chosen: Tensor, experts: int) -> Tensor:
-    """(samples, ...) expert numbers -> (samples, experts) int64: how often each one stands there."""
+    """(samples, ...) expert numbers -> (samples, experts) int64: how often each one occurs."""
     flat = chosen.flatten(1)
     found = flat.new_zeros(flat.shape[0], experts)
     return found.scatter_add_(1, flat, torch.ones_like(flat))
 
 
 def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:
-    """How unevenly tokens spread over the experts: 1 where they spread evenly, `experts` at worst.
+    """How unevenly tokens are distributed over the experts: 1 if evenly, `experts` in the worst case.
 
     The mean over samples of experts * sum over e of f_e * P_e, with f_e the fraction of the sample's choices that
     are expert e, and P_e the mean probability of e over the sample's tokens: Switch Transformer's formula (Fedus et
@@ -92,15 +92,15 @@ def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:
         here = often
         (often,) = once(lambda: [mesh.all_reduce(context, here.clone())], here)
         mass = mesh.functional.all_reduce(context, mass, grad="identity")
-    # Dividing integers gives torch's default type, whatever the tokens' is.
+    # Dividing integers gives torch's default dtype, whatever the dtype of the tokens is.
     fraction = often.to(mass.dtype) / (tokens * choice.chosen.shape[-1])
     return (fraction * mass).sum() * (experts / (tokens * samples))
 
 
 def attach(y: Tensor, loss: Tensor, weight: float) -> Tensor:
-    """`y`, unchanged; a backward through it gives `loss` the gradient `weight`.
+    """`y`, unchanged. A backward through it gives `loss` the gradient `weight`.
 
-    So `weight * loss` is part of the loss, whose rest may be computed on another stage of a pipeline.
+    So `weight * loss` is part of the loss, and the rest may be computed on another stage of a pipeline.
     """
     attached: Tensor = _Attach.apply(y, loss, weight)
     return attached
@@ -119,7 +119,7 @@ class _Attach(torch.autograd.Function):
 
 
 def capacity(factor: float, tokens: int, slots: int, experts: int) -> int:
-    """Choices that an expert keeps of one sample: ceil(factor * tokens * slots / experts).
+    """The number of choices that an expert keeps per sample: ceil(factor * tokens * slots / experts).
 
     >>> capacity(1.1, 45, 2, 1)  # in floating point 1.1 * 45 * 2 is above 99
     99
@@ -138,22 +138,22 @@ def within_capacity(
     Shape:      chosen (samples, tokens, slots) int64; positions (tokens) int64, of this rank's tokens
                 in their samples; None: 0, 1, ... -> (samples, tokens, slots) bool.
     Called by:  every rank along `context`, the dim along which samples are split, if any.
-    Raises:     ShapeError where positions are missing or of another shape.
+    Raises:     ShapeError if positions are missing or of another shape.
     """
     tokens, slots = chosen.shape[1:]
     if context is not None and positions is None:
         raise ShapeError(
-            "experts of limited capacity need to know where tokens stand",
+            "experts with a capacity need the positions of the tokens",
             given=f'samples split along "{context}", positions=None',
             expected=f"the positions of this rank's {tokens} tokens in their samples",
             hint="experts(x, positions)",
         )
     if positions is not None and positions.shape != (tokens,):
         raise ShapeError(
-            "the positions are not those of the tokens",
+            "the positions do not fit the tokens",
             given=f"positions of shape {tuple(positions.shape)}, {tokens} tokens in each sample",
             expected=f"shape ({tokens},), equal for all samples",
-            hint="positions of this rank's tokens only",
+            hint="pass the positions of this rank's tokens only",
         )
     if context is not None and positions is not None:
         mine = chosen, positions
@@ -170,7 +170,7 @@ def within_capacity(
 
 
 def _first(chosen: Tensor, experts: int, limit: int) -> Tensor:
-    """Whether a choice is among the first `limit` of its sample and expert; slot by slot."""
+    """Whether a choice is among the first `limit` of its sample and expert, slot by slot."""
     line = chosen.transpose(1, 2).flatten(1)
     within = places(line, experts) < limit
     found: Tensor = within.unflatten(1, (chosen.shape[2], chosen.shape[1]))
@@ -178,7 +178,7 @@ def _first(chosen: Tensor, experts: int, limit: int) -> Tensor:
 
 
 def places(line: Tensor, experts: int) -> Tensor:
-    """(samples, n) expert numbers -> (samples, n) int64: how many before it in its sample are the same."""
+    """(samples, n) expert numbers -> (samples, n) int64: how many equal ones are before it in its sample."""
     order = line.argsort(stable=True, dim=1)
     often = counts(line, experts)
     starts = (often.cumsum(1) - often).gather(1, line.gather(1, order))
@@ -190,11 +190,11 @@ def places(line: Tensor, experts: int) -> Tensor:
 
 
 def exchange(mesh: Mesh, dim: str, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-    """The first sent[0] rows go to coord 0, the next sent[1] to coord 1, ...; what arrives, in order.
+    """The first sent[0] rows go to coord 0, the next sent[1] to coord 1, and so on. Returns the received rows, in order.
 
     Shape:      (sum of sent, width) -> (sum of received, width).
     Called by:  every rank along `dim`, with received[c] the entry of coord c's `sent` for this rank.
-    Gradient:   the same exchange back; every rank's backward takes part, and asks for no sizes.
+    Gradient:   the same exchange back. Every rank's backward takes part, and sizes are not exchanged again.
     """
     arrived: Tensor = _Exchange.apply(rows, mesh, dim, sent, received)
     return arrived
@@ -207,12 +207,12 @@ def dispatched(
     often: Tensor,
     compute: Callable[[Tensor, Tensor, Tensor, list[int]], Tensor],
 ) -> Tensor:
-    """What the experts along `dim` make of rows, which are sorted by expert; in the same order.
+    """The results of the experts along `dim` for rows that are sorted by expert; in the same order.
 
-    often:   int64 (experts of all ranks,): how many rows go to each.
-    compute: (rows that have arrived here, sorted by sender and then by expert; for each the number of its expert, among
-             this rank's; how many rows each of these got; and the same as numbers of the host) -> what comes of each row.
-    Called by: every rank along `dim`. The host waits once for how many rows it sends and gets; backward does not.
+    often:   int64 (experts of all ranks,): the number of rows for each.
+    compute: (rows that have arrived here, sorted by sender and then by expert; the expert's number among this rank's for
+             each row; the number of rows of each expert; the same numbers on the host) -> the result of each row.
+    Called by: every rank along `dim`. The host waits once for the number of rows that it sends and receives; backward does not.
     """
     ranks, own = mesh.size(dim), len(often) // mesh.size(dim)
     (theirs,) = once(lambda: [mesh.all_to_all(dim, often)], often)
@@ -233,7 +233,7 @@ def inverse(order: Tensor) -> Tensor:
 
 
 def sizes_of(often: Tensor, total: int) -> Any:
-    """As lists, for the host. For tensors without values, as in a dry run: `total` evenly divided."""
+    """Sizes as lists, for the host. For tensors without values, as in a dry run: `total` divided evenly."""
     if has_memory(often):
         return often.tolist()
     each, more = divmod(total, often.shape[-1])
@@ -242,13 +242,13 @@ def sizes_of(often: Tensor, total: int) -> Any:
 
 
 def move(x: Tensor, there: Tensor, back: Tensor, slots: int = 1, blanks: bool = False) -> Tensor:
-    """Row there[i] // slots of x at place i; zeros where that is the number of rows of x.
+    """Row there[i] // slots of x at place i; zeros if that is the number of rows of x.
 
     Shape:    x (n, width), there (m) int64 in 0 .. n * slots, each number below n * slots at most once -> (m, width).
-              back (n * slots) int64: the place of number j in `there`, m where it has none.
+              back (n * slots) int64: the place of number j in `there`, m if it is absent.
     blanks:   whether there is a number n * slots in `there`, or an m in `back`.
-    Gradient: exact, and the same bits in every run: a row's slots are added in order, where indexing's own
-              backward adds them in any order on a GPU.
+    Gradient: exact, and bitwise the same in every run: a row's slots are added in order. The backward of indexing
+              adds them in any order on a GPU.
     """
     moved: Tensor = _Move.apply(x, there, back, slots, blanks)
     return moved
@@ -287,5 +287,5 @@ class _Move(torch.autograd.Function):
 
 
 def _rows(x: Tensor, which: Tensor, blanks: bool) -> Tensor:
-    """x[which], where the number behind the last row stands for zeros."""
+    """x[which], where the number after the last row means zeros."""
     return (torch.cat([x, x.new_zeros(1, x.shape[1])]) if blanks else x).index_select(0, which)

@@ -47,8 +47,7 @@ def tensor_parallel(
 
     plan: maps patterns of dotted names ("*" within a component, "**" for any components) to a style:
 
-        "column"     nn.Linear (or transformers' Conv1D) with split outputs. Columns of one parent that read the
-        same
+        "column"     nn.Linear (or transformers' Conv1D) with split outputs. Columns of one parent that read the same
                      tensor share one all_reduce in backward. "column:3", or {"style": "column", "parts": 3} or
                      "parts": [q, k, v] (sizes): the weight holds several matrices, each of which is split.
                      "column:whole": the outputs are gathered.
@@ -56,24 +55,20 @@ def tensor_parallel(
                      "input": "whole"}: after columns whose outputs were gathered.
         "vocab"      nn.Embedding with split rows. For "column", "row" and "vocab", with sequence_parallel:
                      {"sequence": "whole"} if the module takes and returns full sequences.
-        "latent"     nn.Linear that is not split. Its last {"size": n} outputs go to all heads, like the rotary
-        part
+        "latent"     nn.Linear that is not split. Its last {"size": n} outputs go to all heads, like the rotary part
                      of a key in multi-head latent attention.
-        "enter"      a module around columns. Its first argument ("args": [0], or names) enters here instead of
-        at
+        "enter"      a module around columns. Its first argument ("args": [0], or names) enters here instead of at
                      each column. With sequence_parallel, use it for a module that reads the length of the
-                     sequence from its input. Everything in the module must go through columns. {"shared":
-                     True}: siblings called with the same tensor enter once.
+                     sequence from its input. Everything in the module must go through columns. {"shared": True}:
+                     siblings called with the same tensor enter once.
         "sequence"   not split; operates on each token separately, like a norm.
         "heads"      not split; operates after columns, on each of this rank's heads, like a norm of queries.
         "replicate"  not split; needs the full sequence, or takes no activations. {"style": "replicate",
                      "input": "whole", "axis": 0} for a position embedding that returns (sequence, width). Parts
                      of it that have styles are split, on full sequences.
-        "split"      a parameter, by its name, split along axis 0, or {"style": "split", "axis": 1}. For a
-        parameter
+        "split"      a parameter, by its name, split along axis 0, or {"style": "split", "axis": 1}. For a parameter
                      that operates only on this rank's heads or features, such as a sink for each head.
-        {"set": {"heads": "split"}}  in addition to a style, or alone: divides the module's attribute `heads` by
-        the
+        {"set": {"heads": "split"}}  in addition to a style, or alone: divides the module's attribute `heads` by the
                      number of ranks. Any other value is assigned as given.
 
     Called by:  every rank along `dim`, with equal weights (compared by digest).
@@ -112,20 +107,20 @@ def tensor_parallel(
 
 
 def lay_out(module: nn.Module, mesh: Mesh, plan: Mapping[str, Entry]) -> None:
-    """Give weights with parts the shapes of `tensor_parallel`, where nothing is split, in place.
+    """Give weights with parts the shapes that `tensor_parallel` gives them, where nothing is split, in place.
 
-    So a checkpoint has the same shapes on every mesh. Raises ConfigError where the plan does not fit.
+    So a checkpoint has the same shapes on every mesh. Raises ConfigError if the plan does not fit.
     """
     split = TensorSplit(mesh, None)
     _Splitting(split, module, checked_rules(split, module, plan)).lay_out()
 
 
 class _Splitting:
-    """The work itself, behind all checks."""
+    """The implementation, after all checks."""
 
     def __init__(self, split: TensorSplit, module: nn.Module, rules: Mapping[str, Rule]) -> None:
         self.split, self.module, self.rules = split, module, rules
-        # Where sequences are whole.
+        # The split for parts that see full sequences.
         self.whole = TensorSplit(split.mesh, split.dim or None, split.dtype)
         self.names: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
         self.classes: dict[tuple[type, type], type] = {}
@@ -143,11 +138,11 @@ class _Splitting:
                 self._apply(name, part, rule)
         for name, part in self.module.named_modules():
             self._keep(part, self.rules.get(name, Rule()))
-        # Its forward tells all parts that they run: some read the weight of a part without calling it.
+        # Its forward notifies all parts, because some code reads the weight of a part without calling it.
         self._become(self.module, Around, self.split)
 
     def lay_out(self) -> None:
-        """Only the shapes of weights with parts."""
+        """Only set the shapes of weights with parts."""
         for name, rule in self.rules.items():
             part = self.names[name]
             if rule.style == "column" and rule.parts_of(part, "weight"):
@@ -183,12 +178,12 @@ class _Splitting:
             around.meshcomm_scatter, around.meshcomm_axis = rule.output == "split", rule.axis
 
     def _inside(self, name: str) -> list[str]:
-        """The parts inside of `name` that have a style of their own."""
+        """The parts inside `name` that have their own style."""
         within = f"{name}." if name else ""
         return [n for n, rule in self.rules.items() if rule.style and n != name and n.startswith(within)]
 
     def _split_in(self, name: str) -> TensorSplit:
-        """The split of a part: inside of what needs whole sequences, they are whole."""
+        """The split of a part. Inside a module that needs full sequences, sequences are gathered."""
         while name:
             name = name.rpartition(".")[0]
             if self.rules.get(name, Rule()).style == "replicate":
@@ -203,7 +198,7 @@ class _Splitting:
         self._become(part, ColumnParallel, split)
 
     def _entry(self, name: str, split: TensorSplit) -> Callable[[Tensor], Tensor]:
-        """The entry of the nearest module around `name` that is no list or dict; none in an "enter"."""
+        """The entry of the nearest module around `name` that is not a list or dict; none in an "enter"."""
         for outer, rule in self.rules.items():
             if rule.style == "enter" and (not outer or name.startswith(outer + ".")):
                 return entered
@@ -220,7 +215,7 @@ class _Splitting:
         return self.entries[id(around)]
 
     def _become(self, part: Any, kind: type, split: TensorSplit) -> Any:
-        """`part`, now of a class of `kind` and its own; one class for all parts of a class."""
+        """`part`, changed to a subclass of `kind` and its class; one subclass for all parts of a class."""
         own = type(part)
         if not isinstance(part, kind):
             part.meshcomm_split = split
@@ -240,7 +235,7 @@ class _Splitting:
         if id(old) not in self.replaced:
             new = self.split.parameter_from(old if parts is None else kept(old.detach(), parts), axis)
             new.requires_grad_(old.requires_grad)
-            # The old one too: while it lives, no other parameter can have its id.
+            # The old one too: while it exists, no other parameter can get its id.
             self.replaced[id(old)] = (old, new)
         part._parameters[key] = self.replaced[id(old)][1]
         if parts is not None:
@@ -264,7 +259,7 @@ class _Splitting:
 class SharedEntry:
     """`split.enter`, once for all column-parallel layers that read the same tensor.
 
-    Siblings share one. It keeps its last input until the module around them returns, so the same object
+    Siblings share one. It keeps its last input until the module around them returns. The same object then
     is the same input, unless it was written to in between.
     """
 
@@ -275,7 +270,7 @@ class SharedEntry:
         self._state: tuple[int, bool] = (0, False)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` behind `enter`."""
+        """`x` after `enter`."""
         if torch.compiler.is_compiling():
             return self._split.enter(x)
         state = (0 if x.is_inference() else x._version, torch.is_grad_enabled())
@@ -285,12 +280,12 @@ class SharedEntry:
         return self._entered
 
     def clear(self) -> None:
-        """Forget the tensor: the module around the layers has returned."""
+        """Drop the tensor: the module around the layers has returned."""
         self._given = self._entered = None
 
 
 class Running:
-    """How many forwards are under way in the parts of one module."""
+    """The number of forwards in progress in the parts of one module."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -301,10 +296,10 @@ class Running:
 
 
 class Around:
-    """A module whose own forward reads this rank's part of each parameter, and of those of parts inside of it; all others
-    read a DTensor. Its arguments or result change where it begins and ends, by `split.enter` and the like.
+    """A module whose own forward reads this rank's part of each parameter, also of parts inside it; all other code
+    reads a DTensor. Its arguments or result change at its start and end, by `split.enter` and the like.
 
-    Not by hooks: torch.compile would compile each layer anew, as every hook has another number.
+    This does not use hooks: torch.compile would compile each layer anew, because every hook has another number.
     """
 
     meshcomm_split: TensorSplit
@@ -341,7 +336,7 @@ class Around:
     def meshcomm_begun(
         self, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Sequence[int]]:
-        """The arguments where the module begins, and the shape of the first one that was gathered."""
+        """The arguments at the start of the module, and the shape of the first one that was gathered."""
         split = self.meshcomm_split
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(named)
@@ -352,7 +347,7 @@ class Around:
             if not isinstance(given.get(key), Tensor):
                 raise ShapeError(
                     f"a {type(self).__name__} was called without the argument that its plan names",
-                    given=f"{len(args)} arguments by place" + "".join(f", {name}" for name in named),
+                    given=f"{len(args)} positional arguments" + "".join(f", {name}" for name in named),
                     expected=f"a tensor as argument {key!r}",
                     hint='"args": [0] for the first, "args": ["hidden_states"] for one by name',
                 )
@@ -371,13 +366,13 @@ class Around:
 
 
 class Latent:
-    """A linear layer that stays whole, of which the last outputs go to this rank's heads: their gradient is a part of a sum."""
+    """A linear layer that is not split, whose last outputs go to this rank's heads: their gradient is a part of a sum."""
 
     meshcomm_split: TensorSplit
     meshcomm_size = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the module's own."""
+        """The forward of the module."""
         y: Tensor = super().forward(x)  # type: ignore[misc]
         size, split = self.meshcomm_size, self.meshcomm_split
         others, own = y.split([y.shape[-1] - size, size], -1)
@@ -388,10 +383,10 @@ class Latent:
 
 
 def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
-    """Raises MeshMismatchError on every rank along `dim` where plan, names, weights or buffers differ."""
+    """Raises MeshMismatchError on every rank along `dim` if plan, names, weights or buffers differ."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in tensors.items()]
-    # The plan is first: weights can only be compared where names and shapes are equal.
+    # The plan is first, because weights can only be compared if names and shapes are equal.
     mine = {"the plan, or the names and shapes of the parameters,": repr((plan, shapes))}
     mine |= {name: _digest(x) for name, x in tensors.items() if not x.is_meta}
     table = mesh.objects.all_gather(dim, mine)
@@ -404,9 +399,9 @@ def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
         ranks = "rank " + str(odd[0]) if len(odd) == 1 else "ranks " + ", ".join(map(str, odd))
         raise MeshMismatchError(
             f'{name} differs along "{dim}" before it is split',
-            given=f"{ranks} of {mesh.ranks(dim)}, as {mesh.label} sees it: another value than most have",
+            given=f"{ranks} of {mesh.ranks(dim)}, as seen from {mesh.label}: their value differs from most",
             expected=f"the same module, weights and plan on every rank along {dim}",
-            hint=f"torch.manual_seed(seed) alike along {dim} before the module is made, the same file for "
+            hint=f"use the same torch.manual_seed(seed) along {dim} before the module is created, the same file for "
             f'all, or for each parameter p: mesh.broadcast("{dim}", p.data, src=0)',
             mismatched_ranks=odd,
         )
@@ -414,7 +409,7 @@ def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
 
 @torch.no_grad()
 def _digest(x: Tensor) -> str:
-    """Two sums over the bits of `x`, one weighted by place, modulo 2^64: so -0.0 is not 0.0."""
+    """Two sums over the bits of `x`, one weighted by position, modulo 2^64; so -0.0 differs from 0.0."""
     flat = x.detach().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)

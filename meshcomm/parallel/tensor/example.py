@@ -1,4 +1,4 @@
-"""A split module is compared with itself before, on an example; an error names the part that fails, and cures."""
+"""Compares a module after the split with itself before, on an example. Errors name the failing part, and fixes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from meshcomm.parallel.tensor.split import TensorSplit
 
 Example: TypeAlias = Sequence[Any] | Mapping[str, Any]
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
-"""By argument of a forward, by place or name: the shape of its tensor."""
+"""By argument of a forward, by position or name: the shape of its tensor."""
 
-# The error that another order of additions makes, and some room, as a share of the largest value of a tensor.
+# The error from a different order of additions, with a margin, as a share of the largest value of a tensor.
 _ROOM = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
@@ -42,7 +42,7 @@ class Calls:
 
     @contextmanager
     def watching(self, module: nn.Module, *values: Any) -> Iterator[None]:
-        """While it is entered, calls are noted. values: the arguments of `module`."""
+        """Record calls in this context. values: the arguments of `module`."""
         self.module, self.values = module, values
         hooks: list[Any] = []
         for name, part in module.named_modules():
@@ -66,10 +66,10 @@ class Calls:
 
 @final
 class Seen:
-    """Outputs of a module on an example, and every gradient of a fixed random sum over them; whole.
+    """Outputs of a module on an example, and every gradient of a fixed random sum over them; all unsharded.
 
-    like: the same of the module before it was split. Outputs that are slices of those are
-        gathered. rules: those that it was split by. Raises TrainingError where the module fails now.
+    like: the same of the module before it was split. Outputs that are slices of the earlier ones are
+        gathered. rules: by which it was split. Raises TrainingError if the module fails now.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Seen:
             if axis is not None:
                 shape[axis] *= split.size
                 value = split.mesh.all_gather(split.dim, value, axis)
-            # Drawn on the CPU: the same numbers on every rank and kind of device.
+            # Drawn on the CPU, so that the numbers are the same on every rank and kind of device.
             weights = torch.randn(shape, generator=torch.Generator().manual_seed(number))
             if axis is not None:
                 weights = weights.chunk(split.size, axis)[split.coord]
@@ -121,7 +121,7 @@ class Seen:
             self.values[f"gradient of {name}"] = joined(value, sizes[name]) if name in sizes else value
 
     def _run(self, module: nn.Module, example: Example) -> Any:
-        """Forward in eval mode; the calls of every part are noted."""
+        """Forward in eval mode; the calls of every part are recorded."""
         training = {part: part.training for part in module.modules()}
         module.eval()
         try:
@@ -135,17 +135,17 @@ class Seen:
 
 
 def compare_outputs(split: TensorSplit, before: Seen, after: Seen) -> None:
-    """Raises TrainingError, on every rank, where the two differ by more than rounding."""
+    """Raises TrainingError, on every rank, if the two differ by more than rounding."""
     odd = []
     for name, expected in before.values.items():
         value = after.values.get(name)
         if value is None or value.shape != expected.shape:
             given = "missing" if value is None else f"of shape {tuple(value.shape)}"
-            odd.append(f"{name}: {given}, was of shape {tuple(expected.shape)}")
+            odd.append(f"{name}: {given}, before of shape {tuple(expected.shape)}")
             continue
         most = float(expected.abs().max()) if expected.numel() else 0.0
         off = float((value - expected).abs().max()) if expected.numel() else 0.0
-        # Not "off > room": nan must not pass.
+        # Not "off > room", because nan must not pass.
         if not off <= _ROOM.get(expected.dtype, 1e-3) * max(most, 1e-6):
             odd.append(f"{name}: off by {off:.2g}, where the largest value is {most:.2g}")
     count = torch.tensor([len(odd)], device=split.device)
@@ -153,11 +153,11 @@ def compare_outputs(split: TensorSplit, before: Seen, after: Seen) -> None:
     if int(count):
         shown = odd[:8] + ([f"and {len(odd) - 8} more"] if len(odd) > 8 else [])
         raise TrainingError(
-            f'the module split along "{split.dim}" does not compute what it did before',
+            f'the module split along "{split.dim}" does not compute the same as before',
             given="\n".join(shown) or "other ranks see differences",
             expected="outputs and gradients on the example equal up to rounding",
             hint='"set": {"heads": "split"} for numbers of heads; "column:3" for q, k and v in one weight; '
-            'a "row" behind every "column"',
+            'a "row" after every "column"',
         )
 
 
@@ -172,7 +172,7 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def _axis(split: TensorSplit, y: Tensor, ref: Tensor) -> int | None:
-    """Along which axis `y` is a slice of something like `ref`."""
+    """The axis along which `y` is a slice of a tensor like `ref`."""
     if y.ndim != ref.ndim:
         return None
     other = [axis for axis in range(y.ndim) if y.shape[axis] != ref.shape[axis]]
@@ -181,7 +181,7 @@ def _axis(split: TensorSplit, y: Tensor, ref: Tensor) -> int | None:
     return None
 
 
-# -- where the split module fails, and did not before -----------------------------------------------
+# -- where the split module fails, but did not before -----------------------------------------------
 
 
 def explained(
@@ -192,7 +192,7 @@ def explained(
     after: Calls,
     where: str = "",
 ) -> TrainingError:
-    """An error in place of torch's `error`: the part and line that raised it, its sizes before and now, cures.
+    """The error that replaces torch's `error`: the part and line that raised it, its sizes before and after, fixes.
 
     where: follows "fails".
     """
@@ -215,7 +215,7 @@ def explained(
     if not cures and split.sequence_parallel:
         cures.append(
             '{"style": "replicate", "input": "whole", "axis": 0} for a part, such as a table of positions, that '
-            "gives the whole sequence"
+            "returns the full sequence"
         )
     (said, *_) = str(error).strip().splitlines() or [type(error).__name__]
     kind = next(base for base in type(part).__mro__ if not base.__module__.startswith("meshcomm."))
@@ -225,16 +225,16 @@ def explained(
     return TrainingError(
         f'the module split along "{split.dim}" fails{where} in {label}, a {kind.__name__}',
         given="\n".join([f"{type(error).__name__}: {said}", *line, *sizes]),
-        expected="what it computed before the split",
+        expected="the same results as before the split",
         hint="\n".join(dict.fromkeys(cures))
-        or 'a style for each part that gets or makes a slice, and "set" for its numbers of heads',
+        or 'set a style for each part that receives or creates a slice, and "set" for its numbers of heads',
     )
 
 
 def _of_columns(
     split: TensorSplit, name: str, part: nn.Module, rules: Mapping[str, Rule], calls: Calls
 ) -> Iterator[str]:
-    """Numbers of heads, or a loss, of a part with split columns: of a Linear, the part around it."""
+    """Numbers of heads, or a loss, of a part with split columns; for a Linear, of the part around it."""
     around = name.rpartition(".")[0] if isinstance(part, nn.Linear) else name
     columns = [
         other
@@ -246,7 +246,7 @@ def _of_columns(
     yield from _of_heads(split, around, calls.module.get_submodule(around), rules.get(around, Rule()))
     if sum(isinstance(x, Tensor) and x.dtype == torch.int64 for x in calls.values) > 1:
         yield (
-            f'with labels the module takes its loss from a slice of the logits: "{columns[-1]}": "column:whole", '
+            f'with labels the module computes its loss from a slice of the logits: "{columns[-1]}": "column:whole", '
             "or no labels, and cross_entropy(split, logits, labels)"
         )
 
@@ -254,7 +254,7 @@ def _of_columns(
 def _of_linear(
     split: TensorSplit, name: str, part: nn.Module, rule: Rule, now: Shapes, was: Shapes
 ) -> Iterator[str]:
-    """A row that the plan forgot, or one with nothing split before it."""
+    """A row that the plan is missing, or one with nothing split before it."""
     if not isinstance(part, nn.Linear) or not now.get("0") or not was.get("0"):
         return
     given, all_inputs = now["0"][-1], was["0"][-1]
@@ -265,19 +265,19 @@ def _of_linear(
 
 
 def _of_sequence(split: TensorSplit, name: str, now: Shapes, was: Shapes) -> Iterator[str]:
-    """A part that needs the whole sequence, or takes its length from a slice."""
+    """A part that needs the full sequence, or reads its length from a slice."""
     axis = split.axis
     for key, shape in now.items() if split.sequence_parallel else ():
         before = was.get(key, ())
         if axis < len(shape) == len(before) and shape[axis] * split.size == before[axis]:
-            places = f"it gets {shape[axis]} of {before[axis]} places of the sequence"
-            yield f'"{name}": "enter" if it takes the length from its input, "replicate" if it needs all: {places}'
-            yield "positions (position_ids) given by you where the module counts its input's places"
+            places = f"it gets {shape[axis]} of {before[axis]} positions of the sequence"
+            yield f'"{name}": "enter" if it reads the length from its input, "replicate" if it needs all: {places}'
+            yield "pass positions (position_ids) if the module counts the positions of its input"
             return
 
 
 def _of_shape(split: TensorSplit, said: str) -> Iterator[str]:
-    """A view or reshape to a size of the whole module."""
+    """A view or reshape to a size of the unsplit module."""
     found = re.search(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)", said)
     if found is None:
         return
@@ -285,7 +285,7 @@ def _of_shape(split: TensorSplit, said: str) -> Iterator[str]:
     if prod(shape) == size * split.size:
         one = [*shape[:-1], -1] if len(shape) < 4 else [*shape[:-2], -1, shape[-1]]
         yield (
-            f"reshape to {one} in place of {shape}: behind a split column a rank has one of {split.size} parts of the "
+            f"reshape to {one} instead of {shape}: after a split column a rank has one of {split.size} parts of the "
             "last axis, or of the heads"
         )
 

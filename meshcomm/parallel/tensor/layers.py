@@ -1,4 +1,4 @@
-"""Linear layers, embeddings and the loss over split weights, for models written with them and for those that a plan splits."""
+"""Linear layers, embeddings and the loss over split weights, for models written with them and for models that a plan splits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 
 
 def entered(x: Tensor) -> Tensor:
-    """`x`, which has been through `enter` before."""
+    """`x`, which has been through `enter` already."""
     return x
 
 
@@ -30,7 +30,7 @@ def is_conv1d(part: nn.Module) -> bool:
 
 
 def held(module: Any, name: str) -> Any:
-    """This rank's part of a parameter of `module`; None where it has none. Parts of one in their order."""
+    """This rank's part of a parameter of `module`, None if it has none. If it has parts, they are in order."""
     parameter = getattr(module, name)
     if parameter is None:
         return None
@@ -44,11 +44,11 @@ def _matrix(module: Any) -> Tensor:
     return weight.T if module.meshcomm_transposed else weight
 
 
-# The attributes that begin with meshcomm_ are also given to a user's module that becomes one of these: see `apply`.
+# The attributes that begin with meshcomm_ are also set on a user's module that becomes one of these: see `apply`.
 
 
 class ColumnParallel(nn.Module):
-    """y = x W^T + b, W (n_out, n_in) and b split over n_out: x (..., n_in), whole -> (..., n_out / ranks).
+    """y = x W^T + b, W (n_out, n_in) and b split over n_out: x (..., n_in), full -> (..., n_out / ranks).
 
     `x` must have been through `split.enter`, once for all column-parallel layers that read it.
     """
@@ -74,9 +74,9 @@ class ColumnParallel(nn.Module):
 
 
 class RowParallel(nn.Module):
-    """y = x W^T + b, W (n_out, n_in) split over n_in: x (..., n_in / ranks) -> (..., n_out), whole.
+    """y = x W^T + b, W (n_out, n_in) split over n_in: x (..., n_in / ranks) -> (..., n_out), full.
 
-    With sequence_parallel y is this rank's slice of the sequence, and the gradient of b partial.
+    With sequence_parallel, y is this rank's slice of the sequence, and the gradient of b is partial.
     """
 
     meshcomm_split: TensorSplit
@@ -104,11 +104,11 @@ class RowParallel(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of a (vocab, width) table split over vocab: ids (...) int64 -> (..., width), whole.
+    """Rows of a (vocab, width) table split over vocab: ids (...) int64 -> (..., width), full.
 
-    With sequence_parallel: ids (batch, sequence), whole -> this rank's slice of the sequence.
-    dtype: of the rows that are sent and returned; None: the weight's. Rows are not rounded by being summed.
-    Raises ShapeError for ids outside of 0 .. vocab - 1; their rows are nan where a look would wait for the device.
+    With sequence_parallel: ids (batch, sequence), full -> this rank's slice of the sequence.
+    dtype: of the rows that are sent and returned. If None, the weight's. Rows are not rounded by the sum.
+    Raises ShapeError for ids outside 0 .. vocab - 1. If checking would wait for the device, their rows are nan instead.
     """
 
     meshcomm_split: TensorSplit
@@ -132,9 +132,9 @@ class VocabParallelEmbedding(nn.Module):
         row, mine = owned(ids, table.shape[0], split.coord)
         found = F.embedding(row, table).to(dtype)
         if padding is not None:
-            # Not F.embedding's padding_idx: row 0 also stands for ids of other ranks.
+            # Not padding_idx of F.embedding, because row 0 is also used for ids of other ranks.
             found = found.detach().where((ids == padding).unsqueeze(-1), found)
-        # Rows of other ranks are zeros, which leaving sums up.
+        # Rows of other ranks are zeros, which `leave` sums.
         found = found * mine.unsqueeze(-1)
         if outside is not None:
             found = found.masked_fill(outside.unsqueeze(-1), torch.nan)
@@ -149,9 +149,9 @@ def owned(ids: Tensor, rows: int, coord: int) -> tuple[Tensor, Tensor]:
 
 
 def outside_of(split: TensorSplit, ids: Tensor, vocab: int, what: str) -> Tensor | None:
-    """Which ids no rank holds, bool like ids, where a look would wait for the device; None: all are held.
+    """Which ids no rank holds, bool like ids, if checking would wait for the device; None if all are held.
 
-    Raises ShapeError where a look costs nothing, for ids outside of 0 .. vocab - 1.
+    Raises ShapeError, if checking costs nothing, for ids outside 0 .. vocab - 1.
     """
     if torch.compiler.is_compiling() or split.mesh.is_async:
         return (ids < 0) | (ids >= vocab)
@@ -160,11 +160,11 @@ def outside_of(split: TensorSplit, ids: Tensor, vocab: int, what: str) -> Tensor
     lowest, highest = ids.aminmax()
     if lowest < 0 or highest >= vocab:
         raise ShapeError(
-            f"{what} are outside of the vocabulary on {split.mesh.label}",
+            f"{what} are outside the vocabulary on {split.mesh.label}",
             given=f"{int(lowest)} to {int(highest)}",
             expected=f"0 to {vocab - 1}"
             + (f", the {vocab} rows that the ranks along {split.dim} hold together" if split.dim else ""),
-            hint="the tokenizer's size for the table, or ignore_index for targets that do not count",
+            hint="set the table's size to the tokenizer's, or use ignore_index for targets that do not count",
         )
     return None
 
@@ -179,24 +179,24 @@ def cross_entropy(
 ) -> Tensor:
     """-log softmax(logits)[target] with logits split over the vocabulary, mean or sum over targets.
 
-    Shape:      logits (..., vocab / ranks) of the whole sequence, what `enter` and a ColumnParallel
-                give; targets (...) int64 in 0 .. vocab - 1, or ignore_index -> ().
-    ignore_index: targets that do not count: they add nothing to the sum, to the number that the
-                mean divides by, or to any gradient. As in torch, a mean over none is nan.
-    reduction:  "sum" for callers that divide by a number of tokens of their own, such as that of
+    Shape:      logits (..., vocab / ranks) of the full sequence, from `enter` and a ColumnParallel;
+                targets (...) int64 in 0 .. vocab - 1, or ignore_index -> ().
+    ignore_index: targets that do not count. They add nothing to the sum, to the divisor of the
+                mean, or to any gradient. As in torch, a mean over none is nan.
+    reduction:  "sum" for callers that divide by another number of tokens, such as the number over
                 all ranks and microbatches.
     Called by:  every rank along the dim, with equal targets; each gets the same value.
     Gradient:   exact, for this rank's logits. Two small all_reduces in forward (the maximum; the
-                sum and the target's logit together), none in backward; logits are never gathered.
-                Half-precision logits are computed with in float32.
-    Raises:     ShapeError for other targets; where a look would wait for the device, their loss is nan.
+                            sum and the target's logit together), none in backward; logits are never gathered.
+                            Half-precision logits are computed in float32.
+                Raises:     ShapeError for other targets. If checking would wait for the device, their loss is nan.
     """
     if reduction not in ("mean", "sum"):
         raise UnsupportedOp(
             f"cross_entropy has no reduction {reduction!r}",
             given=f"reduction={reduction!r}",
             expected='reduction="mean" or reduction="sum"',
-            hint='reduction="sum", and divide by what you count',
+            hint='reduction="sum", and divide by your own count',
         )
     counted = targets != ignore_index
     outside = outside_of(split, targets.where(counted, 0), logits.shape[-1] * split.size, "targets")
@@ -208,12 +208,12 @@ def cross_entropy(
     return total / counted.sum() if reduction == "mean" else total
 
 
-# Elements that are computed with at once at least: in float32 64 MB.
+# The least number of elements in one computation: in float32 64 MB.
 _FEW = 2**24
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Of some rows at a time: beside the logits and their gradient, both in the logits' type, no table of the vocabulary is held."""
+    """Computes some rows at a time: apart from the logits and their gradient, both in the logits' dtype, no vocabulary-sized table is held."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, counted: Tensor, split: TensorSplit) -> Tensor:

@@ -1,11 +1,11 @@
-"""Split parameters: DTensors that layers compute on locally, and how they become whole again.
+"""Split parameters: DTensors that layers compute on locally, and how full tensors are assembled from them.
 
-In the simulator, which has no torch process groups, they are plain tensors that note which slice they are.
+In the simulator, which has no torch process groups, they are plain tensors that record their slice.
 
-A weight that holds several, such as q, k and v, has the shape (units, rows of all parts in a unit, ...): each rank
-needs its share of every part, which is no contiguous slice of the rows. A unit has an equal share of each part; a rank
-has a contiguous run of units. `units` follows from the parts alone, and the extra axis shows that the order is another
-one. Checkpoints have such a weight as it was before, in pieces: see `Kept`.
+A weight with several parts, such as q, k and v, has the shape (units, rows of all parts in a unit, ...). Each rank
+needs its share of every part, which is not a contiguous slice of the rows. A unit has an equal share of each part; a
+rank has a contiguous run of units. `units` follows from the parts alone, and the extra axis shows that the order
+differs. Checkpoints have such a weight in its original layout, in pieces: see `Kept`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.torch_private import dtensor_of, offsets, parts_of_dtensor
 
-# On a module: the parts of each of its weights that has some.
+# On a module: the parts of each of its weights with several.
 FUSED = "meshcomm_fused"
 
 
 class Parts(NamedTuple):
-    """The parts of one weight: their sizes along an axis of the whole weight."""
+    """The parts of one weight: their sizes along an axis of the full weight."""
 
     sizes: tuple[int, ...]
     axis: int = 0
 
     @property
     def units(self) -> int:
-        """Into how many equal shares all parts can be cut: any number of ranks that divides it will do."""
+        """The number of equal shares into which all parts can be cut. Any number of ranks that divides it is allowed."""
         return math.gcd(*self.sizes)
 
     def shape(self, kept: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole weight that is kept in this one."""
+        """The shape of the full weight in this layout."""
         at = self.axis
         return (*kept[:at], sum(self.sizes), *kept[at + 2 :])
 
 
 class Slice(NamedTuple):
-    """The place of a plain tensor in the whole one: slice `coord` of `axis` along `dim`."""
+    """The position of a plain tensor in the full one: slice `coord` of `axis` along `dim`."""
 
     mesh: Mesh
     dim: str
@@ -52,7 +52,7 @@ class Slice(NamedTuple):
 
 
 def parts_of(parameter: Tensor) -> tuple[Slice, ...]:
-    """The slices that are noted on a plain parameter, in place of a DTensor."""
+    """The slices recorded on a plain parameter that replaces a DTensor."""
     found: tuple[Slice, ...] = getattr(parameter, "meshcomm_parts", ())
     return found
 
@@ -75,8 +75,8 @@ def parameter_of(mesh: Mesh, data: Tensor, axes: Mapping[str, int | None]) -> nn
 def split_dims(parameter: Tensor) -> tuple[str, ...]:
     """The dims that a parameter is split along, which GradientNorm asks for.
 
-    The dims that shard a DTensor; in the simulator, where parameters are plain, those noted on it; () for other plain
-    tensors. Raises LayoutError for a DTensor on a DeviceMesh without names, as no mesh of meshcomm is.
+    For a DTensor, the dims that shard it. In the simulator, where parameters are plain, the recorded dims. () for other
+    plain tensors. Raises LayoutError for a DTensor on a DeviceMesh without names, which no mesh of meshcomm has.
     """
     if not isinstance(parameter, DTensor):
         return tuple(part.dim for part in parts_of(parameter) if part.mesh.size(part.dim) > 1)
@@ -87,7 +87,7 @@ def split_dims(parameter: Tensor) -> tuple[str, ...]:
             given=f"a DTensor of shape {tuple(parameter.shape)} on {where}",
             expected='a DeviceMesh such as mesh["tp"]',
         )
-    # Whatever is neither whole nor a summand is a shard; FSDP's on top of another's has its own type.
+    # Placements that are neither replicated nor partial are shards; FSDP's on top of another has its own type.
     return tuple(
         name
         for axis, (name, placement) in enumerate(zip(where.mesh_dim_names, parameter.placements, strict=True))
@@ -106,7 +106,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """`to_local` for a parameter whose gradient has its layout; torch's general one costs ten times as much."""
+    """`to_local` for a parameter whose gradient has its layout. torch's general function costs ten times as much."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
@@ -118,15 +118,15 @@ class _Local(torch.autograd.Function):
         if torch.is_grad_enabled():
             # A gradient that is itself differentiated.
             return DTensor.from_local(gradient, ctx.where.mesh, ctx.where.placements, run_check=False)
-        # With the strides of the parameter: a fused optimiser reads both in memory order.
+        # With the strides of the parameter, because a fused optimizer reads both in memory order.
         return dtensor_of(DTensor, gradient.contiguous(), ctx.where)
 
 
 def whole(tensor: Tensor, of: Tensor | None = None) -> Tensor:
-    """The whole tensor, gathered where it is split; every rank that holds a part calls this.
+    """The full tensor, gathered if it is split. Every rank that holds a part calls this.
 
-    of: the parameter whose gradient or optimiser's state `tensor` is. Needed only in the simulator, where parameters
-        are plain tensors and only they know that they are parts.
+    of: the parameter to which `tensor`, a gradient or optimizer state, belongs. Needed only in the simulator, where
+        parameters are plain tensors and only they record that they are parts.
     """
     values = tensor.detach()
     if isinstance(values, DTensor):
@@ -137,7 +137,7 @@ def whole(tensor: Tensor, of: Tensor | None = None) -> Tensor:
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of the whole parameter, however it is split. Nothing is communicated."""
+    """The shape of the full parameter, however it is split. Does not communicate."""
     shape = list(parameter.shape)
     for part in parts_of(parameter):
         shape[part.axis] *= part.mesh.size(part.dim)
@@ -146,9 +146,9 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
 
 @torch.no_grad()
 def assign(parameter: Tensor, value: Any) -> None:
-    """Write this rank's part of the whole `value` into `parameter`. Nothing is communicated.
+    """Write this rank's part of the full `value` into `parameter`. Does not communicate.
 
-    value: a tensor, or an object that gives one for slices, as safetensors' get_slice: then only the part is read.
+    value: a tensor, or an object that returns slices, such as safetensors' get_slice; then only the part is read.
     """
     held = local(parameter)
     first = offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim
@@ -159,7 +159,7 @@ def assign(parameter: Tensor, value: Any) -> None:
 
 
 class Piece(NamedTuple):
-    """A box of a weight as it was before it was split: where it begins, and this rank's memory of it.
+    """A box of a weight in its original layout: its start, and this rank's memory of it.
 
     held: (..., units, rows of a unit, ...), a view.
     """
@@ -175,27 +175,27 @@ class Piece(NamedTuple):
         return (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
 
     def read(self) -> Tensor:
-        """Its values, as a box of the weight; a copy."""
+        """Its values as a box of the weight; a copy."""
         return self.held.flatten(self.axis, self.axis + 1)
 
     def write(self, values: Tensor) -> None:
-        """Put in values of a box of the weight."""
+        """Write values of a box of the weight into it."""
         self.held.copy_(values.unflatten(self.axis, self.held.shape[self.axis : self.axis + 2]))
 
 
 class Kept(NamedTuple):
-    """A tensor in the layout of a weight with parts: the weight, its gradient, or an optimiser's state of it."""
+    """A tensor in the layout of a weight with parts: the weight, its gradient, or optimizer state."""
 
     tensor: Tensor
     parts: Parts
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole shape, as before it was split."""
+        """The full shape, in the original layout."""
         return self.parts.shape(whole_shape(self.tensor))
 
     def pieces(self) -> list[Piece]:
-        """What this rank has of it: of each part the rows of its units lie next to each other in the weight."""
+        """This rank's pieces: in each part, the rows of its units are adjacent in the weight."""
         held, axis = local(self.tensor.detach()), self.parts.axis
         at = offsets(self.tensor) if isinstance(self.tensor, DTensor) else (0,) * held.ndim
         found, first, column = [], 0, 0
@@ -220,14 +220,14 @@ def kept(whole: Tensor, parts: Parts) -> Tensor:
 
 
 def joined(units_held: Tensor, parts: Parts) -> Tensor:
-    """Some of the units, or all -> their rows in the parts' order: the inverse of `kept`."""
+    """Some or all of the units -> their rows in the parts' order: the inverse of `kept`."""
     n, axis = parts.units, parts.axis
     rows = units_held.split([size // n for size in parts.sizes], axis + 1)
     return torch.cat([part.flatten(axis, axis + 1) for part in rows], axis)
 
 
 def fused_parts(module: nn.Module) -> dict[str, Parts]:
-    """The parts of each weight that has some, by its name in the state dict."""
+    """The parts of each weight that has several, by its name in the state dict."""
     return {
         f"{prefix}.{key}".lstrip("."): parts
         for prefix, part in module.named_modules(remove_duplicate=False)
@@ -236,9 +236,9 @@ def fused_parts(module: nn.Module) -> dict[str, Parts]:
 
 
 def unsplit_state(module: nn.Module) -> dict[str, Tensor]:
-    """The `state_dict()` of the module as before it was split: whole plain tensors, copied.
+    """The `state_dict()` of the module as before it was split: full plain tensors, copied.
 
-    Called by: every rank along the dim; each gets all of it.
+    Called by: every rank along the dim; each gets the full dict.
     """
     fused = fused_parts(module)
     found: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""A user's plan of how a module is split: read, matched with its parts, and checked."""
+"""A user's plan for splitting a module: parsed, matched with its parts, and checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshcomm.parallel.tensor.split import TensorSplit
 
 Entry: TypeAlias = str | Mapping[str, Any]
 
-# The options of each style; all but "split" have "set" too.
+# The options of each style. All except "split" also have "set".
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "column": ("parts", "output", "sequence"),
     "row": ("input", "sequence"),
@@ -27,7 +27,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "enter": ("args", "shared"),
     **dict.fromkeys(("sequence", "heads"), ()),
     "replicate": ("input", "output", "axis", "args"),
-    # Of a parameter, by its name.
+    # For a parameter, by its name.
     "split": ("axis",),
 }
 # The class that a style splits, and the axis of its weight.
@@ -36,13 +36,13 @@ _KINDS: Mapping[str, tuple[type[nn.Module], int]] = {
     "row": (nn.Linear, 1),
     "vocab": (nn.Embedding, 0),
 }
-# Parts inside of these may have another style; the outer one is for the rest.
+# Parts inside these may have another style; the outer one is for the rest.
 _AROUND = ("", "enter", "replicate", "sequence")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one part of a module is treated. style "": only attributes are set, or some parameters of its own are split.
+    """The treatment of one part of a module. style "": only attributes are set, or some of its own parameters are split.
 
     own: the axis along which a parameter that is named in the plan is split.
     """
@@ -64,7 +64,7 @@ class Rule:
         return self.parts if isinstance(self.parts, tuple) else (rows // self.parts,) * self.parts
 
     def axis_of(self, part: nn.Module, key: str) -> int | None:
-        """The axis along which a parameter of `part` is split; None: it stays whole."""
+        """The axis along which a parameter of `part` is split, None if it is not split."""
         if key in self.own:
             return self.own[key]
         if self.style not in _KINDS or (self.style == "row" and key == "bias"):
@@ -73,7 +73,7 @@ class Rule:
         return 1 - axis if is_conv1d(part) and key == "weight" else axis
 
     def parts_of(self, part: nn.Module, key: str) -> Parts | None:
-        """The parts of a parameter of `part`, where it has several."""
+        """The parts of a parameter of `part`, if it has several."""
         axis = self.axis_of(part, key)
         if axis is None or self.style != "column":
             return None
@@ -82,7 +82,7 @@ class Rule:
 
 
 def checked_rules(split: TensorSplit, module: nn.Module, plan: Mapping[str, Entry]) -> dict[str, Rule]:
-    """The rule of each part by its name. Raises ConfigError with everything that is wrong with the plan."""
+    """The rule of each part by its name. Raises ConfigError with all problems of the plan."""
     rules, problems = rules_of(split, module, plan)
     if not problems:
         return rules
@@ -115,11 +115,11 @@ def rules_of(
         if parameter is not None
     }
     known = {pattern: found for pattern, found in read.items() if isinstance(found, Rule)}
-    # A wildcard of a style for modules says nothing of parameters beside them.
+    # A wildcard with a style for modules does not apply to parameters next to them.
     of_modules = {pattern: rule for pattern, rule in known.items() if rule.style != "split"}
     of_parameters = {pattern: rule for pattern, rule in known.items() if rule.style == "split"}
     rules, unmatched = _match(of_modules, list(names), owners, 'is a parameter, whose style is "split"')
-    own, more = _match(of_parameters, list(owners), names, 'is a module; style "split" is of a parameter')
+    own, more = _match(of_parameters, list(owners), names, 'is a module; style "split" is for parameters')
     for name, rule in own.items():
         owner, key = owners[name], name.rpartition(".")[2]
         before = rules.get(owner, Rule())
@@ -142,35 +142,37 @@ def _rule(entry: object) -> Rule | str:
     style = given.pop("style", "")
     if style not in _OPTIONS and (style or "set" not in given):
         named = ", ".join(f'"{name}"' for name in _OPTIONS)
-        return _with_guess(f"style {style!r} is none of {named}", style, _OPTIONS)
+        return _with_guess(f"style {style!r} is not one of {named}", style, _OPTIONS)
     options = (*_OPTIONS.get(style, ()), *(() if style == "split" else ("set",)))
     for name in given:
         if name not in options:
             what = f'style "{style}"' if style else "an entry without a style"
             return _with_guess(
-                f"{what} has no {name!r}; it has {', '.join(('style', *options))}", name, options
+                f"{what} has no option {name!r}; its options are {', '.join(('style', *options))}",
+                name,
+                options,
             )
     for name in ("input", "output", "sequence"):
         if given.get(name, "split") not in ("split", "whole"):
-            return f'{name} is {given[name]!r}; it is "split" or "whole"'
+            return f'{name} is {given[name]!r}; it must be "split" or "whole"'
     axis = given.get("axis")
     if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int) or axis < 0):
-        return f"axis is {axis!r}; it is a number from 0"
+        return f"axis is {axis!r}; it must be a number from 0"
     parts = given.get("parts", 1)
     if isinstance(parts, Sequence) and not isinstance(parts, str):
         parts = given["parts"] = tuple(parts)
     numbers = parts if isinstance(parts, tuple) else (parts,)
     if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in numbers):
-        return f"parts is {parts!r}; it is a number of equal parts such as 3, or their sizes"
+        return f"parts is {parts!r}; it must be a number of equal parts such as 3, or their sizes"
     args = given.get("args", (0,))
     if not isinstance(args, (list, tuple)) or not all(isinstance(arg, (int, str)) for arg in args):
-        return f"args is {args!r}; it lists arguments of forward, as in [0] or ['hidden_states']"
+        return f"args is {args!r}; it must list arguments of forward, as in [0] or ['hidden_states']"
     if given.get("output") == "whole" and style == "column" and parts != 1:
-        return 'output "whole" of a column with parts would mix them up; leave one of the two out'
+        return 'output "whole" of a column with parts would mix them up; remove one of the two'
     if not isinstance(given.get("shared", False), bool):
-        return f"shared is {given['shared']!r}; it is true or false"
+        return f"shared is {given['shared']!r}; it must be true or false"
     if not isinstance(given.get("set", {}), Mapping):
-        return f'set is {given["set"]!r}; it maps attributes to values, as in {{"heads": "split"}}'
+        return f'set is {given["set"]!r}; it must map attributes to values, as in {{"heads": "split"}}'
     return Rule(**{**given, "style": style, "args": tuple(args)})
 
 
@@ -180,7 +182,7 @@ def _match(
     """The rule of each name that some pattern matches, and the problems.
 
     A name may have one style, and attributes set by any number of patterns.
-    others, else_said: names that these rules are not for, and what is said of a pattern that matches them alone.
+    others, else_said: names that these rules do not apply to, and the message for a pattern that matches only such names.
     """
     found: dict[str, Rule] = {}
     said: dict[str, str] = {}
@@ -204,9 +206,9 @@ def _match(
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of a plan matches a part's dotted name, of which "" is the module itself.
+    """Whether a pattern of a plan matches the dotted name of a part; "" is the module itself.
 
-    "*" stands for any text within one component, "**" for any components.
+    "*" matches any text within one component, "**" any components.
     """
     return _matches(pattern.split("."), name.split("."))
 
@@ -241,7 +243,7 @@ def _problems(
         inside = [other for other in rules if other != name and other.startswith(within)]
         styled = [other for other in inside if rules[other].style]
         if rule.style not in _AROUND and styled:
-            yield f'"{name}" has style "{rule.style}", and "{styled[0]}" inside of it one of its own'
+            yield f'"{name}" has style "{rule.style}", but "{styled[0]}" inside it has another style'
     yield from _tied(names, rules)
     bare = [
         name or "the module itself"
@@ -254,18 +256,18 @@ def _problems(
     if split.sequence_parallel and bare:
         yield (
             f"with sequence_parallel every part with parameters needs a style; these have none: {listed(bare)}. "
-            '"sequence": it works on each token by itself (norms); "replicate": it needs all of the sequence'
+            'use "sequence" if it operates on each token separately (norms), "replicate" if it needs the full sequence'
         )
 
 
 def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
-    """Why a part cannot be split in its rule's style; "" where it can."""
+    """Why a part cannot be split in its rule's style; "" if it can."""
     n, style = split.size, rule.style
     for key, axis in rule.own.items():
         shape = tuple(part.get_parameter(key).shape)
         if axis >= len(shape) or shape[axis] % n:
             return f"axis {axis} of its {key}, {shape}, is not divisible by {split.dim}: {n} ranks"
-    # One with an adapter is another class.
+    # A layer with an adapter is another class.
     if style == "latent" and not 0 < rule.size < getattr(part, "out_features", 0):
         return f"its last {rule.size} outputs are not some of those of an nn.Linear"
     if style not in _KINDS:
@@ -273,7 +275,7 @@ def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
     kind, _ = _KINDS[style]
     if not is_conv1d(part) and (not isinstance(part, kind) or type(part).forward is not kind.forward):
         own = " with its own forward" if isinstance(part, kind) else ""
-        return f'style "{style}" splits an nn.{kind.__name__}, this is not one{own}'
+        return f'style "{style}" splits an nn.{kind.__name__}, but this is not one{own}'
     if part._parameters.get("weight") is None:
         return "its weight is computed from others (a parametrization), and cannot be split"
     size = part.get_parameter("weight").shape[rule.axis_of(part, "weight") or 0]
@@ -305,7 +307,7 @@ def _attributes(split: TensorSplit, part: nn.Module, values: Mapping[str, Any]) 
         elif value == "split":
             now = getattr(part, name)
             if isinstance(now, bool) or not isinstance(now, int):
-                yield f'{name} = {now!r} is no whole number; "split" divides one by the ranks'
+                yield f'{name} = {now!r} is not an integer; "split" divides an integer by the number of ranks'
             elif now % split.size:
                 rest = f"{now} % {split.size} = {now % split.size}"
                 yield f"{name} = {now} is not divisible by {split.dim}: {rest}"
@@ -331,7 +333,7 @@ def _tied(names: Mapping[str, nn.Module], rules: Mapping[str, Rule]) -> Iterator
 
 
 def _has_style(name: str, rules: Mapping[str, Rule]) -> bool:
-    """Whether a part at or around `name` says how its parameters are split."""
+    """Whether the rule of a part at or around `name` covers its parameters."""
     while True:
         rule = rules.get(name)
         if rule is not None and rule.style not in ("", "enter"):

@@ -15,9 +15,9 @@ _PARTIAL = "meshcomm_partial_gradients"
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """`x` in the dtype that autocast multiplies matrices in, where it is on; its gradient is of x's dtype.
+    """`x` in the dtype in which autocast multiplies matrices, if it is on. Its gradient has x's dtype.
 
-    Cast before it is sent, a tensor travels in that dtype. float64 and integers stay, as with autocast.
+    Cast before it is sent, a tensor is sent in that dtype. float64 and integers are not cast, as with autocast.
     """
     kind = x.device.type
     if x.dtype == torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
@@ -32,12 +32,10 @@ class TensorSplit:
     Args:
         dim: a dim of the mesh.
         dtype: of the parameters created here.
-        sequence_parallel: between `leave` and the next `enter`, each rank holds a slice of the sequence. This
-            divides memory and work there by the number of ranks (Korthikanti et al. 2022). The number of bytes
-            sent
-            is the same: reduce_scatter and all_gather are the two halves of the all_reduce. Parameters that
-                         operate
-            on slices have partial gradients: see `partial`.
+        sequence_parallel: between `leave` and the next `enter`, each rank holds a slice of the sequence. This divides
+            memory and work there by the number of ranks (Korthikanti et al. 2022). The number of bytes sent is the
+            same: reduce_scatter and all_gather are the two halves of the all_reduce. Parameters that operate on slices
+            have partial gradients: see `partial`.
         axis: the sequence axis of activations (batch, sequence, width), counted from the front.
 
     size, coord: of the dim. sequence_parallel: False if nothing is split.
@@ -116,8 +114,7 @@ class TensorSplit:
     def leave(self, x: Tensor) -> Tensor:
         """The sum of `x` over the ranks, after split inputs. The gradient passes unchanged.
 
-        With sequence_parallel: this rank's slice of the sum, and the gradient is gathered. Raises ShapeError if
-            the
+        With sequence_parallel: this rank's slice of the sum, and the gradient is gathered. Raises ShapeError if the
         sequence is not divisible.
         """
         if self.size == 1:
@@ -149,9 +146,8 @@ class TensorSplit:
     def positions(self, sequence_local: int) -> Tensor:
         """The positions of this rank's tokens between split layers: int64 (sequence_local,).
 
-        sequence_local: the number of tokens of x there. Under context parallelism, the positions refer to the
-            part of one
-        rank along that dim: `context.positions(...)[split.positions(...)]`.
+        sequence_local: the number of tokens of x there. Under context parallelism, the positions refer to the part of
+            one rank along that dim: `context.positions(...)[split.positions(...)]`.
         """
         first = self.coord * sequence_local if self.sequence_parallel else 0
         return torch.arange(first, first + sequence_local, device=self.device)
@@ -184,9 +180,8 @@ class TensorSplit:
     def finish_gradients(self, module: nn.Module) -> None:
         """Sum the gradients of marked parameters over the ranks, in place, in one message per dtype.
 
-        Called by: every rank along the dim, once per step: after the last backward and the sums of gradients
-                   over other
-        dims, before norms, clipping and the optimizer.
+        Called by: every rank along the dim, once per step: after the last backward and the sums of gradients over other
+                   dims, before norms, clipping and the optimizer.
         """
         grads = [
             local(parameter.grad)

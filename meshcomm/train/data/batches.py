@@ -1,4 +1,4 @@
-"""The samples of one data rank, step by step, in an order that follows from the seed and the position alone."""
+"""The samples of one data rank, step by step, in an order that depends only on the seed and the position."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ROUNDS = 6
 
 
 def permuted(positions: Indices, size: int, key: Sequence[int]) -> Indices:
-    """Where a permutation of range(size) takes `positions`, another one for each key.
+    """The images of `positions` under a permutation of range(size), a different one for each key.
 
     A balanced Feistel network over the next power of four, walked until the value is below size (Black and
-    Rogaway, Ciphers with Arbitrary Finite Domains, 2002); its rounds mix as splitmix64 does.
+    Rogaway, Ciphers with Arbitrary Finite Domains, 2002). Its rounds mix like splitmix64.
 
     >>> sorted(permuted(np.arange(7), 7, [0, 1]).tolist())
     [0, 1, 2, 3, 4, 5, 6]
@@ -50,11 +50,11 @@ def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @final
 class Order:
-    """Epochs over the samples of several parts, each epoch in an order of its own.
+    """Epochs over the samples of several parts, each in a different order.
 
-    sizes: samples of each part. weights: the share of an epoch that comes from each, in relation to one another; none:
-    each sample once. A part that gives less than all of its samples to an epoch goes on in the next one, and one
-    that gives more begins again, in another order.
+    sizes: samples of each part. weights: the relative share of an epoch that comes from each part. If none, each sample
+    occurs once. A part with more samples than an epoch takes continues in the next epoch. A part with fewer starts again,
+    in another order.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
@@ -69,7 +69,7 @@ class Order:
         self._ends = np.cumsum(self.counts)
 
     def at(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Part and sample at these positions, counted from the beginning of the training."""
+        """Part and sample at these positions, counted from the start of the training."""
         parts, samples = np.empty_like(positions), np.empty_like(positions)
         for epoch in np.unique(positions // self.epoch):
             here = positions // self.epoch == epoch
@@ -85,7 +85,7 @@ class Order:
         return parts, samples
 
     def _again(self, running: Indices, size: int, part: int) -> Indices:
-        """The sample of a part that has epochs of its own."""
+        """The sample of a part that has its own epochs."""
         samples = np.empty_like(running)
         for round_ in np.unique(running // size):
             here = running // size == round_
@@ -97,19 +97,19 @@ class Order:
 class Batches:
     """The samples of one data rank, step by step.
 
-    Position p of the training is that of the p-th sample that is read, over all ranks: step s reads the next B of the
-    global batch. Which sample lies there follows from the seed and p alone, so the global batch does not depend on the
-    mesh. Coord c of n along data reads positions [c * B / n, (c + 1) * B / n) of the B; ranks along tensor and pipeline
+    Position p of the training is the p-th sample that is read, over all ranks: step s reads the next B positions, where B
+    is the global batch size. The sample at a position depends only on the seed and p, so the global batch does not depend on
+    the mesh. Coord c of n along data reads positions [c * B / n, (c + 1) * B / n) of the B. Ranks along tensor and pipeline
     have the same coord and samples.
 
     Args:
-        corpus: what is read.
-        global_batch_size: samples per step, all ranks together.
+        corpus: the data to read.
+        global_batch_size: samples per step, over all ranks.
         seed: of the run.
         coord, size: along data.
-        device: where batches are put.
-        dtype: of what is of a floating type. None: as it is read.
-        after: a step, and the samples that were read when it was done.
+        device: where batches are placed.
+        dtype: for floating-point data. If None, they keep their dtype.
+        after: a step, and the number of samples read when it was done.
     """
 
     def __init__(
@@ -134,16 +134,16 @@ class Batches:
         self.order = Order([len(part) for part in corpus.parts], corpus.weights, seed)
 
     def read(self, step: int) -> int:
-        """Samples that have been read when `step` is done."""
+        """The number of samples read when `step` is done."""
         return self._after[1] + (step - self._after[0]) * self._global_batch
 
     def places(self, step: int) -> tuple[Indices, Indices]:
-        """Of this rank's samples of `step`: the part, and the sample's number in it."""
+        """For this rank's samples of `step`: the part, and the sample's number in it."""
         first = self.read(step - 1)
         return self.order.at(np.arange(first, first + self._global_batch)[self._mine])
 
     def __call__(self, step: int) -> tuple[Tensor, ...]:
-        """Inputs and targets, each (global_batch_size / size, ...): of tokens int64 (..., sequence); and documents, if there are."""
+        """Inputs and targets, each (global_batch_size / size, ...): for tokens int64 (..., sequence); and documents, if any."""
         return self.on_device(self.held(step))
 
     def held(self, step: int) -> tuple[Tensor, ...]:
@@ -151,7 +151,7 @@ class Batches:
         return _tensors(self._samples(*self.places(step)), self._dtype)
 
     def in_order(self, most: int | None) -> Iterator[tuple[Tensor, ...]]:
-        """Whole global batches, `most` of them at most, the samples as they lie; this rank's share of each."""
+        """Full global batches, at most `most`, with the samples in stored order; this rank's share of each."""
         ends = np.cumsum([len(part) for part in self._parts])
         whole = int(ends[-1]) // self._global_batch
         for batch in range(whole if most is None else min(most, whole)):
@@ -174,7 +174,7 @@ class Batches:
         """The tensors of `held` on the device."""
         if self.device_type != "cuda":
             return held
-        # From pinned memory they are copied beside the program; from any other the copy waits for the device.
+        # Copies from pinned memory are asynchronous; from other memory, they block.
         pinned = (each if each.is_pinned() else each.pin_memory() for each in held)
         return tuple(each.to(self._device, non_blocking=True) for each in pinned)
 
@@ -185,11 +185,11 @@ def _tensors(samples: Samples, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
 
 
 def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) -> Batches:
-    """The samples of this rank, step by step. after: a step, and the samples that were read when it was done."""
+    """The samples of this rank, step by step. after: a step, and the number of samples read when it was done."""
     _, _, data, train = engine.sections
     assert data is not None
     if data.build is None:
-        # `Batches` reads by the roles; what a user's function gives is compared.
+        # `Batches` reads by the roles; the results of a user's function are compared.
         engine.checked_steps = 0
     return Batches(
         corpus,

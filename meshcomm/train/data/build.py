@@ -19,15 +19,15 @@ from meshcomm.train.data.batches import permuted
 from meshcomm.train.data.corpus import IGNORED, Corpus, Samples, held_back, outside
 
 _EXPECTED = (
-    "tokens (up to seq_len + 1 whole numbers), a pair of inputs and targets, or a dict with input_ids and, "
-    "as transformers has it, labels"
+    "tokens (up to seq_len + 1 integers), a pair of inputs and targets, or a dict with input_ids and, "
+    "as in transformers, labels"
 )
 
 
 def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
-    """Call the function of `config.build`, which is given seed and seq_len where its parameters have these names.
+    """Call the function of `config.build`. It receives seed and seq_len if its parameters have these names.
 
-    Raises TrainingError where it cannot be called, or returns something else than a dataset by index.
+    Raises TrainingError if it cannot be called, or does not return a dataset with an index.
     """
     name = config.build
     assert name is not None
@@ -41,18 +41,20 @@ def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
         raise TrainingError(
             f"data.build could not be called: {type(error).__name__}: {error}",
             given=f"build = {name!r}, args = {dict(config.args)}",
-            expected="a function that can be imported where the ranks run, and takes args by name",
-            hint="its module in the folder that meshcomm is started in, or in PYTHONPATH",
+            expected="a function that can be imported where the ranks runand takes args by name",
+            hint="put its module into the folder in which meshcomm is started, or into PYTHONPATH",
         ) from error
     by_index = hasattr(found, "__getitem__") and hasattr(found, "__len__")
     if not (by_index and len(found)):
         loader = isinstance(found, torch.utils.data.DataLoader)
-        more = ", which gives batches" if loader else ", without samples" if by_index else ""
+        more = ", which yields batches" if loader else ", without samples" if by_index else ""
         raise TrainingError(
-            "data.build returns no data that can be read so",
+            "data.build does not return an indexable dataset",
             given=f"{name} returned {type(found).__name__}{more}",
             expected="a dataset of all ranks' samples, with __getitem__ and a __len__ above 0",
-            hint="return its dataset" if loader else "a script, and Trainer.run with an iterable of batches",
+            hint="return its dataset"
+            if loader
+            else "for an iterable of batches, use a script with Trainer.run",
         )
     digest = hashlib.sha256(f"{name} {len(found)}".encode()).digest()
     part = Indexed(found, SampleForm(name, config.seq_len, vocab_size, config.document_mask))
@@ -61,15 +63,15 @@ def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
 
 
 class SampleForm:
-    """What a sample must be, and samples as arrays. name: of the function, for errors. packed: samples may be packed documents,
-    which begin where position_ids are 0.
+    """The form of a sample, and conversion to arrays. name: of the function, for errors. packed: samples may be packed
+    documents, which begin where position_ids are 0.
     """
 
     def __init__(self, name: str, seq_len: int, vocab_size: int | None, packed: bool = False) -> None:
         self._name, self._seq_len, self._vocab_size, self._packed = name, seq_len, vocab_size, packed
 
     def joined(self, samples: Sequence[tuple[int, Any]]) -> Samples:
-        """Numbered samples as arrays; those of tokens padded to the sequence, where no target counts."""
+        """Numbered samples as arrays. Samples of tokens are padded to the sequence, with targets that do not count."""
         pairs = [self._pair(number, sample) for number, sample in samples]
         try:
             inputs, targets = (np.stack(each) for each in zip(*pairs, strict=True))
@@ -84,7 +86,7 @@ class SampleForm:
                 begins = (self._array(number, said) == 0)[: inputs.shape[1]]
                 documents[row, : len(begins)] = np.maximum(begins.cumsum() - 1, 0)
                 documents[row, len(begins) :] = documents[row, len(begins) - 1]
-                # The first token of a document does not follow from the one before.
+                # The first token of a document is not predicted from the document before it.
                 targets[row, : len(begins) - 1][begins[1:]] = IGNORED
         return inputs, targets, documents
 
@@ -135,16 +137,16 @@ class SampleForm:
 
     def _wrong(self, number: int, what: str) -> TrainingError:
         return TrainingError(
-            f"sample {number} of data.build is none",
+            f"sample {number} of data.build is invalid",
             given=f"{self._name}: {what}",
             expected=_EXPECTED,
-            hint="data.seq_len = the longest sample; or cut it in the function",
+            hint="set data.seq_len to the longest sample, or cut samples in the function",
         )
 
 
 @final
 class Indexed:
-    """A part: a user's dataset by index. kept: which of its samples, in a fixed order drawn for it; None: all."""
+    """A part: a user's dataset by index. kept: which of its samples are used, in a fixed random order. If None, all."""
 
     def __init__(self, data: Any, form: SampleForm, kept: tuple[int, int] | None = None) -> None:
         self._data, self._form, self._kept = data, form, kept
@@ -159,7 +161,7 @@ class Indexed:
         return self._form.joined([(number, self._data[number]) for number in samples.tolist()])
 
     def cut(self, share: float) -> tuple[Indexed, Indexed]:
-        """See DataPart. Samples may lie by their kind, so those that are cut off are drawn."""
+        """See DataPart. Samples may be sorted by kind, so the ones to cut off are drawn at random."""
         count = len(self._data)
         place = count - held_back(count, share)
         before, after = (Indexed(self._data, self._form, kept) for kept in ((0, place), (place, count)))

@@ -20,7 +20,7 @@ _EXPECTED: Final = (
 
 
 class Conversation(NamedTuple):
-    """Tokens, and those of them that are targets: others are IGNORED."""
+    """Tokens, and a copy of them as targets with IGNORED at tokens that are not targets."""
 
     tokens: list[int]
     labels: list[int]
@@ -29,10 +29,10 @@ class Conversation(NamedTuple):
 def chats(
     config: DataConfig, model: ModelConfig | None, vocab_size: int | None, files: Sequence[Path], key: str
 ) -> Corpus:
-    """The conversations of some files, one in a sample, or with data.document_mask as many as fit.
+    """The conversations of some files, one per sample; with data.document_mask, as many as fit.
 
     Longer ones than data.seq_len + 1 tokens are cut there.
-    Raises TrainingError, with file and line, for what is no conversation, and where there is no template.
+    Raises TrainingError, with file and line, if a line is not a conversation, and if there is no template.
     """
     tokenizer = _tokenizer(config, model)
     most = config.seq_len + 1
@@ -58,11 +58,11 @@ def chats(
 
 
 def _packed(found: Sequence[Conversation], config: DataConfig) -> list[list[int]]:
-    """Which conversations make a sample: the longest first, each where it leaves least room (best fit, decreasing)."""
+    """Which conversations form a sample: longest first, each in the fullest sample with enough room (best-fit decreasing)."""
     if not config.document_mask:
         return [[place] for place in range(len(found))]
     groups: list[list[int]] = []
-    # Room that is left, and the group that has it.
+    # Remaining room, and the group that has it.
     rooms: list[tuple[int, int]] = []
     for place in sorted(range(len(found)), key=lambda each: (-len(found[each].tokens), each)):
         size = len(found[place].tokens)
@@ -76,7 +76,7 @@ def _packed(found: Sequence[Conversation], config: DataConfig) -> list[list[int]
 
 
 def _joined(some: Sequence[Conversation]) -> dict[str, list[int]]:
-    """A sample as transformers has it."""
+    """A sample in the format of transformers."""
     return {
         "input_ids": [token for each in some for token in each.tokens],
         "labels": [label for each in some for label in each.labels],
@@ -87,8 +87,8 @@ def _joined(some: Sequence[Conversation]) -> dict[str, list[int]]:
 def _tokenizer(config: DataConfig, model: ModelConfig | None) -> Any:
     path = config.tokenizer_of(None if model is None else model.pretrained)
     given = "no data.tokenizer, and no model.pretrained that has one" if path is None else f"{path}"
-    expected = "the folder of a tokenizer of transformers, with a chat template"
-    hint = "data.tokenizer = the folder of a model that was trained on conversations"
+    expected = "the folder of a transformers tokenizer with a chat template"
+    hint = "set data.tokenizer to the folder of a model that was trained on conversations"
     if path is None:
         raise TrainingError("no tokenizer for conversations", given=given, expected=expected, hint=hint)
     try:
@@ -106,7 +106,7 @@ def _tokenizer(config: DataConfig, model: ModelConfig | None) -> Any:
 
 
 def _conversations(path: Path) -> Iterator[tuple[str, Any]]:
-    """The messages of each line, and where it stands."""
+    """The messages of each line, and its location."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -121,7 +121,7 @@ def _conversations(path: Path) -> Iterator[tuple[str, Any]]:
             yield where, json.loads(line)["messages"]
         except (ValueError, LookupError, TypeError) as error:
             raise TrainingError(
-                "a line is no conversation",
+                "a line is not a conversation",
                 given=f"{where}: {type(error).__name__}: {error}",
                 expected=_EXPECTED,
             ) from error
@@ -139,14 +139,17 @@ def _tokens(tokenizer: Any, messages: Any, answers_only: bool, where: str) -> tu
             before = _templated(tokenizer, messages[:place], add_generation_prompt=True)
             until = _templated(tokenizer, messages[: place + 1])
             if until[: len(before)] != before or tokens[: len(until)] != until:
-                raise ValueError("the template writes what comes before an answer otherwise with it")
+                raise ValueError(
+                    "the template renders the text before an answer differently when the answer follows"
+                )
             labels[len(before) : len(until)] = until[len(before) :]
     except Exception as error:
         raise TrainingError(
-            "the chat template takes no such conversation",
+            "the chat template does not accept this conversation",
             given=f"{where}: {type(error).__name__}: {error}",
-            expected=_EXPECTED + ", and a template of which a longer conversation begins with a shorter one",
-            hint="data.answers_only = false; or data.build, with labels of your own",
+            expected=_EXPECTED
+            + ", and a template that renders a prefix of a conversation as a prefix of its text",
+            hint="set data.answers_only = false, or use data.build with your own labels",
         ) from error
     return tokens, labels
 

@@ -1,4 +1,4 @@
-"""The training data: parts with random access, and digests that tell them apart."""
+"""The training data: parts with random access, and digests to tell them apart."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from meshcomm.errors import TrainingError
 
-# Of a large file, so many stretches of so many tokens are looked at.
+# A large file is sampled with this many stretches of this many tokens.
 _LOOKS = 64
 _STRETCH = 32_768
 # A target that does not count.
 IGNORED = -100
 
 
-# Inputs and targets of some samples, the samples along axis 0; where attention stays within documents also the number of each
-# token's document, ascending.
+# Inputs and targets of some samples, along axis 0; if attention stays within documents, also the document number of
+# each token, ascending.
 Samples: TypeAlias = tuple[NDArray[Any], ...]
 
 
@@ -29,25 +29,25 @@ class DataPart(Protocol):
     """One source of samples."""
 
     def __len__(self) -> int:
-        """Samples that have nothing in common."""
+        """The number of samples, which do not overlap."""
         ...
 
     def read(self, samples: NDArray[np.int64]) -> Samples:
-        """The samples of these numbers."""
+        """The samples with these numbers."""
         ...
 
     def cut(self, share: float) -> tuple[DataPart, DataPart]:
-        """The samples before the last `share` of them, and those."""
+        """The samples without the last `share` of them, and these last ones."""
         ...
 
 
 @final
 class Stream:
-    """Tokens one after the other, in memory or mapped from a file. A sample may go on over the end of a document.
+    """Tokens of all documents in a row, in memory or mapped from a file. A sample may extend past the end of a document.
 
-    tokens: (n,) of an unsigned or signed type. name: for errors. vocab_size: ids are below it; None: not known, or looked
-    at before. first: where the tokens begin in what `name` names. eos: the token behind each document, of which samples tell
-    the numbers; None: they do not.
+    tokens: (n,) of an unsigned or signed type. name: for errors. vocab_size: an upper bound of the ids; None if unknown
+    or already checked. first: the position of the first token in the file `name`. eos: the token after each document, from
+    which samples number documents; if None, they do not.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Stream:
         inputs, targets = found[:, :-1], found[:, 1:]
         if self._eos is None:
             return inputs, targets
-        # What follows the end of a document does not follow from it.
+        # The token after the end of a document is not predicted from it.
         ends = inputs == self._eos
         return inputs, np.where(ends, IGNORED, targets), documents_in(ends)
 
     def cut(self, share: float) -> tuple[Stream, Stream]:
-        """See DataPart. The token after the last sample before the cut is the first after it."""
+        """See DataPart. The token after the last sample before the cut is the first one after the cut."""
         kept = len(self) - held_back(len(self), share)
         place = kept * self._seq_len
         before, after = (
@@ -103,7 +103,7 @@ class Stream:
         return before, after
 
     def digest(self) -> bytes:
-        """SHA-256 of the tokens; of many, of their number and of stretches at equal distances."""
+        """SHA-256 of the tokens; for a large number, of that number and of equally spaced stretches."""
         count = len(self.tokens)
         if count <= _LOOKS * _STRETCH:
             return hashlib.sha256(np.ascontiguousarray(self.tokens).tobytes()).digest()
@@ -115,36 +115,36 @@ class Stream:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Parts, and what they were read from."""
+    """Parts, and a description of their source."""
 
     parts: tuple[DataPart, ...]
     digest: bytes
-    """Equal on every rank, or ranks train on different data."""
+    """Must be equal on every rank; otherwise ranks train on different data."""
     size: int = 0
-    """Of all parts, in `unit`."""
+    """Size of all parts, in `unit`."""
     unit: str = "bytes of text"
     files: tuple[Path, ...] = ()
     weights: tuple[float, ...] = ()
     """Shares of the parts in an epoch; (): each sample once."""
     validation: Corpus | None = None
-    """What is evaluated."""
+    """The parts for evaluation."""
 
     @property
     def samples(self) -> int:
-        """Of all parts."""
+        """Number of samples in all parts."""
         return sum(len(part) for part in self.parts)
 
     def cut(self, share: float) -> Corpus:
-        """Itself, the last `share` of each part's samples for validation."""
+        """The corpus, with the last `share` of each part's samples for validation."""
         if not share:
             return self
         pairs = [part.cut(share) for part in self.parts]
         kept, held = ([part for part in each if len(part)] for each in zip(*pairs, strict=True))
         if not kept:
             raise TrainingError(
-                "nothing is left to train on",
+                "no samples remain for training",
                 given=f"data.validation = {share} of {self.samples} samples",
-                expected="a sample or more for training",
+                expected="one or more samples for training",
                 hint="a smaller share, or more data",
             )
         weights = tuple(w for w, (part, _) in zip(self.weights, pairs, strict=False) if len(part))
@@ -154,7 +154,7 @@ class Corpus:
 
 
 def documents_in(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The number of each token's document. ends: which tokens are the last of theirs, (samples, sequence).
+    """The document number of each token. ends: which tokens end a document, (samples, sequence).
 
     >>> documents_in(np.array([[False, True, False, False], [False, False, False, False]])).tolist()
     [[0, 0, 1, 1], [0, 0, 0, 0]]
@@ -165,18 +165,18 @@ def documents_in(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def outside(token: int, vocab_size: int, where: str, hint: str = "") -> TrainingError:
-    """The error of a token that the model does not have. where: its place in its file."""
+    """The error for a token outside the vocabulary. where: its place in its file."""
     return TrainingError(
-        f"the data has token {token}, and the model's vocabulary is 0 to {vocab_size - 1}",
+        f"the data has token {token}, but the model's vocabulary is 0 to {vocab_size - 1}",
         given=f"{token} at {where}",
         expected=f"tokens of 0 or more and below model.vocab_size = {vocab_size}",
         hint=hint
-        or "model.vocab_size = the size of the tokenizer that made them; or data.token_type, where the file holds another type",
+        or "set model.vocab_size to the size of the tokenizer that made them, or data.token_type if the file has another type",
     )
 
 
 def checked(parts: Sequence[DataPart], given: str, seq_len: int) -> None:
-    """Raises TrainingError where there is less than one sample."""
+    """Raises TrainingError if there is less than one sample."""
     if not any(len(part) for part in parts):
         raise TrainingError(
             "the training data is less than one sample",
@@ -187,5 +187,5 @@ def checked(parts: Sequence[DataPart], given: str, seq_len: int) -> None:
 
 
 def held_back(count: int, share: float) -> int:
-    """How many of `count` samples a share for validation is: one at least."""
+    """The number of samples out of `count` that a validation share takes, at least one."""
     return min(count, max(1, round(count * share)))

@@ -1,4 +1,4 @@
-"""Batches of the user's: an iterable such as a DataLoader, or a function of the step; of tensors or dictionaries."""
+"""Batches from the user: an iterable such as a DataLoader, or a function of the step; tensors or dictionaries."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from meshcomm.errors import ObjectError, ShapeError, TrainingError, UnsupportedO
 from meshcomm.parallel.compose import Engine
 from meshcomm.train.data.corpus import IGNORED
 
-# Inputs and targets, and, if given, the number of each token's document; or a dictionary: see `tensors_of`.
+# Inputs and targets, and, if given, the document number of each token; or a dictionary: see `tensors_of`.
 GivenBatch: TypeAlias = tuple[Tensor, ...] | Mapping[str, Tensor]
-# The inputs and targets of a step by its number, from 1 on; or one step after the other.
+# The inputs and targets of a step by its number, from 1; or one step after the other.
 Data: TypeAlias = Callable[[int], GivenBatch] | Iterable[GivenBatch]
 
-# How the state of a loader is called in a checkpoint: by its coord along data and shard, and their size.
+# The name of a loader's state in a checkpoint: with its coord along data and shard, and their size.
 STATE: Final = "run.data.{}.of.{}"
 _NOTHING: Final[Any] = object()
 _PLAIN: Final = ("inputs", "targets", "documents")
@@ -26,9 +26,9 @@ _OF_TRANSFORMERS: Final = ("input_ids", "labels", "attention_mask", "position_id
 
 
 def placed(engine: Engine, batch: Any, whose: str) -> tuple[Tensor, ...]:
-    """Inputs, targets and, if given, documents on the device of the mesh, those of a floating type in train.dtype.
+    """Inputs, targets and, if given, documents on the device of the mesh, floating-point ones in train.dtype.
 
-    whose: "step 3". Raises TrainingError for what is neither two or three tensors nor a dictionary of them.
+    whose: "step 3". Raises TrainingError if it is neither two or three tensors nor a dictionary of tensors.
     """
     if isinstance(batch, Mapping):
         batch = tensors_of(batch, whose)
@@ -49,7 +49,7 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Tensor, ...]:
             hint="a generator that yields (inputs, targets)",
         )
     device, dtype = engine.mesh.device, engine.split.dtype
-    # The engine refuses documents where a model's attention crosses them.
+    # The engine refuses documents if the model's attention crosses them.
     return tuple(
         each.to(device, dtype if each.is_floating_point() else each.dtype, non_blocking=True)
         for each in batch
@@ -57,12 +57,12 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Tensor, ...]:
 
 
 def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
-    """Inputs, targets and, if given, documents of a dictionary: under these names, or under those of transformers.
+    """Inputs, targets and, if given, documents from a dictionary: under these names, or under those of transformers.
 
-    transformers' labels belong to the tokens themselves; without labels, input_ids are the labels. attention_mask may
-    leave out tokens at the end, which are no targets then. A position_id of 0 begins a document.
+    The labels of transformers belong to the tokens themselves; without labels, input_ids are the labels. attention_mask may
+    mask tokens at the end, which are then not targets. A position_id of 0 starts a document.
 
-    Raises TrainingError for other names; UnsupportedOp for padding at the beginning.
+    Raises TrainingError for other names; UnsupportedOp for padding at the start.
     """
     known = _OF_TRANSFORMERS if "input_ids" in batch else _PLAIN
     missing = [] if "input_ids" in batch else [name for name in _PLAIN[:2] if name not in batch]
@@ -91,9 +91,9 @@ def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
     if mask is not None:
         if bool((mask[:, 1:] > mask[:, :-1]).any()):
             raise UnsupportedOp(
-                f"the samples of {whose} are padded at the beginning",
-                given=f"an attention_mask {tuple(mask.shape)} that leaves out tokens before others",
-                expected="padding at the end, where nothing attends to it",
+                f"the samples of {whose} are padded at the start",
+                given=f"an attention_mask {tuple(mask.shape)} that masks tokens before others",
+                expected="padding at the end, where no token attends to it",
                 hint='tokenizer.padding_side = "right"',
             )
         labels = labels.masked_fill(mask == 0, IGNORED)
@@ -102,12 +102,12 @@ def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
     begins = _begins(batch, mask, whose)
     if begins is None:
         return tokens, targets
-    # The first token of a document does not follow from the one before.
+    # The first token of a document is not predicted from the document before it.
     return tokens, targets.masked_fill(begins.roll(-1, 1), IGNORED), begins.cumsum(1) - 1
 
 
 def _begins(batch: Mapping[str, Tensor], mask: Tensor | None, whose: str) -> Tensor | None:
-    """Where documents begin; None where each sample is one. Raises TrainingError for positions that do not count from 0."""
+    """Where documents begin; None if each sample is one. Raises TrainingError for positions that do not count from 0."""
     positions = batch.get("position_ids")
     if positions is None:
         return None
@@ -116,10 +116,10 @@ def _begins(batch: Mapping[str, Tensor], mask: Tensor | None, whose: str) -> Ten
     counts = torch.ones_like(begins) if mask is None else mask != 0
     if not bool(begins[:, 0].all()) or bool(((positions != counted) & counts).any()):
         raise TrainingError(
-            f"the position_ids of {whose} are not those of documents one after the other",
+            f"the position_ids of {whose} are not those of consecutive documents",
             given=f"position_ids {positions[0, :8].tolist()}, ...",
-            expected="0, 1, 2, ... in each document, which begins where they are 0",
-            hint="leave position_ids out where a sample is one document",
+            expected="0, 1, 2, ... in each document, with 0 at its start",
+            hint="leave position_ids out if a sample is one document",
         )
     begins = begins & counts
     return begins if bool(begins[:, 1:].any()) else None
@@ -127,13 +127,13 @@ def _begins(batch: Mapping[str, Tensor], mask: Tensor | None, whose: str) -> Ten
 
 @final
 class GivenBatches:
-    """Batches of the user's, with the methods of `Batches`.
+    """Batches from the user, with the methods of `Batches`.
 
-    An iterable begins again at its end, after `set_epoch` of it or of its samplers, with the number of the epoch.
-    `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader has them, are saved with a checkpoint and put
-    back; without them, or with ranks along data that read other shares, the batches of the steps before are taken first.
+    At its end, an iterable is restarted after `set_epoch` of it or of its samplers, with the number of the epoch.
+    `state_dict` and `load_state_dict`, as in torchdata's StatefulDataLoader, are saved with a checkpoint and restored.
+    Without them, or if ranks along data read other shares, the batches of the earlier steps are read and skipped first.
 
-    after: the steps that were done before this attempt. saved: what `saved` gave then, if anything.
+    after: the steps that were done before this attempt. saved: what `saved` returned then, if anything.
     """
 
     def __init__(self, data: Data, engine: Engine, after: int, saved: Tensor | None = None) -> None:
@@ -156,43 +156,43 @@ class GivenBatches:
         self._of = lambda step: next(follow)
 
     def __call__(self, step: int) -> tuple[Tensor, ...]:
-        """This rank's share of the step. Raises TrainingError where there is nothing, and as `placed`."""
+        """This rank's share of the step. Raises TrainingError if there is no data, and as `placed`."""
         if self._held is _NOTHING or step != self._last:
             self._held, self._last = self._of(step), step
         return placed(self._engine, self._held, f"step {step}")
 
     @property
     def has_state(self) -> bool:
-        """Whether the loader's own state is saved and put back."""
+        """Whether the loader's own state is saved and restored."""
         return self._resumes
 
     def goes_on(self, engine: Engine, step: int) -> None:
-        """Give the steps after `step` to another engine, as if the later ones had not been asked for.
+        """Give the steps after `step` to another engine, as if later ones had not been requested.
 
-        Raises TrainingError where it would have to begin again: a sampler may draw another order then.
+        Raises TrainingError if it would have to start again, because a sampler may then draw another order.
         """
         before, self._engine = self._engine, engine
         if not isinstance(self._data, Iterable):
-            # Of a step that is made again, this rank's share may be another.
+            # If a step is repeated, this rank's share of it may be different.
             self._held = _NOTHING
         share = (before.data_coord, before.data_size)
         if isinstance(self._data, Iterable) and share != (engine.data_coord, engine.data_size):
             raise TrainingError(
-                "this rank has another share of each global batch since ranks were lost, and its data give the old one",
+                "after a loss of ranks this rank has another share of each global batch, but its data yield the old one",
                 given=f"a {type(self._data).__name__} for share {share[0]} of {share[1]}; now {engine.data_coord} of {engine.data_size}",
-                expected="data by the number of the step, from mesh.data_rank and mesh.data_world_size of the moment",
-                hint="trainer.run(lambda step: ...); or no elastic.min",
+                expected="data by step number, from the current mesh.data_rank and mesh.data_world_size",
+                hint="use trainer.run(lambda step: ...), or remove elastic.min",
             )
         if isinstance(self._data, Iterable) and self._last not in (step, step + 1):
             raise TrainingError(
                 "the data of a rank cannot go back to an earlier step in the same process",
-                given=f"a {type(self._data).__name__} that has given step {self._last}; step {step + 1} is next",
-                expected="data by the number of the step, or a rank that holds the state of the lost one",
-                hint="trainer.run(lambda step: ...); or --max-restarts in place of --replace",
+                given=f"a {type(self._data).__name__} that has yielded step {self._last}; step {step + 1} is next",
+                expected="data by step number, or a rank that holds the state of the lost one",
+                hint="use trainer.run(lambda step: ...), or --max-restarts instead of --replace",
             )
 
     def read(self, step: int) -> None:
-        """Where in its data a step ends: only the steps are counted."""
+        """Where in its data a step ends; only steps are counted."""
         return
 
     def saved(self) -> dict[str, Tensor]:
@@ -206,7 +206,7 @@ class GivenBatches:
                 f"the state of the {type(self._data).__name__} cannot be saved",
                 given=error.what,
                 expected="a state_dict of plain data and tensors",
-                hint="numbers in place of an object",
+                hint="use numbers instead of an object",
             ) from error
         return {self._name: state}
 
@@ -219,14 +219,14 @@ class GivenBatches:
         except Exception as error:
             kind = type(self._data).__name__
             raise TrainingError(
-                f"the {kind} does not take back the state that it gave for the checkpoint",
+                f"the {kind} does not load the state that it returned for the checkpoint",
                 given=f"{type(error).__name__}: {error}",
-                expected=f"a {kind} made as before: the same dataset, batch size and number of workers",
-                hint="the loader of the run that wrote the checkpoint",
+                expected=f"a {kind} as before: with the same dataset, batch size and number of workers",
+                hint="use the loader of the run that wrote the checkpoint",
             ) from error
 
     def _repeated(self, data: Iterable[GivenBatch], goes_on: bool) -> Iterator[GivenBatch]:
-        """The items of `data` over and over. Raises TrainingError where it begins again and has no items, as a generator."""
+        """The items of `data` over and over. Raises TrainingError if it restarts without items, as a generator does."""
         while True:
             if not goes_on:
                 self._set_epoch()
@@ -234,13 +234,13 @@ class GivenBatches:
             for item in data:
                 empty = False
                 yield item
-            # One that goes on may have stood at the end of an epoch.
+            # A loader that continues may have been at the end of an epoch.
             if empty and not goes_on:
                 raise TrainingError(
-                    "the data have ended before the training",
-                    given="an iterable that gives nothing more",
-                    expected="enough for train.steps, or an iterable that can begin again, such as a DataLoader or a list",
-                    hint="a class with __iter__ in place of a generator",
+                    "the data ended before the training",
+                    given="an exhausted iterable",
+                    expected="enough for train.steps, or an iterable that can restart, such as a DataLoader or a list",
+                    hint="use a class with __iter__ instead of a generator",
                 )
             goes_on = False
             self._epoch += 1

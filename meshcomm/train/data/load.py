@@ -21,9 +21,9 @@ from meshcomm.config import DataConfig, ModelConfig
 from meshcomm.errors import TrainingError
 from meshcomm.train.data.corpus import Corpus, Stream, checked, outside
 
-# Documents that are tokenised at once, by all cores.
+# Documents that are tokenized at once, on all cores.
 _AT_ONCE = 256
-_NO_TOKENIZER: Final = "data.tokenizer = the tokenizer of this model: without one a byte is a token"
+_NO_TOKENIZER: Final = "set data.tokenizer to the tokenizer of this model; without one, each byte is a token"
 
 
 def load(
@@ -34,13 +34,13 @@ def load(
     cache: Path | None = None,
     seed: int = 0,
 ) -> Corpus:
-    """What `config` names, ready to be read at any place.
+    """Open the data that `config` names, with random access.
 
-    model:      the folder of `pretrained` has the tokenizer that is the default.
-    vocab_size: of the model; None: not known, and not checked.
-    cache:      a folder where the tokens of tokenised text are kept, and looked for. None: in memory.
-    seed:       what the function of `build` may be given.
-    Raises TrainingError where nothing is found, less than one sample is, or tokens are not the model's.
+    model:      the folder of `pretrained`, whose tokenizer is the default.
+    vocab_size: of the model; None if unknown, and not checked.
+    cache:      a folder where the tokens of text are kept and looked up. If None, in memory.
+    seed:       passed to the function of `build` if it takes one.
+    Raises TrainingError if nothing is found, if it is less than one sample, or if tokens do not fit the model.
     """
     if config.build is not None:
         from meshcomm.train.data.build import built
@@ -64,7 +64,7 @@ def load(
 
 
 def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
-    """The files of paths and globs, each once, sorted. Raises TrainingError where one of them has none."""
+    """The files of paths and globs, each once, sorted. Raises TrainingError if a pattern matches none."""
     found: set[str] = set()
     for pattern in patterns:
         some = [path for path in glob.glob(pattern, recursive=True) if Path(path).is_file()]
@@ -73,7 +73,7 @@ def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
                 f"no training data matches {pattern!r}",
                 given=f"{key} has {pattern!r}",
                 expected="a file, or a glob that matches at least one",
-                hint="paths are relative to the config file",
+                hint="use paths relative to the config file",
             )
         found.update(some)
     return sorted(Path(path) for path in found)
@@ -93,7 +93,7 @@ def _texts(config: DataConfig, tokens: Tokens, patterns: tuple[str, ...], key: s
 def _bytes(
     config: DataConfig, vocab_size: int | None, documents: list[Document], files: list[Path]
 ) -> Corpus:
-    """Text of which a byte is a token."""
+    """Text with one token per byte."""
     if vocab_size is not None:
         for each in documents:
             if (highest := max(each.text, default=0)) >= vocab_size:
@@ -114,22 +114,22 @@ def _bytes(
 
 
 def _eos_id(config: DataConfig, known: int | None) -> int | None:
-    """The token behind each document, where attention stays within them. Raises TrainingError where there is none."""
+    """The token after each document, if attention stays within documents. Raises TrainingError if there is none."""
     if not config.document_mask:
         return None
     found = known if config.eos_id is None else config.eos_id
     if found is None:
         raise TrainingError(
-            "nothing says where a document ends",
+            "the end of a document is not defined",
             given="data.document_mask = true, no eos and no eos_id",
             expected="the token that ends a document",
-            hint="data.eos, with a tokenizer; or data.eos_id",
+            hint="set data.eos with a tokenizer, or data.eos_id",
         )
     return found
 
 
 def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
-    """Those that match; without patterns, the sources of Python's standard library."""
+    """The files that match; without patterns, the sources of Python's standard library."""
     if patterns:
         return matches(patterns, key)
     folder = Path(sysconfig.get_path("stdlib"))
@@ -138,13 +138,13 @@ def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
         raise TrainingError(
             "this Python has no sources of its standard library to train on",
             given=f"data.files is empty, and {folder} has no *.py",
-            hint='name text files of your own: [data] files = ["books/*.txt"]',
+            hint='name your own text files: [data] files = ["books/*.txt"]',
         )
     return files
 
 
 def _token_files(config: DataConfig, vocab_size: int | None, patterns: tuple[str, ...], key: str) -> Corpus:
-    """Files of tokens: data.tokens, by weights, each pattern's files together; or those for validation."""
+    """Files of tokens: data.tokens by weight, the files of each pattern together; or those for validation."""
     weighted = key == "data.tokens"
     weights: list[float] = []
     parts: list[Stream] = []
@@ -164,8 +164,8 @@ def _token_files(config: DataConfig, vocab_size: int | None, patterns: tuple[str
 
 
 def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Stream:
-    """A file of tokens, mapped: nothing is read before it is needed."""
-    wanted = "a .npy of one axis of an unsigned or signed whole type, or raw little-endian tokens of data.token_type"
+    """A file of tokens, mapped, so that reads are lazy."""
+    wanted = "a one-dimensional .npy of an unsigned or signed integer type, or raw little-endian tokens of data.token_type"
     try:
         if path.suffix == ".npy":
             tokens: NDArray[Any] = np.load(path, mmap_mode="r")
@@ -182,13 +182,13 @@ def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Strea
         ) from error
     stream = Stream(tokens, config.seq_len, str(path), vocab_size, eos=_eos_id(config, None))
     if len(stream):
-        # The ends, so that a wrong type or vocabulary is found before the first step.
+        # Check both ends, so that a wrong type or vocabulary is found before the first step.
         stream.read(np.unique(np.linspace(0, len(stream) - 1, 256).astype(np.int64)))
     return stream
 
 
 class Document(NamedTuple):
-    """A text. cut: it was read in part."""
+    """A text. cut: whether it was read in part."""
 
     name: str
     text: bytes
@@ -196,7 +196,7 @@ class Document(NamedTuple):
 
 
 def texts_of(files: Iterable[Path], most: int | None) -> Iterator[Document]:
-    """The files, each a document, `most` bytes of all of them; None: all. Raises TrainingError where one cannot be read."""
+    """The files, each a document, `most` bytes in all; None: all bytes. Raises TrainingError if a file cannot be read."""
     left = sys.maxsize if most is None else most
     for path in files:
         if left <= 0:
@@ -215,10 +215,10 @@ def texts_of(files: Iterable[Path], most: int | None) -> Iterator[Document]:
 
 @final
 class Tokens:
-    """Text through a tokenizer; `tokenizer` is None where a byte is a token. Raises TrainingError.
+    """Text through a tokenizer; `tokenizer` is None if each byte is a token. Raises TrainingError.
 
-    model: its folder's tokenizer is the default. vocab_size: tokens are below it; None: not known.
-    cache: the tokens are kept there, mapped from there, and made once for the same text and tokenizer. None: in memory.
+    model: its folder's tokenizer is the default. vocab_size: an upper bound of the tokens; None if unknown.
+    cache: the folder where tokens are kept and mapped from, made once for the same text and tokenizer. If None, in memory.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Tokens:
             self._open(self._path)
 
     def of(self, documents: list[Document]) -> NDArray[Any]:
-        """The tokens of all documents, one after the other, the token of `eos` after each."""
+        """The tokens of all documents in a row, with the `eos` token after each."""
         tokens = self._made(documents) if self._cache is None else self._kept(documents, self._cache)
         if self.vocab_size is not None and len(tokens) and int(tokens.max()) >= self.vocab_size:
             raise self._outside(documents, self.vocab_size)
@@ -258,17 +258,19 @@ class Tokens:
             return np.load(path, mmap_mode="r")  # type: ignore[no-any-return]
         except (OSError, ValueError) as error:
             raise TrainingError(
-                "tokens cannot be kept", given=f"{path}: {error}", expected="a folder with space, train.out"
+                "tokens cannot be saved",
+                given=f"{path}: {error}",
+                expected="a folder train.out with enough space",
             ) from error
 
     def _outside(self, documents: list[Document], vocab_size: int) -> TrainingError:
-        """The error of the first token that the model does not have."""
+        """The error for the first token outside the vocabulary."""
         document, ids = next(
             each for each in self._tokenised(documents) if each[1].max(initial=0) >= vocab_size
         )
         place = int((ids >= vocab_size).argmax())
         size = self.tokenizer.get_vocab_size()
-        hint = f"the tokenizer of this model: {self._path} has {size} tokens"
+        hint = f"use the tokenizer of this model; {self._path} has {size} tokens"
         return outside(int(ids[place]), vocab_size, f"position {place} of {document.name}", hint)
 
     def _made(self, documents: list[Document]) -> NDArray[Any]:
@@ -281,7 +283,7 @@ class Tokens:
         for first in range(0, len(documents), _AT_ONCE):
             some = documents[first : first + _AT_ONCE]
             texts = [_text(each) for each in some]
-            # Special tokens of a template would stand in every document, and ours ends it.
+            # Special tokens of a template would be in every document, and would add a second end token.
             encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             for each, found in zip(some, encoded, strict=True):
                 yield each, np.array([*found.ids, *end], dtype=np.uint32)
@@ -307,10 +309,10 @@ class Tokens:
             raise TrainingError(
                 "the tokenizer cannot be read",
                 given=f"{given}: {error}",
-                expected="a tokenizer.json of tokenizers, or a folder with one",
+                expected="a tokenizer.json of the package tokenizers, or a folder with one",
                 hint="AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes one",
             ) from error
-        # What a sample is, is said by data.seq_len.
+        # The length of a sample is data.seq_len.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         said = self._config.eos or _eos_beside(file)
@@ -321,7 +323,7 @@ class Tokens:
                     f"the tokenizer has no token {said!r}",
                     given=f"{given}, eos = {said!r}",
                     expected="a token of its vocabulary",
-                    hint="data.eos = the token that ends a text",
+                    hint="set data.eos to the token that ends a text",
                 )
         self._facts = hashlib.sha256(content).digest()
 
@@ -330,19 +332,19 @@ def _text(document: Document) -> str:
     try:
         return document.text.decode()
     except UnicodeDecodeError as error:
-        # A text that was cut may end within a character.
+        # A truncated text may end within a character.
         if document.cut and error.start >= len(document.text) - 3:
             return document.text[: error.start].decode()
         raise TrainingError(
             "the text is not UTF-8",
             given=f"{document.name}: byte {error.start}",
-            expected="UTF-8, which the tokenizer takes",
-            hint="other files; or no data.tokenizer, which trains on bytes",
+            expected="UTF-8, as the tokenizer requires",
+            hint="use other files, or remove data.tokenizer to train on bytes",
         ) from error
 
 
 def _eos_beside(file: Path) -> str | None:
-    """The eos_token that a folder of transformers names."""
+    """The eos_token that a transformers folder names."""
     try:
         said = json.loads((file.parent / "tokenizer_config.json").read_text()).get("eos_token")
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""The samples of coming steps, read by processes of their own while this one computes."""
+"""The samples of upcoming steps, read by worker processes while this one computes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from meshcomm.errors import CommunicationError, MeshcommError, TrainingError
 from meshcomm.launch.reaper import end_with_parent
 from meshcomm.train.data.batches import Batches
 
-# What torch's errors about a worker begin with.
+# The start of torch's error messages about a worker.
 _WORKER = "DataLoader"
 
 
 @final
 class ReadAhead:
-    """`batches`, of which torch's DataLoader reads the steps up to `last` in `workers` processes, two steps each ahead.
+    """`batches`, of which torch's DataLoader reads the steps up to `last` in `workers` processes, each two steps ahead.
 
-    What is read does not depend on the workers. For CUDA a thread of the loader pins it. timeout_s: until a step that
-    no worker has read is an error. As a context, leaving it ends the processes; an error about one of them, which torch
-    raises wherever the program is, becomes a TrainingError.
+    The samples do not depend on the workers. For CUDA, a thread of the loader pins memory. timeout_s: after this time, a
+    step that no worker has read is an error. As a context manager, it ends the processes on exit. An error about one of
+    them, which torch raises at any point in the program, becomes a TrainingError.
     """
 
     def __init__(self, batches: Batches, last: int, workers: int, timeout_s: float) -> None:
@@ -34,7 +34,7 @@ class ReadAhead:
         self._steps: Iterator[Any] | None = None
 
     def __call__(self, step: int) -> tuple[Tensor, ...]:
-        """See Batches; of the first step that is asked for, and then of each after it."""
+        """See Batches. Called for the first step to read, and then for each following one."""
         if self._steps is None:
             self._steps = self._begun(step)
         held = next(self._steps)
@@ -53,15 +53,15 @@ class ReadAhead:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._steps = None
-        # torch tells of it wherever the program is, also in a call, whose error it is the cause of.
+        # torch raises it at any point in the program, also in a call, whose error it then causes.
         if isinstance(error, CommunicationError) and error.__cause__ is not None:
             error = error.__cause__
         if isinstance(error, RuntimeError) and str(error).startswith(_WORKER):
             raise TrainingError(
-                "a process that reads samples has ended, or does not answer",
+                "a process that reads samples has ended or does not answer",
                 given=f"data.workers = {self._workers}: {str(error).splitlines()[0]}",
                 expected="a step's samples within mesh.timeout_s",
-                hint="look for what ended it: the host's memory, or /dev/shm; with data.workers = 0 the rank reads by itself",
+                hint="look for the cause: the host's memory, or /dev/shm; with data.workers = 0 the rank reads by itself",
             ) from error
 
     def _begun(self, first: int) -> Iterator[Any]:
@@ -74,13 +74,13 @@ class ReadAhead:
             pin_memory=self._batches.device_type == "cuda",
             timeout=self._timeout_s,
             worker_init_fn=_begin,
-            # Of its own, so that the program's random numbers do not depend on the workers.
+            # A separate generator, so that the program's random numbers do not depend on the workers.
             generator=torch.Generator(),
-            # What is mapped from a file is not copied.
+            # Data mapped from a file are not copied.
             multiprocessing_context="fork",
         )
         with warnings.catch_warnings():
-            # Of a fork beside threads, from Python 3.12 on: none of them is needed in a worker.
+            # A warning about a fork next to threads, from Python 3.12 on: a worker needs none of the threads.
             warnings.simplefilter("ignore", DeprecationWarning)
             return iter(loader)
 
@@ -93,7 +93,7 @@ class _Steps(Dataset[Any]):
         try:
             return self._batches.held(step)
         except MeshcommError as error:
-            # Raised here, torch would put a traceback into it.
+            # Otherwise torch would put a traceback into it.
             return error
 
 
@@ -102,9 +102,9 @@ def _as_it_is(held: Any) -> Any:
 
 
 def _begin(_: int) -> None:
-    """In a worker: it ends with its rank, also where that is killed, and not by the signals that ask a job to save."""
+    """In a worker: end with its rank, even if that is killed, and not on the signals that ask a job to save."""
     end_with_parent()
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    # Slurm sends one to all processes of a job; torch one to a worker that does not end.
+    # Slurm sends one to all processes of a job; torch sends one to a worker that does not end.
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
