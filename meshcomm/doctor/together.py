@@ -165,7 +165,7 @@ def _scattered(hosts: Mapping[str, Sequence[Facts]], settings: Config | None) ->
     if plan is None:
         yield Finding(
             "warn",
-            "ranks of one host are not neighbours: the last dims cross the network",
+            "ranks of one host are not consecutive: the last dims cross the network",
             given=given,
             expected="ranks 0, 1, 2, ... on the first host, the next ones on the second",
             hint="srun -m block, mpirun --map-by slot, or mesh.rank_order",

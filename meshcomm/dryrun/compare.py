@@ -141,7 +141,7 @@ def _alike(mine: Sequence[Span], here: int, theirs: Sequence[Span], there: int) 
 
 
 def _at(span: Span | None) -> str:
-    return "no call any more" if span is None else f"{call_text(span)} at {span.site}"
+    return "no further call" if span is None else f"{call_text(span)} at {span.site}"
 
 
 def _those(ranks: Sequence[int], where: Callable[[int], str]) -> str:

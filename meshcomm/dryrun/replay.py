@@ -261,7 +261,7 @@ class _Replayer:
         if not circle:
             return [
                 DryRunFinding(
-                    f"{self.where(rank)} waits for ever in {call_text(spans[rank])} at {spans[rank].site}",
+                    f"{self.where(rank)} waits forever in {call_text(spans[rank])} at {spans[rank].site}",
                     tuple(f"{self.where(other)} has ended" for other in others if self.ranks[other].ended),
                     (rank,),
                     spans[rank].lane,

@@ -117,7 +117,7 @@ def _unlike(found: World, where: Callable[[int], str]) -> tuple[list[int], list[
             if not dims:
                 continue
             told.append(
-                f"{where(step.rank)} calls otherwise than {where(steps[0].rank)} along {', '.join(sorted(dims))}"
+                f"{where(step.rank)} makes other calls than {where(steps[0].rank)} along {', '.join(sorted(dims))}"
             )
             for dim in dims:
                 if dim in found.layout.names:

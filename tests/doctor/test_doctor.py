@@ -306,12 +306,12 @@ def test_ranks_that_cannot_talk_with_each_other() -> None:
     a, b, lost = ("a", "10.0.0.1", "2"), ("b", "10.0.0.2", "2"), ("b", "127.0.0.1", "2")
     (cyclic,) = judged(a, b, a, b)
     assert cyclic.startswith(
-        "warn | ranks of one host are not neighbours: the last dims cross the network | a: ranks 0 2; b: "
+        "warn | ranks of one host are not consecutive: the last dims cross the network | a: ranks 0 2; b: "
     )
     mesh = {"mesh": {"dims": {"dp": 2, "tp": 2}}}
     (of_mesh,) = judged(a, b, a, b, config=load_config(mesh))
     assert of_mesh.startswith(
-        "warn | tp crosses nodes, as the ranks of a node are not neighbours | a: ranks 0 2; b: "
+        "warn | tp crosses nodes, because the ranks of a node are not consecutive | a: ranks 0 2; b: "
     )
     assert of_mesh.endswith("or mesh.rank_order = [0, 2, 1, 3]")
     assert judged(a, b, a, b, config=load_config(mesh, ["mesh.rank_order = [0, 2, 1, 3]"])) == []

@@ -233,7 +233,7 @@ def test_which_ranks_share_a_node_is_asked_of_the_ranks(pool: Pool) -> None:
     ]
     (warning,) = first[2]
     assert warning.startswith(
-        "scattered-ranks: tp crosses nodes, as the ranks of a node are not neighbours\n"
+        "scattered-ranks: tp crosses nodes, because the ranks of a node are not consecutive\n"
     )
     assert "node 0: ranks 0 2; node 1: ranks 1 3" in warning
     assert warning.endswith("or mesh.rank_order = [0, 2, 1, 3]")

@@ -224,12 +224,12 @@ def test_a_mesh_as_it_should_be_has_no_finding() -> None:
     ("dims", "rule", "given", "hint"),
     [
         ({"pp": 2, "tp": 8, "dp": 2}, "tensor-across-nodes",
-         "tp = 8, 8 ranks on a node: 4 of 4 groups lie on 2 nodes", "mesh.dims = { pp = 2, dp = 2, tp = 8 }"),
+         "tp = 8, 8 ranks on a node: 4 of 4 groups span 2 nodes", "mesh.dims = { pp = 2, dp = 2, tp = 8 }"),
         ({"dp": 2, "tp": 16}, "tensor-across-nodes",
-         "tp = 16, 8 ranks on a node: 2 of 2 groups lie on 2 nodes", "mesh.dims = { dp = 4, tp = 8 }"),
+         "tp = 16, 8 ranks on a node: 2 of 2 groups span 2 nodes", "mesh.dims = { dp = 4, tp = 8 }"),
         # Of those that cross; ranks 0 to 5 and four more groups do not.
         ({"dp": 5, "pp": 2, "tp": 6}, "tensor-across-nodes",
-         "tp = 6, 8 ranks on a node: 5 of 10 groups lie on 2 nodes", "mesh.dims = { dp = 15, pp = 2, tp = 2 }"),
+         "tp = 6, 8 ranks on a node: 5 of 10 groups span 2 nodes", "mesh.dims = { dp = 15, pp = 2, tp = 2 }"),
         ({"dp": 8, "pp": 2, "tp": 4}, "pipeline-inside-node",
          "pp = 2 on 1 node, dp = 8 on 8 nodes", "mesh.dims = { pp = 2, dp = 8, tp = 4 }"),
         ({"dp": 3, "tp": 4}, "last-node", "12 ranks, 8 on a node: 12 % 8 = 4", "8 or 16 processes"),
