@@ -161,7 +161,10 @@ def diff_page(facts: Facts) -> list[PagePart]:
         parts += [Line("groups"), Cells(columns, tuple(map(_group_row, facts["groups"])))]
     ranks = facts["ranks"]
     only = (f"{ranks[f'only_{side}']:,} ranks are only in {side}" for side in "ab" if ranks[f"only_{side}"])
-    parts += [*map(Line, only), Line(f"{ranks['moved']:,} of {ranks['common']:,} ranks have different coords")]
+    parts += [
+        *map(Line, only),
+        Line(f"{ranks['moved']:,} of {ranks['common']:,} ranks have different coords"),
+    ]
     if moved := tuple(map(_moved_row, ranks["examples"])):
         parts.append(Cells(("rank", "a", "b"), moved, right=("rank",)))
     rest = ranks["moved"] - len(moved)

@@ -36,7 +36,9 @@ def parity_view(facts: Mapping[str, Any]) -> View:
             ">rank": ("rank", str),
         },
     )
-    head = f"{coords_text(facts['dims'])} compared with one process: the first {facts['steps']} steps, float64"
+    head = (
+        f"{coords_text(facts['dims'])} compared with one process: the first {facts['steps']} steps, float64"
+    )
     notes = [f"changed for the comparison: {note}" for note in facts["notes"]]
     notes += [f"the model: {facts['original']}"] if facts["original"] else []
     verdict = [_verdict(facts)] + ([] if facts["blame"] is None else [facts["blame"]["words"]])

@@ -34,7 +34,9 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[PagePart]:
     if any(row["call"].endswith("(torch)") for row in rows):
         notes.append("(torch): calls outside the mesh, made directly or by FSDP, DDP, DTensor and pipelining")
     if any(row["seconds"] is None for row in rows):
-        notes.append("-: unknown, because these calls return before they complete, or were made outside the mesh")
+        notes.append(
+            "-: unknown, because these calls return before they complete, or were made outside the mesh"
+        )
     if any(row["async_op"] and row["seconds"] is not None for row in rows):
         notes.append("async: inside is the time that the program spent on starting and waiting")
     head = Line(f"communication of {facts['rank']} {spent}")
