@@ -86,9 +86,9 @@ def test_dims_are_measured_once_and_the_others_are_named() -> None:
     assert [family.name for family in found] == ["dp", "tp", "all"]
     assert {each.dim: each.why for each in skipped} == {
         "pp": "one rank: nothing moves",
-        "model": "its groups are those of tp",
+        "model": "it shares the groups of tp",
         "edp": "one rank: nothing moves",
-        "ep": "its groups are those of all",
+        "ep": "it shares the groups of all",
     }
     found, skipped = chosen_dims(several, ["model"])
     assert [family.name for family in found] == ["model"] and skipped == []

@@ -485,7 +485,7 @@ def test_nothing_listens_on_other_addresses() -> None:
 
 
 def test_a_port_that_is_taken_is_said() -> None:
-    said = r"address already in use\n  given:    --port \d+ on 127.0.0.1\n(.*\n)+  try:      leave --port out"
+    said = r"address already in use\n  given:    --port \d+ on 127.0.0.1\n(.*\n)+  try:      leave out --port"
     with served(load_config(MESH)) as server, pytest.raises(ViewError, match=said):
         Server({}, None, server.server_port)
 
