@@ -275,7 +275,7 @@ class Layout:
             if all(name in sizes for name in names):
                 return view
         raise UnknownDim(
-            f"{_quoted(names)} do not belong to one factorisation of the mesh",
+            f"{_quoted(names)} do not belong to one factorization of the mesh",
             given=", ".join(f"{name} of {self.home(name) or 'the base'}" for name in names),
             expected="dims of the base, or dims of one view",
             hint="declare a view that has them all",

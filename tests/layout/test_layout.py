@@ -80,7 +80,7 @@ def test_the_expert_view_shares_pp_and_gets_its_own_groups() -> None:
     with pytest.raises(UnknownDim, match="the mesh has no view 'exprt'") as caught:
         layout.coords(1, "exprt")
     assert caught.value.hint == 'did you mean "expert"?'
-    with pytest.raises(UnknownDim, match='"ep", "tp"\\) do not belong to one factorisation'):
+    with pytest.raises(UnknownDim, match='"ep", "tp"\\) do not belong to one factorization'):
         layout.groups(("ep", "tp"))
 
 

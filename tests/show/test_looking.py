@@ -125,7 +125,7 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
         ),
         ([MESH, "--export", "none/topo.svg"], ["none/topo.svg: cannot be written", "mkdir -p none"]),
         ([MESH, "--export", "topo.svg", "--json"], ["leave --json"]),
-        ([MESH, "--diff", MESH, "--by", "dp", "--grid"], ["leave --grid and --by out"]),
+        ([MESH, "--diff", MESH, "--by", "dp", "--grid"], ["leave out --grid and --by"]),
         ([MESH, "--export", "topo.svg", "--schedule"], ["and --schedule out"]),
         ([MESH, "--rank", "pp=1,tp=0"], ["given:    pp=1, tp=0", "try:      add dp"]),
     ],
