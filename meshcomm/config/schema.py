@@ -19,16 +19,19 @@ def schema() -> dict[str, Any]:
     found: dict[str, Any] = Config.model_json_schema()
     for part in (found, *found["$defs"].values()):
         part.pop("title", None)
-        # What is for readers of the code follows in further paragraphs.
+        # The first paragraph. Further paragraphs are for readers of the code.
         part["description"] = part["description"].partition("\n\n")[0]
         for setting in part["properties"].values():
-            # The title is the key itself in other letters; no file has to write a default of nothing.
+            # The title only repeats the key, and an empty default need not be written.
             setting.pop("title", None)
             setting["description"] = " ".join(setting["description"].split())
             if setting.get("default") is None or isinstance(setting["default"], dict):
                 setting.pop("default", None)
     properties = {
-        "$schema": {"type": "string", "description": "Where this schema is; in JSON files, and not read."},
+        "$schema": {
+            "type": "string",
+            "description": "Location of this schema, for editors. Only in JSON files; meshcomm ignores it.",
+        },
         **found["properties"],
     }
     return {

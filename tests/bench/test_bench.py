@@ -206,9 +206,7 @@ def test_times_that_say_too_little_are_refused_or_noted() -> None:
     # A line through these would start below zero.
     found = fitted(straight(-1e-6, 1e-9, [1 << 14, 1 << 20]))
     assert found.latency_s == 0 and found.bytes_s == pytest.approx(1e9, rel=0.1)
-    assert found.link.latency_us == 0 and found.notes == (
-        "latency too small to measure: use smaller sizes",
-    )
+    assert found.link.latency_us == 0 and found.notes == ("latency too small to measure: use smaller sizes",)
     for byte_s in (0.0, -1e-12, 5e-13):
         with pytest.raises(
             ConfigError, match=r"these times show no bandwidth: dp\n.*from 1024 to 67108864 bytes"

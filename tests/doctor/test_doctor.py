@@ -241,9 +241,7 @@ def test_a_name_matters_to_several_hosts_that_are_given_no_interface(monkeypatch
 def test_a_slow_name_server() -> None:
     assert lines(host.lookup_findings(0.02)) == []
     (slow,) = lines(host.lookup_findings(5.01))
-    assert slow.startswith(
-        "warn | the name server is slow to look up 127.0.0.1 | 5.0 s | export RES_OPTIONS"
-    )
+    assert slow.startswith("warn | the name server is slow to look up 127.0.0.1 | 5.0 s | export RES_OPTIONS")
     asked: list[str] = []
 
     def look(address: str) -> None:

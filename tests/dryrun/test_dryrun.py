@@ -179,9 +179,7 @@ def test_calls_memory_and_time_of_a_training(tmp_path: Path) -> None:
     assert "does NOT fit in" in shown
     # The table of memory has one unit, and fits into a terminal of 80 columns.
     narrow = as_text(dry_view(facts), 80)
-    assert re.search(r"^peak memory in [kMGT]B, .*\nstage  rank .* activations .*$", narrow, re.M), (
-        narrow
-    )
+    assert re.search(r"^peak memory in [kMGT]B, .*\nstage  rank .* activations .*$", narrow, re.M), narrow
 
 
 @pytest.mark.deep

@@ -281,7 +281,7 @@ def test_a_tensor_in_the_place_of_dims_says_that_dims_come_first(x: Any) -> None
         Layout({"dp": 2, "tp": 2}).size(x)
     kind = type(x).__name__
     assert str(caught.value) == (
-x"
+        f"got a {kind} where dims are expected\n"
         f"  given:    a {kind} as the first argument\n"
         "  expected: the dims first, then the tensor: one of dp (2), tp (2)\n"
         '  try:      swap the arguments, as in mesh.all_reduce("dp", x)'
