@@ -135,7 +135,7 @@ def judge(rows: Sequence[Facts], settings: Config | None = None) -> Iterator[Fin
         at = {name: " ".join(_by(on, "address")) for name, on in hosts.items()}
         yield Finding(
             "error",
-            f"{_ranks(lost)} would be reached at the loopback, from other hosts",
+            f"{_ranks(lost)} would be reached at the loopback address by other hosts",
             given="\n".join(f"{name}: {_ranks(on)} at {at[name]}" for name, on in hosts.items()),
             expected=f"addresses that all {len(hosts)} hosts reach",
             hint=f"{' or '.join(_by(lost, 'hint'))}, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",

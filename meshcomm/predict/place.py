@@ -129,7 +129,7 @@ def rank_placements(
             f"no sizes that multiply to {world} can train this",
             given=f"{world} ranks along {', '.join(work.parts) or 'no part'}{fixed}, "
             f"global_batch_size = {work.train.global_batch_size}, micro_batch_size = {work.train.micro_batch_size}",
-            expected="sizes that divide heads, layers, tokens and samples as the checks of a config want it",
+            expected="sizes that divide heads, layers, tokens and samples as the checks of a config require",
             hint="a larger train.global_batch_size, or more parts in [parallel]",
         )
     held = [sum(memory(work, sizes)) for sizes in legal]

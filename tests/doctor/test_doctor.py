@@ -315,7 +315,7 @@ def test_ranks_that_cannot_talk_with_each_other() -> None:
     assert judged(a, b, a, b, config=load_config(mesh, ["mesh.rank_order = [0, 2, 1, 3]"])) == []
     assert judged(a, b) == judged(a, a, b, b) == judged(lost, lost) == []
     assert judged(a, a, lost, lost) == [
-        "error | ranks 2 3 would be reached at the loopback, from other hosts"
+        "error | ranks 2 3 would be reached at the loopback address by other hosts"
         " | a: ranks 0 1 at 10.0.0.1\nb: ranks 2 3 at 127.0.0.1"
         ' | network.interfaces = ["eth0"], or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME'
     ]
