@@ -66,7 +66,7 @@ def plan(
     values = rank, grid or None, by, schedule or None, export
     unused = [name for name, value in zip(names, values, strict=True) if value is not None]
     if diff is not None and unused:
-        said = f"--diff only compares; it does not draw or mark ranks: leave out {' and '.join(unused)}"
+        said = f"--diff only compares: leave out {' and '.join(unused)}"
         raise typer.BadParameter(said)
     if export is not None and (json or schedule):
         raise typer.BadParameter("--export writes only the grid: leave out --json and --schedule")

@@ -191,7 +191,7 @@ def test_the_dims_that_cross_nodes_for_the_ranks_order_are_named_with_the_cure(
     config = load_config({"mesh": {"dims": dims, "rank_order": order, "device": "cpu"}})
     topology = discovered(config.topology, {}, 0, nodes)
     found = [each for each in lint(config, None, topology) if each.rule == "scattered-ranks"]
-    assert [each.what.split(", as")[0] for each in found] == [crossing] * (crossing is not None)
+    assert [each.what.split(", because")[0] for each in found] == [crossing] * (crossing is not None)
     for each in found:
         assert each.hint is not None
         cured = load_config({"mesh": {"dims": dims, "device": "cpu"}}, [each.hint.split(", or ")[1]])

@@ -116,7 +116,7 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
         ),
         (["configs/mash.toml"], ["no such file", "try:      did you mean configs/mesh.toml?"]),
         ([MESH, "--ranks", "3"], ["No such option: --ranks", "--rank)"]),
-        ([MESH, "--diff", MESH, "--grid"], ["--diff compares"]),
+        ([MESH, "--diff", MESH, "--grid"], ["--diff only compares"]),
         ([MESH, "--diff", "nothing.toml"], ["nothing.toml: cannot be read"]),
         ([MESH, "--diff", GPT, "--world-size", "64"], ["world"]),
         (
@@ -124,9 +124,9 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
             ["the ending .png", ".svg", "--export topo.svg"],
         ),
         ([MESH, "--export", "none/topo.svg"], ["none/topo.svg: cannot be written", "mkdir -p none"]),
-        ([MESH, "--export", "topo.svg", "--json"], ["leave --json"]),
+        ([MESH, "--export", "topo.svg", "--json"], ["leave out --json"]),
         ([MESH, "--diff", MESH, "--by", "dp", "--grid"], ["leave out --grid and --by"]),
-        ([MESH, "--export", "topo.svg", "--schedule"], ["and --schedule out"]),
+        ([MESH, "--export", "topo.svg", "--schedule"], ["--json and --schedule"]),
         ([MESH, "--rank", "pp=1,tp=0"], ["given:    pp=1, tp=0", "try:      add dp"]),
     ],
 )
