@@ -338,7 +338,7 @@ def test_a_suite_without_mesh_tests_is_left_alone(pytester: pytest.Pytester) -> 
         ((), {"dp": 2, "not_via": "gloo"}, "not_via='gloo'"),
         ((), {"dp": 2, "not_via": {"nccl": "why"}}, "not_via="),
         ((), {"dp": 2, "via": "gloo", "not_via": {"gloo": "why"}}, "not_via="),
-        ((), {}, "no marker says which"),
+        ((), {}, "has no marker mesh"),
     ],
 )
 def test_wrong_markers(args: tuple[object, ...], keywords: dict[str, object], what: str) -> None:
