@@ -16,7 +16,7 @@ _COSTS: Final[Mapping[str, Callable[[int, float, int], Cost]]] = {
 }
 _RANKS: Final = (8, 32, 512, 24_576)
 _SIZES: Final = {"4 KiB": 4 << 10, "1 MiB": 1 << 20, "64 MiB": 64 << 20, "1 GiB": 1 << 30}
-# A port of 200 Gbit/s, and 5 us for a message to be there.
+# A port of 200 Gbit/s, and 5 us latency of a message.
 _ALPHA_S: Final = 5e-6
 _BETA_S: Final = 1 / 25e9
 # The two figures to reproduce, at this many GPUs.
@@ -26,7 +26,7 @@ _TREE_S: Final = 1e-3
 
 
 def counts() -> str:
-    """Steps, and what the busiest rank sends in units of the data, by algorithm and ranks."""
+    """Steps, and the data sent by the busiest rank in units of the data size, by algorithm and ranks."""
     head = "| | " + " | ".join(f"{n:,} ranks" for n in _RANKS) + " |"
     lines = [head, "|---" * (len(_RANKS) + 1) + "|"]
     for name, cost in _COSTS.items():
@@ -46,7 +46,7 @@ def fastest() -> str:
         for size in _SIZES.values():
             times = {name: best_seconds(name, n, size, _ALPHA_S, _BETA_S) for name in _COSTS}
             least = min(times.values())
-            # What differs by less than a hundredth is the same to a model as rough as this.
+            # Times that differ by less than 1 % count as equal in this rough model.
             names = " or ".join(name for name, time in times.items() if time <= 1.01 * least)
             cells.append(f"{names}, {_time(least)}")
         lines.append(f"| {n:,} ranks | " + " | ".join(cells) + " |")
@@ -75,7 +75,7 @@ def fitted() -> tuple[float, float]:
 
 
 def best_seconds(name: str, n: int, size_bytes: float, alpha_s: float, beta_s_per_byte: float) -> float:
-    """The alpha-beta time of `name`, trees in the best of CHUNKS."""
+    """The alpha-beta time of `name`, with the best number of CHUNKS for trees."""
     return min(_COSTS[name](n, size_bytes, chunks).seconds(alpha_s, beta_s_per_byte) for chunks in CHUNKS)
 
 

@@ -1,7 +1,7 @@
-"""The page of the API from signatures and docstrings: `python docs/tools/api.py` writes docs/reference/api.md.
+"""Generates the API page from signatures and docstrings: `python docs/tools/api.py` writes docs/reference/api.md.
 
-It has what `import meshcomm` gives and the building blocks for own training loops in full, and one line for each
-other public name.
+It has the full documentation of the names of `import meshcomm` and of the building blocks for custom training loops, and
+one line for each other public name.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import meshcomm
 
 PAGE: Final = Path(__file__).parents[1] / "reference" / "api.md"
 _WIDTH: Final = 100
-# How sections of a configuration check each other, and what pydantic makes.
+# Methods by which sections of a configuration check each other, and names made by pydantic.
 _INNER: Final = {
     *("problems", "world_problems", "given", "written", "place", "rules", "no_effect", "count", "at", "has"),
     "model_post_init",
 }
-# What hangs on a mesh, and where it is written down.
+# Attributes of a mesh, and the classes that define them.
 _OF_A_MESH: Final = {
     "mesh.functional": "meshcomm.comm.functional.Functional",
     "mesh.objects": "meshcomm.comm.objects.Objects",
     "mesh.store": "meshcomm.mesh.store.MeshStore",
 }
-# What a training loop of one's own is built from.
+# Building blocks of custom training loops.
 _BLOCKS: Final = (
     "meshcomm.parallel.Pipelined",
     "meshcomm.train.Callback",
@@ -59,7 +59,7 @@ PACKAGES: Final = (
 
 
 class _Written:
-    """An annotation as it stands in the source, without the quotes that repr puts around a text."""
+    """An annotation as written in the source, without the quotes of repr."""
 
     def __init__(self, annotation: object) -> None:
         self.annotation = annotation
@@ -71,12 +71,12 @@ class _Written:
 
 
 def api() -> str:
-    """What `import meshcomm` gives, what hangs on a mesh, building blocks, all errors, and the packages' names."""
+    """The names of `import meshcomm`, attributes of a mesh, building blocks, all errors, and the names of packages."""
     lines = [
         "# API",
         "",
-        "Every public name, for looking up what a call takes, returns and raises. Made by `python docs/tools/api.py` from the docstrings; a test",
-        "compares them. Names that begin with an underscore, and modules that are not on this page, may change from one version to the next.",
+        "This page lists every public name: the arguments, results and errors of each call. `python docs/tools/api.py` generates it from the docstrings; a test compares them.",
+        "Names that begin with an underscore, and modules that are not on this page, may change between versions.",
         "",
     ]
     for name in meshcomm.__all__:
@@ -89,7 +89,7 @@ def api() -> str:
     lines += [
         "## Errors",
         "",
-        "All are in `meshcomm.errors`. [Errors](errors.md) has each with a program.",
+        "All errors are in `meshcomm.errors`. The page [Errors](errors.md) shows a program for each.",
         "",
         "| error | is a | |",
         "|---|---|---|",
@@ -106,14 +106,13 @@ def _packages() -> list[str]:
         "",
         "## Packages",
         "",
-        "The public names beside those above, each imported from its package: `from meshcomm.predict.lint import lint`. `help(lint)`, or an editor, shows",
-        "the rest of the docstring.",
+        "Further public names. Import each from its package, as in `from meshcomm.predict.lint import lint`. `help(lint)`, or an editor, shows the full docstring.",
         "",
         "| name | |",
         "|---|---|",
     ]
     known = [getattr(meshcomm, name) for name in meshcomm.__all__] + [_found(path) for path in _BLOCKS]
-    # Inner packages first, so that a name stands where it is defined.
+    # Inner packages first, so that a name is listed where it is defined.
     for package in (
         import_module(name) for name in sorted(PACKAGES, key=lambda name: (-name.count("."), name))
     ):
@@ -128,7 +127,7 @@ def _packages() -> list[str]:
 
 
 def _listed(package: ModuleType) -> list[str]:
-    """What `__all__` lists, or the functions and classes of a module that has none."""
+    """The names in `__all__`, or the functions and classes of a module without it."""
     own = (n for n, it in vars(package).items() if getattr(it, "__module__", None) == package.__name__)
     return sorted(getattr(package, "__all__", None) or (name for name in own if not name.startswith("_")))
 
@@ -161,7 +160,7 @@ def _entry(name: str, found: Any, *, level: int = 2, made_by_mesh: bool = False)
 
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties with a docstring, in the order of the source, of it and of our bases."""
+    """Public methods and properties with a docstring, of a class and its bases in meshcomm, in the order of the source."""
     seen = set()
     for base in kind.__mro__:
         if not base.__module__.startswith("meshcomm"):
@@ -176,7 +175,7 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _has_signature(kind: type) -> bool:
-    """Whether a user makes one, by a constructor that says what it takes."""
+    """Whether users create instances by a documented constructor."""
     return not issubclass(kind, BaseModel) and kind.__name__ not in ("Mesh", "Handle")
 
 
@@ -196,7 +195,7 @@ def _signature(name: str, found: Any) -> str:
 
 
 def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
-    """The parameter as its source has it; a function as default, whose repr has an address, as `...`."""
+    """The parameter as in the source. A default that is a function is shown as `...`, because its repr has an address."""
     if parameter.annotation is not parameter.empty:
         parameter = parameter.replace(annotation=_Written(parameter.annotation))
     if inspect.isfunction(parameter.default):
@@ -211,7 +210,7 @@ def _returns(signature: inspect.Signature) -> str:
 
 
 def _block(name: str | None, found: Any) -> list[str]:
-    """The signature, where it is called by a name, and the docstring as it stands in the source."""
+    """The signature, if there is a name to call, and the docstring as in the source."""
     text = inspect.getdoc(found) or ""
     if name is not None:
         text = f"{_signature(name, found)}\n\n{indent(text, '    ')}".rstrip()

@@ -9,25 +9,24 @@ import typer
 
 from meshcomm.cli.app import GROUPS, app, first_paragraph
 
-# What a command's exit code says beside 0 and 2, where its own help does not tell.
+# Exit codes other than 0 and 2 that a command's help does not describe.
 EXIT_CODES: Final[Mapping[str, str]] = {
-    "lint": "1 with `--strict`, where there is a finding",
-    "bench": "that of the rank that was the cause: 1 for an error, 2 for a wrong use, 128 + signal; 130 after Ctrl-C",
-    "train": "that of the rank that was the cause: 1 for an error, 2 for a wrong use, 128 + signal; 130 after Ctrl-C",
-    "run": "that of the rank that was the cause: 1 for an error, 2 for a wrong use, the script's own, 128 + signal; 130 after Ctrl-C",
+    "lint": "1 with `--strict`, if there is a finding",
+    "bench": "the code of the rank that caused the failure: 1 for an error, 2 for incorrect usage, 128 + signal; 130 after Ctrl-C",
+    "train": "the code of the rank that caused the failure: 1 for an error, 2 for incorrect usage, 128 + signal; 130 after Ctrl-C",
+    "run": "the code of the rank that caused the failure: 1 for an error, 2 for incorrect usage, the script's exit code, 128 + signal; 130 after Ctrl-C",
 }
 
 
 def page() -> str:
-    """Markdown, made from the app that reads the command line."""
+    """The page in Markdown, generated from the command-line app."""
     lines = [
         "# Commands",
         "",
-        "Every command with its arguments, options and exit codes. Made by `python docs/tools/cli_page.py` from the commands themselves; a test compares them.",
+        "This page lists every command with its arguments, options and exit codes. `python docs/tools/cli_page.py` generates it from the commands; a test compares them.",
         "",
-        "Every command ends with exit code 0 where all is well and, unless it says otherwise, with 2 where something is wrong with what it was given: then",
-        "the error is on stderr, without a traceback. `python -m meshcomm` is the same as `meshcomm`; under torchrun, Slurm or MPI it",
-        "is what the launcher starts.",
+        "The exit code is 0 on success. Unless noted otherwise, it is 2 if an argument, an option or the configuration is invalid. The error is then printed on stderr, without a traceback.",
+        "`python -m meshcomm` is the same as `meshcomm`. Use it as the program to start under torchrun, Slurm or MPI.",
         "",
         "`meshcomm --version` prints the versions of meshcomm, torch and Python.",
         "",
@@ -62,9 +61,9 @@ def _section(name: str, command: Any) -> list[str]:
     if arguments or options:
         lines += ["", "| | default | |", "|---|---|---|"]
     for each in arguments:
-        # As its name is written: of `[CONFIG] SCRIPT` the parser only knows that one has to be there.
+        # Taken from the name: for `[CONFIG] SCRIPT` the parser only knows that one of them is required.
         optional = _argument(each).startswith("[")
-        needed = "" if optional else "needed"
+        needed = "" if optional else "required"
         names = _argument(each).strip("[]").split("|")
         either = "` or `".join(f"[{name}]" if optional else name for name in names)
         lines.append(f"| `{either}` | {needed} | {_cell(each.help or '')} |")
@@ -84,7 +83,7 @@ def _argument(parameter: Any) -> str:
 
 def _default(parameter: Any) -> str:
     if parameter.required:
-        return "needed"
+        return "required"
     if parameter.is_flag or parameter.default is None or callable(parameter.default):
         return ""
     return f"`{parameter.default}`"

@@ -9,7 +9,7 @@ from typing import Any, Final
 from meshcomm.config.root import Config
 from meshcomm.config.write import toml
 
-# A section inside a section: the key under which it lies, by the name of its model.
+# The key of a section inside another section, by the name of its model.
 _INSIDE: Final = {
     "DimOptions": "options.NAME",
     "Links": "links",
@@ -18,10 +18,10 @@ _INSIDE: Final = {
     "ParallelOptions": "options",
     "LoraConfig": "lora",
 }
-_KINDS: Final = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
+_KINDS: Final = {"integer": "integer", "number": "number", "string": "string", "boolean": "true or false"}
 
-# By section; every key of a section is in one of its examples, and each example is right by itself
-# or beside configs/quickstart.toml.
+# By section. Every key of a section is in one of its examples, and each example is valid by itself
+# or together with configs/quickstart.toml.
 EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = {
     "mesh": (
         """\
@@ -37,7 +37,7 @@ warm_up = true
 reports = "reports/hang"
 """,
         """\
-# A mesh on four of the job's ranks, in an order of its own.
+# A mesh on four of the job's ranks, in a custom order.
 [mesh]
 dims = { dp = 2, tp = 2 }
 ranks = [4, 5, 6, 7]
@@ -92,7 +92,7 @@ nccl_nsocks_perthread = 2
     ),
     "elastic": (
         """\
-# Beside configs/quickstart.toml: three new processes, each a minute after the loss; until then one copy of the model may go on.
+# With configs/quickstart.toml: three new processes, each a minute after the loss. Until then one copy of the model may continue.
 [elastic]
 replace = 3
 min = { dp = 1 }
@@ -351,23 +351,23 @@ weight_decay = 0.0
 
 
 def page() -> str:
-    """Markdown, made from the models that check a configuration."""
+    """The page in Markdown, generated from the models that check a configuration."""
     lines = [
         "# Configuration",
         "",
-        "Every key of a configuration: type, default, meaning. Made by `python docs/tools/config_page.py` from the models that check every configuration; a test compares them.",
+        "This page lists every key of a configuration with its type, default and meaning. `python docs/tools/config_page.py` generates it from the models that check every configuration; a test compares them.",
         "",
-        "A configuration is a TOML file, or the same as JSON, as YAML, or as a mapping in Python. `--set KEY=VALUE` changes one",
-        "key on the command line, and with nothing behind `=` removes it. An unknown key is an error, and so is a key that has no",
-        "effect beside the others. All problems of a file are reported at once. `None` stands for a key that is left out.",
+        "A configuration is a TOML, JSON or YAML file, or a mapping in Python. On the command line, `--set KEY=VALUE` changes one key, and `--set KEY=` removes it.",
+        "An unknown key is an error. A key that has no effect in combination with the others is an error too.",
+        "All problems of a file are reported at once. A default of `None` means that the key can be left out.",
         "",
         "| section | |",
         "|---|---|",
     ]
-    # As pydantic has them, so that what is written here is what is checked.
+    # From pydantic, so that the page documents the same models that check configurations.
     schema = Config.model_json_schema()
     for name, field in schema["properties"].items():
-        more = " Needed." if name in schema["required"] else ""
+        more = " Required." if name in schema["required"] else ""
         lines.append(f"| [`[{name}]`](#{name}) | {_cell(field['description'])}{more} |")
     for name, model in sections().items():
         lines += [
@@ -381,7 +381,7 @@ def page() -> str:
         ]
         needed = set(model.get("required", ()))
         for key, field in model["properties"].items():
-            default = "needed" if key in needed else f"`{_default(field)}`"
+            default = "required" if key in needed else f"`{_default(field)}`"
             lines.append(f"| `{key}` | {_type(field)} | {default} | {_cell(field['description'])} |")
         for example in EXAMPLES[name]:
             lines += ["", "```toml", example.rstrip(), "```"]
@@ -421,7 +421,7 @@ def _models(field: Any) -> list[str]:
 
 def _opening(model: Mapping[str, Any]) -> str:
     first = str(model["description"]).split("\n\n")[0].replace("\n", " ")
-    # "`[mesh]`: names, ..." says again what the heading says.
+    # "`[mesh]`: names, ..." repeats the heading.
     return _sentence(first.split(": ", 1)[1] if first.startswith("`[") else first)
 
 
@@ -437,7 +437,7 @@ def _type(field: Mapping[str, Any]) -> str:
 
 
 def _types(field: Mapping[str, Any]) -> list[str]:
-    """The kinds of values that a field takes; null is left out, as TOML has none."""
+    """The kinds of values that a field accepts, without null, which TOML does not have."""
     if "anyOf" in field:
         return [name for part in field["anyOf"] for name in _types(part)]
     if "$ref" in field:
@@ -458,8 +458,8 @@ def _types(field: Mapping[str, Any]) -> list[str]:
 
 
 def _several(field: Mapping[str, Any]) -> str:
-    """What a list or a table holds, in the plural."""
-    return re.sub(r"\b(number|text|list|table)\b", r"\1s", " or ".join(_types(field)), count=1)
+    """The elements of a list or a table, in the plural."""
+    return re.sub(r"\b(integer|number|string|list|table)\b", r"\1s", " or ".join(_types(field)), count=1)
 
 
 def _bounds(field: Mapping[str, Any]) -> str:

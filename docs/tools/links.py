@@ -1,6 +1,6 @@
-"""Hook of the site's build: files of the repository that pages link to become pages beside them.
+"""Hook of the site's build: adds a page for each file of the repository that a page links to.
 
-The same links work on the repository's host, where they lead to the files themselves.
+On the repository's host the same links lead to the files themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pygments.formatters import HtmlFormatter
 
 _LOG: Final = logging.getLogger("properdocs.hooks.links")
 _ROOT: Final = Path(__file__).parents[2]
-# Where a file of the repository lies on the site.
+# The folder of repository files on the site.
 _FOLDER: Final = "repository"
 _LANGUAGES: Final = {".py": "python", ".toml": "toml", ".sh": "bash", ".json": "json"}
 _CODE: Final = re.compile(r"(^(```+).*?^\2`*\s*$|(?<!`)(`+)(?!`).*?(?<!`)\3(?!`))", re.DOTALL | re.MULTILINE)
@@ -24,7 +24,7 @@ _LINK: Final = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add a page for every file of the repository that a page links to, and that its page links to."""
+    """Add a page for every file of the repository that a page links to, including links from added pages."""
     added: list[dict[str, str]] = []
     waiting = [(Path("docs", file.src_uri), file.content_string) for file in files.documentation_pages()]
     while waiting:
@@ -69,7 +69,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def _outside_code(markdown: str, change: Any) -> str:
-    """`markdown` with everything changed that is neither a block nor a span of code."""
+    """Apply `change` to `markdown` outside blocks and spans of code."""
     parts, end = [], 0
     for code in _CODE.finditer(markdown):
         parts += [change(markdown[end : code.start()]), code.group()]
@@ -93,7 +93,7 @@ def _targets(source: Path, markdown: str) -> list[Path]:
 
 
 def _inside(source: Path, link: str) -> Path | None:
-    """What a link leads to, from the repository's root; None where it leads out of it."""
+    """The target of a link, relative to the repository's root; None if it is outside."""
     if re.match(r"[a-z][a-z0-9+.-]*:", link) or link.startswith("/"):
         return None
     target = Path(posixpath.normpath(posixpath.join(source.parent.as_posix(), link)))

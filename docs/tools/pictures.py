@@ -8,7 +8,7 @@ from typing import Final
 
 IMAGES: Final = Path(__file__).parents[1] / "images"
 WIDTH: Final = 480
-# Fills that are read on white, by group or by the rank that a value comes from; sums and empty places.
+# Fills that are readable on white: by group or by a value's source rank; then for sums and for empty places.
 FILLS: Final = ("#cfe3f7", "#fddcb0", "#c9ecd6", "#f3cfe6", "#e4e7ea", "#ffffff")
 SUM, EMPTY = 4, 5
 _FONT: Final = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
@@ -179,7 +179,7 @@ _NONE: Final = [("None", EMPTY)]
 
 
 def _call(call: str, before: Held, after: Held, lines: list[tuple[int, int]] | None = None) -> str:
-    """Before and after one call on the coords of a dim: what each holds, in boxes."""
+    """The contents of each coord of a dim before and after one call, in boxes."""
     parts = [_left(72, 24, "before", 14), _left(308, 24, "after", 14)]
     for c in range(4):
         y = 34 + 36 * c
@@ -223,7 +223,7 @@ def broadcast() -> str:
 
 
 def gather() -> str:
-    """Scatter is the way back."""
+    """Gather; scatter is the reverse."""
     return _call(
         "gather with dst=0 along a dim of size 4",
         _OWN,

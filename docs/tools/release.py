@@ -1,8 +1,9 @@
 """Prepare a release: `python docs/tools/release.py VERSION [--check]`.
 
-In a copy of the last commit: the version goes into meshcomm/__init__.py and CITATION.cff, CHANGELOG's Unreleased becomes a
-dated section, sdist and wheel are built, and checked by twine where it is installed. Then the three files and dist/ are
-copied here, and the commands that are left are printed. --check: nothing is copied. Commits, tags and pushes nothing.
+Works in a copy of the last commit. It writes the version to meshcomm/__init__.py and CITATION.cff, and turns CHANGELOG's
+Unreleased into a dated section. It builds the sdist and the wheel, and checks them with twine if it is installed. Then it
+copies the three files and dist/ back, and prints the remaining commands. --check: copies nothing. It does not commit, tag
+or push.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ CHANGELOG: Final = Path("CHANGELOG.md")
 
 
 def main(words: list[str] | None = None, root: Path = ROOT) -> int:
-    """Prepare a release of the clone `root`. Raises SystemExit with what is wrong, before a file of it has changed."""
+    """Prepare a release of the clone `root`. Raises SystemExit with the problem before any file is changed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("version", metavar="VERSION")
-    parser.add_argument("--check", action="store_true", help="leave everything as it is")
+    parser.add_argument("--check", action="store_true", help="change nothing")
     given = parser.parse_args(words)
     version, day = given.version, date.today().isoformat()
     if changed := output(root, "git", "status", "--porcelain"):
@@ -57,7 +58,7 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
 
 
 def in_module(text: str, version: str, day: str) -> str:
-    """The package with its new version, not older than it; the first release has the one that is there."""
+    """The package with its new version, which must not be older. The first release keeps the current version."""
     (old,) = re.findall(r'^__version__ = "(\d+\.\d+\.\d+)"$', text, re.M)
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         raise SystemExit(f"{version} is not a version of three numbers, such as {old}")
@@ -67,7 +68,7 @@ def in_module(text: str, version: str, day: str) -> str:
 
 
 def in_citation(text: str, version: str, day: str) -> str:
-    """How the release is cited."""
+    """CITATION.cff with the version and date of the release."""
     text = re.sub(r"^version: .*$", f"version: {version}", text, flags=re.M)
     return re.sub(r"^date-released: .*$", f"date-released: {day}", text, flags=re.M)
 
@@ -100,7 +101,7 @@ def build(source: Path) -> list[Path]:
 
 
 def output(folder: Path, *command: str) -> str:
-    """What a command prints. Raises SystemExit with all of its output where it fails."""
+    """The output of a command. Raises SystemExit with all of its output if it fails."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")

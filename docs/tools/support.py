@@ -1,7 +1,7 @@
-"""docs/reference/support.md from the table that refuses calls: `python docs/tools/support.py` writes it.
+"""Generates docs/reference/support.md from the table that refuses calls: `python docs/tools/support.py`.
 
-The table of torch's versions in it is kept, which docs/tools/torch_versions.py fills, and that of launchers, which is written
-by hand from what `python -m tests.launchers.slurm` and its like print.
+Two tables in it are kept. docs/tools/torch_versions.py fills the table of torch's versions. The table of launchers is
+written by hand from the output of `python -m tests.launchers.slurm` and similar commands.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _VERSIONS: Final = ("<!-- torch versions -->\n", "<!-- end of torch versions -->
 _LAUNCHERS: Final = ("<!-- launchers tried -->\n", "<!-- end of launchers tried -->\n")
 
 
-# Which device's tensors a backend carries, and what it lacks there. Of gloo, mpi, nccl and xccl as torch's documentation
-# has it (torch.distributed, "Backends"), where "?" is what depends on how MPI was built; of ucc, which that table leaves
-# out, as its ProcessGroupUCC implements them. A collective that is not named is there.
+# The devices that a backend supports, and the operations that it lacks there. For gloo, mpi, nccl and xccl from torch's
+# documentation (torch.distributed, "Backends"); "?" depends on how MPI was built. That table omits ucc, which follows
+# torch's ProcessGroupUCC. Collectives that are not named are supported.
 _MESSAGES: Final = frozenset(("send", "recv"))
 CARRIES: Final[dict[tuple[str, str], dict[str, frozenset[str]]]] = {
     ("gloo", "cpu"): {},
@@ -35,8 +35,10 @@ CARRIES: Final[dict[tuple[str, str], dict[str, frozenset[str]]]] = {
 
 
 def carries(backend: str, device: str, operation: str) -> str:
-    """ "yes", "no", "?" (MPI, built for CUDA or not) or "list" (only torch's call on a list of tensors, which meshcomm
-    does not make): whether `backend` carries out `operation`, a collective's name, "send" or "recv", on `device`.
+    """Whether `backend` supports `operation`, a collective's name, "send" or "recv", on `device`.
+
+    "yes", "no", "?" (depends on how MPI was built) or "list" (only torch's call on a list of tensors, which meshcomm
+    does not use).
     """
     known = CARRIES.get((backend, device))
     if known is None:
@@ -45,7 +47,7 @@ def carries(backend: str, device: str, operation: str) -> str:
 
 
 def page() -> str:
-    """Markdown, made from the table that the checks use."""
+    """The page in Markdown, generated from the table that the checks use."""
     before = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
     versions, launchers = (
         before.partition(first)[2].partition(last)[0] for first, last in (_VERSIONS, _LAUNCHERS)
@@ -101,7 +103,7 @@ def page() -> str:
 
 
 def _backends() -> list[str]:
-    """Which operation is there on which backend for which device's tensors, and the rule which backend to take."""
+    """The operations of each backend by device, and how to choose a backend."""
     lines = [
         "## Backends",
         "",

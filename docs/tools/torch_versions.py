@@ -1,8 +1,8 @@
-"""On which versions of torch do the tests pass? `python docs/tools/torch_versions.py [--torch VERSION ...] [TEST ...]`
+"""Run the tests on several versions of torch: `python docs/tools/torch_versions.py [--torch VERSION ...] [TEST ...]`
 
-For each version: a virtual environment of its own with what constraints.txt pins, the tests in it, and one row of the table
-in docs/reference/support.md; the rows of other versions stay. TEST: files or node ids for pytest, the whole suite where
-there are none. Takes some 5 GB of disk for the version that is being tried, deleted before the next one. Ends with 1 where a
+For each version it makes a virtual environment with the pins of constraints.txt, runs the tests in it, and writes one row of
+the table in docs/reference/support.md. Rows of other versions are kept. TEST: files or node ids for pytest; by default the
+full suite. The current version takes about 5 GB of disk, which are deleted before the next one. The exit code is 1 if a
 test failed.
 """
 
@@ -25,9 +25,9 @@ from xml.etree import ElementTree
 ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "reference" / "support.md"
 VERSIONS: Final = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-# Free disk that has to be there before an environment is made, the 5 GB of a CUDA build included.
+# Free disk space required before an environment is made, including the 5 GB of a CUDA build.
 NEEDED_BYTES: Final = 30 * 2**30
-# Tests that need torch's hooks on process groups are skipped with these words where torch has none.
+# The skip reason of tests that need torch's hooks on process groups, if torch has none.
 NEEDS_HOOKS: Final = "group hooks"
 _HEAD: Final = (
     "| torch | group hooks | passed | skipped | of these, need hooks | failed | tests | Python | date |\n"
@@ -38,7 +38,7 @@ _TABLE: Final = re.compile(r"(?<=<!-- torch versions -->\n).*?(?=<!-- end of tor
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests did on one version of torch. failed: names of the tests, errors included."""
+    """The results of the tests on one version of torch. failed: names of tests, including errors."""
 
     torch: str
     hooks: bool
@@ -85,7 +85,7 @@ def main() -> int:
 
 
 def tried(version: str, tests: list[str], folder: Path | None) -> Result:
-    """The tests on one version of torch, in an environment that lives no longer than this call."""
+    """Run the tests on one version of torch, in an environment that is deleted at the end of this call."""
     with TemporaryDirectory(prefix=f"torch-{version}-", dir=folder) as name:
         place = Path(name)
         free = shutil.disk_usage(place).free
@@ -110,7 +110,7 @@ def tried(version: str, tests: list[str], folder: Path | None) -> Result:
 
 
 def constraints(version: str) -> str:
-    """What constraints.txt pins, with another torch, and with the setuptools that this torch asks for."""
+    """The pins of constraints.txt, with another torch and the setuptools that this torch requires."""
     pinned = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
     kept = [line for line in pinned if not line.startswith(("torch==", "setuptools=="))]
     return "".join([*kept, f"torch=={version}\n"])

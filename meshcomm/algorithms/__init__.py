@@ -1,4 +1,4 @@
-"""All-reduce algorithms as plain data: who sends which chunk to whom, step by step. No torch, no process."""
+"""All-reduce algorithms as plain data: which rank sends which chunk to which rank in each step. Uses no torch and no processes."""
 
 from meshcomm.algorithms.all_reduce import (
     double_tree,

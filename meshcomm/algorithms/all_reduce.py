@@ -43,16 +43,16 @@ def ring(n: int) -> Schedule:
 
 
 def two_level(n: int, inner: int) -> Schedule:
-    """Groups of `inner` neighbouring coords, and a ring across the groups for each place in them.
+    """Groups of `inner` consecutive coords, and a ring across the groups for each place in them.
 
-    A ring inside each group leaves each rank one slice of the group's sum; rings across the groups
-    all-reduce the slices; the rings inside gather them. Between groups goes 1/inner of the data.
+    A ring inside each group leaves each rank one slice of the group's sum. Rings across the groups
+    all-reduce the slices, and the inner rings gather them. 1/inner of the data crosses between groups.
 
     Steps:    2 (inner - 1) inside and 2 (n / inner - 1) across.
     Order:    as `ring`, first inside the groups, then across them.
     Source:   Mikami et al., "Massively distributed SGD: ImageNet/ResNet-50 training in a flash", 2018,
               as 2D-torus all-reduce.
-    Raises:   LayoutError where `inner` does not divide n.
+    Raises:   LayoutError if `inner` does not divide n.
     """
     check_inner(n, inner)
     outer = n // inner
@@ -78,9 +78,9 @@ def two_level(n: int, inner: int) -> Schedule:
 
 
 def tree(n: int, chunks: int = 1) -> Schedule:
-    """Reduce up one binary tree with root 0, and broadcast down it, `chunks` pieces one behind the other.
+    """Reduce up one binary tree with root 0, and broadcast down it, with `chunks` pieces pipelined.
 
-    The children of r are 2r + 1 and 2r + 2. What goes up and what goes down meet on no link.
+    The children of r are 2r + 1 and 2r + 2. Data going up and data going down share no link direction.
 
     Steps:    2 floor(log2 n) + chunks - 1.
     Order:    each rank adds its children's sums to its own, the lower child first.
@@ -98,13 +98,13 @@ def double_tree(n: int, chunks: int = 1) -> Schedule:
     """Two binary trees at once, each with half the data in `chunks` pieces.
 
     A rank that has children in one tree is a leaf of the other (for odd n, coord 0 has one child in
-    each), so no rank sends more than twice the data, where an inner rank of one tree sends it three times.
+    each). So no rank sends more than twice the data, whereas an inner rank of a single tree sends it three times.
 
     Steps:    2 ceil(log2 n) + chunks - 1.
     Order:    as `tree`: the first half of the data along the first tree, the second along the second.
     Source:   Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction
-              and scan", 2009, with connections of a rank that work at the same time, as in NCCL
-              since 2.4, in place of their schedule of one message at a time.
+              and scan", 2009. Here the connections of a rank work at the same time, as in NCCL
+              since 2.4; their schedule sends one message at a time.
     """
     check_counts("double_tree", n, chunks)
     height = (n - 1).bit_length()
@@ -120,10 +120,10 @@ def double_tree(n: int, chunks: int = 1) -> Schedule:
 def recursive_doubling(n: int) -> Schedule:
     """Exchange all data with a partner and add, at distances 1, 2, 4, ...
 
-    Where n is no power of two, 2 (n - p) ranks first fold into half of them, p the largest power
-    of two up to n, and are told the result at the end.
+    If n is not a power of two, 2 (n - p) ranks first fold into half of them, and receive the result at
+    the end. p is the largest power of two up to n.
 
-    Steps:    log2 p, and 2 more where n is no power of two; each carries all data.
+    Steps:    log2 p, and 2 more if n is not a power of two; each carries all data.
     Order:    pairs, pairs of pairs, ...; partners compute the same sums, with the same operand left.
     Source:   Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in
               MPICH", 2005.
@@ -140,9 +140,9 @@ def recursive_doubling(n: int) -> Schedule:
 def halving_doubling(n: int) -> Schedule:
     """Reduce-scatter by halves with partners at distances p/2, ..., 2, 1, then all-gather back.
 
-    Folds as `recursive_doubling` does where n is no power of two.
+    Folds as `recursive_doubling` does if n is not a power of two.
 
-    Steps:    2 log2 p, and 2 more where n is no power of two; for powers of two as few bytes as a ring.
+    Steps:    2 log2 p, and 2 more if n is not a power of two; for powers of two as few bytes as a ring.
     Order:    pairs at distance p/2, then pairs of those, ...; each chunk is finished by one rank.
     Source:   Rabenseifner, "Optimization of collective reduction operations", 2004; Thakur,
               Rabenseifner, Gropp, 2005.
@@ -153,7 +153,7 @@ def halving_doubling(n: int) -> Schedule:
     def core(at: int, coord: Callable[[int], int]) -> list[ScheduleStep]:
         steps = []
         for distance, reduce in [*((d, True) for d in reversed(distances)), *((d, False) for d in distances)]:
-            # Of 2 * distance chunks that the partners share, each has the half that it is in.
+            # The partners share 2 * distance chunks; each keeps the half that contains its own.
             mine, theirs = (who & ~(distance - 1) for who in (at, at ^ distance))
             out, into = (theirs, mine) if reduce else (mine, theirs)
             peer = coord(at ^ distance)
@@ -167,9 +167,9 @@ def halving_doubling(n: int) -> Schedule:
 def _around(
     size: int, place: int, coord: Callable[[int], int], span: Callable[[int], Span], reduce: bool
 ) -> list[ScheduleStep]:
-    """A ring of `size` places; `coord` says which rank sits at one, `span` which chunks are a place's.
+    """A ring of `size` places. `coord` gives the rank at a place, `span` the chunks of a place.
 
-    reduce: place p ends with the sum of its span; otherwise it starts with its span, and all end with all.
+    reduce: place p ends with the sum of its span. Otherwise it starts with its span, and all places end with all chunks.
     """
     after, before = coord((place + 1) % size), coord((place - 1) % size)
     leaving = [(place - step - reduce) % size for step in range(size - 1)]
@@ -182,9 +182,9 @@ def _around(
 def _folded(
     name: str, n: int, chunks: int, core: Callable[[int, Callable[[int], int]], list[ScheduleStep]]
 ) -> Schedule:
-    """A schedule over the largest power of two of n ranks: of the first 2 * extra, the odd speak for two.
+    """A schedule over the largest power of two of n ranks. Of the first 2 * extra ranks, the odd ones represent two.
 
-    core: steps of number `at` of the power of two; its second argument says the coord of a number.
+    core: the steps of index `at` in the power of two; its second argument maps an index to a coord.
     """
     extra = n - (1 << (n.bit_length() - 1))
 
@@ -207,13 +207,13 @@ def _folded(
 
 
 def heap_place(n: int, rank: int) -> Place:
-    """`rank` in the binary tree of n ranks that is filled level by level."""
+    """The place of `rank` in the binary tree of n ranks that is filled level by level."""
     children = tuple(c for c in (2 * rank + 1, 2 * rank + 2) if c < n)
     return Place((rank - 1) // 2 if rank else 0, children, (rank + 1).bit_length() - 1)
 
 
 def in_order_place(n: int, rank: int) -> Place:
-    """`rank` in the tree whose root is 0, above a binary tree of 1 to n - 1 in order.
+    """The place of `rank` in the tree whose root is 0, above a binary tree of 1 to n - 1 in order.
 
     The top of a range is its number with the most trailing zero bits, so odd ranks are leaves.
     """
@@ -228,9 +228,9 @@ def in_order_place(n: int, rank: int) -> Place:
 
 
 def twin_place(n: int, rank: int) -> Place:
-    """`rank` in the second of two trees: the first with even and odd exchanged.
+    """The place of `rank` in the second of two trees: the first tree with even and odd ranks exchanged.
 
-    Mirrored for even n, shifted by one for odd n, where mirroring would leave even ranks even.
+    The tree is mirrored for even n and shifted by one for odd n, where mirroring would keep even ranks even.
     """
     role = n - 1 - rank if n % 2 == 0 else (rank - 1) % n
     parent, children, depth = in_order_place(n, role)
@@ -268,7 +268,7 @@ def _through(place: Place, height: int, chunks: int, offset: int) -> list[Schedu
 
 
 def _merged(programs: list[list[ScheduleStep]]) -> tuple[ScheduleStep, ...]:
-    """Several programs in the same steps; between two ranks, the first program is listed first on both."""
+    """Merge several programs into the same steps. Between two ranks, the first program is listed first on both."""
     return tuple(
         ScheduleStep(
             tuple(s for each in steps for s in each.sends), tuple(r for each in steps for r in each.receives)

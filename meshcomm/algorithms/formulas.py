@@ -1,4 +1,4 @@
-"""What the algorithms cost, as functions of ranks, bytes and chunks: for models, without a schedule."""
+"""The costs of the algorithms as functions of ranks, bytes and chunks: for models, without a schedule."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from meshcomm.algorithms.schedule import check_counts, check_inner
 
 
 class Cost(NamedTuple):
-    """Counts of one all-reduce, exact where the bytes divide evenly into the chunks.
+    """Counts of one all-reduce, exact if the bytes divide evenly into the chunks.
 
-    steps: messages in the longest chain that wait for each other: the latency term; path_bytes: bytes along it.
-    busiest_bytes: that the busiest rank sends: the bandwidth term; total_bytes: that all ranks send.
+    steps: messages in the longest chain of dependent messages (the latency term). path_bytes: bytes along it.
+    busiest_bytes: sent by the busiest rank (the bandwidth term). total_bytes: sent by all ranks.
     """
 
     steps: int
@@ -21,25 +21,25 @@ class Cost(NamedTuple):
     total_bytes: float
 
     def seconds(self, alpha_s: float, beta_s_per_byte: float) -> float:
-        """The alpha-beta time: alpha for each step, beta for each byte of the chain or of the busiest rank, if it is more.
+        """The alpha-beta time: alpha for each step, beta for each byte of the chain or of the busiest rank, whichever is more.
 
-        For ring, two_level and the recursive ones over a power of two the textbook time; for trees a lower bound.
+        This is the textbook time for ring, two_level and the recursive algorithms over a power of two, and a lower bound for trees.
         Source: Hockney, "The communication challenge for MPP", 1994.
         """
         return self.steps * alpha_s + max(self.path_bytes, self.busiest_bytes) * beta_s_per_byte
 
 
 def ring(n: int, size_bytes: float) -> Cost:
-    """2 (n - 1) steps of size/n: Patarasuk and Yuan 2009, whose lower bound of bytes it meets."""
+    """2 (n - 1) steps of size/n; meets the lower bound of bytes of Patarasuk and Yuan 2009."""
     check_counts("ring", n)
     moved = 2 * (n - 1) * size_bytes / n
     return Cost(2 * (n - 1), moved, moved, 2 * (n - 1) * size_bytes)
 
 
 def two_level(n: int, size_bytes: float, inner: int) -> Cost:
-    """Inside the groups of `inner` a ring of all data, then across the n / inner groups one of 1/inner of it.
+    """A ring of all data inside the groups of `inner`, then a ring of 1/inner of it across the n / inner groups.
 
-    Mikami et al. 2018. With links of their own, and for more levels: `lines` of meshcomm.predict.times.
+    Mikami et al. 2018. For different links and more levels, see `lines` of meshcomm.predict.times.
     """
     check_inner(n, inner)
     inside, across = ring(inner, size_bytes), ring(n // inner, size_bytes / inner)
@@ -48,20 +48,20 @@ def two_level(n: int, size_bytes: float, inner: int) -> Cost:
 
 
 def tree(n: int, size_bytes: float, chunks: int = 1) -> Cost:
-    """2 floor(log2 n) steps to go up and down, and one more for every further chunk behind the first.
+    """2 floor(log2 n) steps to go up and down, and one more for every chunk after the first.
 
     An inner rank with two children sends its data once up and twice down. (Pipelined trees: Sanders,
     Speck, Träff 2009; here all connections of a rank work at the same time.)
     """
     check_counts("tree", n, chunks)
     steps = 2 * (n.bit_length() - 1) + chunks - 1 if n > 1 else 0
-    # Coord 1 is the first with a parent and two children, from five ranks on.
+    # With five ranks or more, coord 1 has a parent and two children.
     times = {1: 0, 2: 1, 3: 2, 4: 2}.get(n, 3)
     return Cost(steps, steps * size_bytes / chunks, times * size_bytes, 2 * (n - 1) * size_bytes)
 
 
 def double_tree(n: int, size_bytes: float, chunks: int = 1) -> Cost:
-    """2 ceil(log2 n) steps, and one more for every further chunk of a half.
+    """2 ceil(log2 n) steps, and one more for every additional chunk of a half.
 
     An inner rank of one tree sends half the data three times and, as a leaf of the other, half of it
     once: at most twice the data. Sanders, Speck, Träff 2009; NCCL since 2.4.
@@ -89,14 +89,14 @@ def halving_doubling(n: int, size_bytes: float) -> Cost:
 
 
 def _folded(name: str, n: int) -> tuple[int, int, int]:
-    """log2 of the largest power of two up to n, how many ranks are left over, and whether any are."""
+    """log2 of the largest power of two up to n, the number of remaining ranks, and whether there are any."""
     check_counts(name, n)
     levels = n.bit_length() - 1
     extra = n - (1 << levels)
     return levels, extra, int(extra > 0)
 
 
-# (ranks, bytes, chunks) -> Cost; two_level, which asks for levels, is not among them.
+# (ranks, bytes, chunks) -> Cost; without two_level, which needs levels.
 ALL_REDUCE: Final[Mapping[str, Callable[[int, float, int], Cost]]] = {
     "ring": lambda n, size_bytes, chunks: ring(n, size_bytes),
     "recursive_doubling": lambda n, size_bytes, chunks: recursive_doubling(n, size_bytes),

@@ -1,4 +1,4 @@
-"""What is a schedule? Steps, and what a rank sends and receives in each."""
+"""Schedules: steps with the messages that a rank sends and receives in each."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Chunks `first` to `last - 1` come from coord `peer`.
+    """Chunks `first` to `last - 1` are received from coord `peer`.
 
-    reduce: they are combined with this rank's own, the operand of the lower coord on the left;
-            False: they replace this rank's own.
+    reduce: combine them with this rank's chunks, with the operand of the lower coord on the left.
+      If False, they replace this rank's chunks.
     """
 
     peer: int
@@ -31,9 +31,9 @@ class Receive(NamedTuple):
 
 
 class ScheduleStep(NamedTuple):
-    """What one rank does in one step: all messages at once, then the receives take effect in this order.
+    """One rank's part of one step: all messages at once, then the receives take effect in this order.
 
-    Between two ranks the first send of a step meets the first receive, and so on.
+    Between two ranks, the first send of a step matches the first receive, and so on.
     """
 
     sends: tuple[Send, ...] = ()
@@ -47,7 +47,7 @@ IDLE = ScheduleStep()
 class Schedule:
     """An all-reduce over `size` ranks of data in `chunks` pieces, see `bounds`, in `steps` steps; there is no barrier.
 
-    A rank's program depends on the arguments alone, so that each rank makes its own: `of(coord)`.
+    A rank's program depends only on the arguments, so each rank computes its program with `of(coord)`.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Schedule:
     program: Callable[[int], tuple[ScheduleStep, ...]]
 
     def of(self, coord: int) -> tuple[ScheduleStep, ...]:
-        """What rank `coord` does: `steps` Steps, some of them idle."""
+        """The program of rank `coord`: `steps` steps, some of them idle."""
         if not 0 <= coord < self.size:
             raise LayoutError(
                 f"the {self.name} all-reduce has no coord {coord}",
@@ -70,7 +70,7 @@ class Schedule:
 def bounds(length: int, chunks: int) -> list[int]:
     """Where `length` elements are cut into `chunks` pieces: chunk i is [bounds[i], bounds[i + 1]).
 
-    The first pieces are one longer where they cannot all be equal; pieces may be empty.
+    If they cannot all be equal, the first pieces are one element longer. Pieces may be empty.
 
     >>> bounds(10, 4)
     [0, 3, 6, 8, 10]
@@ -80,13 +80,13 @@ def bounds(length: int, chunks: int) -> list[int]:
 
 
 def check_counts(name: str, size: int, chunks: int = 1) -> None:
-    """Raise LayoutError unless `size` ranks and `chunks` pieces are whole numbers of 1 or more."""
+    """Raise LayoutError unless `size` ranks and `chunks` pieces are integers of 1 or more."""
     for what, value in (("ranks", size), ("chunks", chunks)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise LayoutError(
                 f"no {name} all-reduce over {value!r} {what}",
                 given=f"{what}: {value!r}",
-                expected="a whole number, 1 or more",
+                expected="an integer, 1 or more",
             )
 
 

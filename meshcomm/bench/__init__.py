@@ -1,1 +1,1 @@
-"""Measurements of meshcomm beside raw torch.distributed, in the same run."""
+"""Measures meshcomm and plain torch.distributed in the same run."""

@@ -1,4 +1,4 @@
-"""From a live mesh to all that `meshcomm bench` shows: each call beside torch's, in turn, round by round, on real ranks."""
+"""The measurements of `meshcomm bench` on a live mesh: each call alternates with torch's equivalent, round by round."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from meshcomm.predict.links import Machine, machine, span
 from meshcomm.predict.times import COUNTED, DTYPE_BYTES, Operation, counted_bytes
 from meshcomm.show.costs import row_facts
 
-# How long a round of one way should last, for the clock and the start of the calls not to matter.
+# The target duration of a round, long enough that clock resolution and call startup do not matter.
 ROUND_S: Final = 0.02
 _MOST_CALLS: Final = 10_000
 Call: TypeAlias = Callable[[], object]
 
-# What the functions of one flat tensor are called since torch 2.13, else before it.
+# The flat-tensor functions: their names since torch 2.13, or their older names.
 _ALL_GATHER: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Final[Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -49,7 +49,7 @@ class Pair(NamedTuple):
 
 
 def device_of(mesh: Mesh, dim: str) -> torch.device:
-    """Where tensors for calls along `dim` lie: Gloo carries host memory, whatever the mesh's device is."""
+    """The device of tensors for calls along `dim`: host memory for Gloo, whatever the mesh's device is."""
     on_host = mesh.plan.family(dim).options.backend == "gloo"
     return torch.device("cpu") if on_host else mesh.device
 
@@ -57,15 +57,15 @@ def device_of(mesh: Mesh, dim: str) -> torch.device:
 def pair(mesh: Mesh, dim: str, operation: Operation, size_bytes: int) -> Pair:
     """`operation` along `dim` by the mesh, and by torch.distributed on the same group; size_bytes: of `counted_bytes`.
 
-    float32 zeros, so that sums stay what they are. Where a call of the mesh returns new memory torch's gets a new tensor
-    each time, and where it leaves `x` alone torch's works on a copy; buffers that both can be given are made once. The
-    root is coord 0; a message goes to the next coord.
+    Data are float32 zeros, so that sums do not change. If a mesh call returns new memory, torch's call gets a new tensor
+    each time. If a mesh call leaves `x` unchanged, torch's call works on a copy. Buffers that both accept are made once.
+    The root is coord 0; a message goes to the next coord.
     """
     n, coord, group, device = mesh.size(dim), mesh.coord(dim), mesh.group(dim), device_of(mesh, dim)
     count = size_bytes // DTYPE_BYTES
 
     def zeros(elements: int) -> Tensor:
-        # Written, not only promised by the system: pages that nobody has touched cost nothing to read.
+        # Write the memory: reading pages that were never written costs nothing and would distort times.
         return torch.empty(elements, dtype=torch.float32, device=device).zero_()
 
     x = zeros(count)
@@ -102,7 +102,7 @@ def pair(mesh: Mesh, dim: str, operation: Operation, size_bytes: int) -> Pair:
 
 
 def _ring(x: Tensor, group: dist.ProcessGroup, coord: int, n: int) -> Tensor:
-    """`x` to the next rank of the group."""
+    """Send `x` to the next rank of the group."""
     received = torch.empty_like(x)
     ops = [
         dist.P2POp(dist.irecv, received, group=group, group_peer=(coord - 1) % n),
@@ -117,7 +117,7 @@ def _ring(x: Tensor, group: dist.ProcessGroup, coord: int, n: int) -> Tensor:
 
 
 class Item(NamedTuple):
-    """One operation of one size along one dim. size_bytes: as `counted_bytes` gives it."""
+    """One operation of one size along one dim. size_bytes: as `counted_bytes` returns it."""
 
     dim: str
     operation: Operation
@@ -125,7 +125,7 @@ class Item(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """What is not measured, and why. operation: None for all of them."""
+    """An operation that is not measured, and why. operation: None for all operations."""
 
     dim: str
     operation: str | None
@@ -139,12 +139,12 @@ def in_turn(
     align: Callable[[], object] | None = None,
     finish: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds per call of each way: `rounds` times `calls` calls of one, then of the next.
+    """Seconds per call of each way. A round makes `calls` calls of one way, then of the next; there are `rounds` rounds.
 
-    Every other round goes through the ways backwards, so that none always has the same one before it.
-    align: called before each block, so that all ranks start together. finish: called after each, before
-        the clock stops: returns when what the calls have begun is done.
-    One round before the others is not counted.
+    Every other round runs the ways in reverse order, so that no way always follows the same one.
+    align: called before each block, so that all ranks start together. finish: called after each block, before
+        the clock stops; returns when the work of the calls is done.
+    A first round is not counted.
     """
     found: dict[str, list[float]] = {name: [] for name in ways}
     order = list(ways.items())
@@ -175,7 +175,7 @@ class Measured(NamedTuple):
 def sweep(
     mesh: Mesh, items: Sequence[Item], rounds: int, round_s: float = ROUND_S, progress: bool = False
 ) -> tuple[list[Measured], list[Skipped]]:
-    """Measure every item; what a backend lacks is skipped, with the reason that it gives.
+    """Measure every item. Operations that a backend does not support are skipped, with the reason.
 
     All groups along a dim run at the same time, as in a training step. progress: a line on stderr before each item.
     Called by: every rank of the mesh.
@@ -190,7 +190,7 @@ def sweep(
         try:
             found.append(_measure(mesh, item, rounds, round_s))
         except UnsupportedOp as error:
-            # Raised on all ranks, before a byte moves.
+            # Raised on all ranks, before any bytes move.
             why = f"{error.what}: {error.expected}"
             skipped[item.dim, item.operation] = Skipped(item.dim, item.operation, why)
     return found, list(skipped.values())
@@ -198,7 +198,7 @@ def sweep(
 
 def _measure(mesh: Mesh, item: Item, rounds: int, round_s: float) -> Measured:
     ways = pair(mesh, item.dim, item.operation, item.size_bytes)._asdict()
-    # All groups connect, and all ranks learn what the backend lacks.
+    # All groups connect, and unsupported operations raise.
     for call in ways.values():
         call()
     device = device_of(mesh, item.dim)
@@ -211,7 +211,7 @@ def _measure(mesh: Mesh, item: Item, rounds: int, round_s: float) -> Measured:
         found = in_turn(ways, rounds, calls, align=together, finish=partial(_finish, device))
         return slowest(mesh, list(found.values()))
 
-    # One call says roughly how many fill a quarter of a round, and these how many fill one.
+    # Time one call to estimate how many fill a quarter of a round; time these to estimate how many fill a round.
     count = 1
     for share in (0.25, 1.0):
         shortest = min(map(min, times(1, count)))
@@ -222,13 +222,13 @@ def _measure(mesh: Mesh, item: Item, rounds: int, round_s: float) -> Measured:
 
 
 def _finish(device: torch.device) -> None:
-    """Return when the device has done all that was enqueued; on a CPU it has."""
+    """Return when the device has finished all queued work. On a CPU, return at once."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def slowest(mesh: Mesh, seconds: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
-    """The largest of all ranks' times, one by one: equal on all of them."""
+    """The elementwise maximum of all ranks' times; equal on all ranks."""
     worst = torch.tensor(seconds, dtype=torch.float64, device=mesh.device)
     for dim in mesh.dims:
         mesh.all_reduce(dim, worst, "max")
@@ -236,10 +236,10 @@ def slowest(mesh: Mesh, seconds: Sequence[Sequence[float]]) -> list[tuple[float,
 
 
 def chosen_dims(plan: Plan, asked: Sequence[str]) -> tuple[list[Family], list[Skipped]]:
-    """The families to measure, in plan order; those left out.
+    """The families to measure, in plan order, and the families left out.
 
-    asked: names of dims, merged dims or views' dims; all with groups of their own where there is none.
-    Raises UnknownDim, and ConfigError where nothing is left to measure.
+    asked: names of dims, merged dims or views' dims. If empty, all names that do not share another's groups.
+    Raises UnknownDim, and ConfigError if nothing is left to measure.
     """
     for name in asked:
         plan.layout.digits(name)
@@ -250,7 +250,7 @@ def chosen_dims(plan: Plan, asked: Sequence[str]) -> tuple[list[Family], list[Sk
         if family.size == 1:
             skipped.append(Skipped(family.name, None, "one rank: nothing moves"))
         elif family.shares is not None and not asked:
-            skipped.append(Skipped(family.name, None, f"its groups are those of {family.shares}"))
+            skipped.append(Skipped(family.name, None, f"it shares the groups of {family.shares}"))
         else:
             found.append(family)
     if not found:
@@ -258,7 +258,7 @@ def chosen_dims(plan: Plan, asked: Sequence[str]) -> tuple[list[Family], list[Sk
         raise ConfigError(
             "no dim to measure has two ranks or more",
             given=sizes + "".join(f", --dim {name}" for name in asked),
-            expected="a dim along which something moves",
+            expected="a dim of two ranks or more",
             hint="--set mesh.dims.DIM=2" if not asked else "leave --dim out",
         )
     return found, skipped
@@ -277,7 +277,7 @@ def items(families: Sequence[Family], operations: Sequence[Operation], sizes: Se
 
 @dataclass(frozen=True)
 class Asked:
-    """What to measure. dims: none for all. round_s: as `sweep` takes it."""
+    """The requested measurements. dims: empty for all. round_s: as for `sweep`."""
 
     operations: Sequence[Operation]
     sizes: Sequence[int]
@@ -287,9 +287,9 @@ class Asked:
 
 
 def measured_facts(mesh: Mesh, asked: Asked, topology: TopologyConfig, progress: bool) -> dict[str, Any]:
-    """Measure, and return it as data that JSON can hold: what `bench_view` takes.
+    """Measure, and return JSON-serializable data for `bench_view`.
 
-    topology: as `discovered` gives it. progress: whether this rank says on stderr how far it is, if that is a terminal.
+    topology: as `discovered` returns it. progress: whether this rank reports progress on stderr, if that is a terminal.
     Called by: every rank of the mesh. Raises UnknownDim and ConfigError, on all ranks.
     """
     families, skipped = chosen_dims(mesh.plan, asked.dims)
@@ -344,7 +344,7 @@ def machine_facts(mesh: Mesh) -> dict[str, Any]:
 
 
 def _hosts(mesh: Mesh) -> int:
-    """How many host names the ranks have."""
+    """The number of different host names of the ranks."""
     mine = torch.tensor([zlib.crc32(socket.gethostname().encode())], dtype=torch.int64, device=mesh.device)
     for dim in mesh.dims:
         mine = mesh.all_gather(dim, mine)

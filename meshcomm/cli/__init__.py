@@ -1,4 +1,4 @@
-"""The commands of `meshcomm`. What needs torch is imported by the command that needs it."""
+"""The commands of `meshcomm`. Each command imports torch only if it needs it."""
 
 from __future__ import annotations
 

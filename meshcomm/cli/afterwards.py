@@ -12,7 +12,7 @@ import typer
 from meshcomm.cli.app import AsJson, Overrides, World, app, no_config, show_facts
 from meshcomm.errors import LaunchError
 
-# How long the ranks wait for each other where no config says.
+# How long the ranks wait for each other without a config.
 _DOCTOR_TIMEOUT_S: Final = 60.0
 
 
@@ -63,7 +63,7 @@ def doctor(
     try:
         here = find_launch(os.environ)
     except LaunchError:
-        # It will be among the findings.
+        # The error will be among the findings.
         here = find_launch({})
     facts: dict[str, Any] | None = None
     code = 0

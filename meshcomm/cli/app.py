@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from meshcomm.config import Config, TopologyConfig
 
 Facts = dict[str, Any]
-# How torchrun, Slurm, Open MPI, MPICH, MVAPICH, jsrun, Flux and PALS number the processes of a host.
+# Variables of torchrun, Slurm, Open MPI, MPICH, MVAPICH, jsrun, Flux and PALS for a process's index on its host.
 _LOCAL_RANKS: Final = (
     "LOCAL_RANK",
     "SLURM_LOCALID",
@@ -30,7 +30,7 @@ _LOCAL_RANKS: Final = (
     "PALS_LOCAL_RANKID",
 )
 
-# Every command under what one wants to do, in the order in which `--help` and the reference list them.
+# Commands grouped by purpose, in the order of `--help` and the reference.
 GROUPS: Final = {
     "Begin": ("new",),
     "Start ranks": ("run", "train", "simulate"),
@@ -49,7 +49,7 @@ class Commands(TyperGroup):
         return [name for names in GROUPS.values() for name in names]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Every command with its whole first paragraph, group by group."""
+        """Every command with its full first paragraph, group by group."""
         widest = max(map(len, self.commands))
         for title, names in GROUPS.items():
             rows = [(name.ljust(widest), first_paragraph(self.commands[name])) for name in names]
@@ -61,7 +61,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except MeshcommError as error:
-            # The ranks of a host read one file: its first rank says for all of them what is wrong with it.
+            # The ranks of a host read the same file: only the first rank reports errors in it.
             if not isinstance(error, ConfigError) or _first_of_host(os.environ):
                 typer.echo(str(error), err=True)
             raise typer.Exit(2) from None
@@ -72,7 +72,7 @@ def _first_of_host(env: Mapping[str, str]) -> bool:
 
 
 def first_paragraph(command: Any) -> str:
-    """What a command does, on one line."""
+    """The first paragraph of a command's help, on one line."""
     return " ".join((command.help or "").strip().split("\n\n")[0].split())
 
 
@@ -133,25 +133,25 @@ Version = Annotated[
 
 @app.callback()
 def _commands(version: Version = False) -> None:
-    # With a callback the first argument stays a command's name even while there is one command.
+    # With a callback, the first argument is a command's name even if there is only one command.
     pass
 
 
 def no_config(overrides: Sequence[str], expected: str, hint: str) -> ConfigError:
-    """--set without a config."""
+    """The error for --set without a config."""
     given = " ".join(f"--set {override}" for override in overrides)
     return ConfigError("--set has no effect without a CONFIG", given=given, expected=expected, hint=hint)
 
 
 def discovered_topology(settings: Config) -> TopologyConfig:
-    """`[topology]`, with what the launcher's environment says."""
+    """`[topology]`, completed from the launcher's environment."""
     from meshcomm.predict.links import discovered
 
     return discovered(settings.topology, os.environ)
 
 
 def show(what: RenderableType) -> None:
-    """Print a rich renderable, as wide as the terminal, or 100 columns where there is none."""
+    """Print a rich renderable at the width of the terminal, or 100 columns if there is none."""
     from meshcomm.show.page import terminal
 
     terminal().print(what, crop=False)

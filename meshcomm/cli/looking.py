@@ -66,10 +66,10 @@ def plan(
     values = rank, grid or None, by, schedule or None, export
     unused = [name for name, value in zip(names, values, strict=True) if value is not None]
     if diff is not None and unused:
-        said = f"--diff compares, and draws and marks nothing: leave {' and '.join(unused)} out"
+        said = f"--diff only compares: leave out {' and '.join(unused)}"
         raise typer.BadParameter(said)
     if export is not None and (json or schedule):
-        raise typer.BadParameter("--export writes the grid alone: leave --json and --schedule out")
+        raise typer.BadParameter("--export writes only the grid: leave out --json and --schedule")
     from meshcomm.config import load_config
     from meshcomm.config.write import check_ending
 
@@ -103,7 +103,7 @@ def plan(
 def _facts(
     settings: Config, world: int | None, rank: str | None, by: str | None, grid: bool
 ) -> tuple[Facts, list[Any]]:
-    """The facts of a plan, and the grid where it is asked for."""
+    """The facts of a plan, and the grid if requested."""
     from meshcomm.predict.lint import footprint
     from meshcomm.show.grid import RankGrid, grid_facts
     from meshcomm.show.plan import plan_facts, read_rank

@@ -39,7 +39,7 @@ Replace = Annotated[
     ),
 ]
 
-# What `meshcomm new` writes, from which file of the folder starter, and the command for it.
+# Files that `meshcomm new` writes, with their source in the folder starter and the command to run them.
 _STARTER: Final = {
     "config.toml": ("config.toml", "meshcomm train"),
     "hello.py": ("hello.py.txt", "meshcomm run --world-size 8"),
@@ -84,7 +84,7 @@ def new(
         raise LaunchError(
             f"{folder}: cannot be written: {(error.strerror or str(error)).lower()}",
             given=str(folder),
-            expected="a folder that can be written, or be made",
+            expected="a folder that can be written or created",
             hint="meshcomm new in another folder",
         ) from None
     for path, (_, command) in paths.items():
@@ -243,9 +243,11 @@ def dryrun(
     of_model = is_of_model(first)
     if (dims is not None) != of_model:
         raise LaunchError(
-            "the sizes of dims are not said" if of_model else "--dims is for the config.json of a model",
+            "a model's config.json has no sizes of dims"
+            if of_model
+            else "--dims is for the config.json of a model",
             given=f"{first}{'' if dims is None else f', --dims {dims}'}",
-            expected="a model's config.json and --dims, or a configuration, which has dims of its own",
+            expected="a model's config.json and --dims, or a configuration without --dims",
             hint=f"meshcomm dryrun {first} --dims pp=16,fsdp=64,tp=8"
             if of_model
             else "--set mesh.dims={dp=8,tp=2}",
@@ -286,7 +288,7 @@ def named(
 
 
 def _found(script: Path, usage: str) -> Path:
-    """The script. Raises LaunchError where there is none."""
+    """The script. Raises LaunchError if it does not exist."""
     if not script.is_file():
         from meshcomm.config.read import near_file
 

@@ -28,7 +28,10 @@ def schema() -> dict[str, Any]:
             if setting.get("default") is None or isinstance(setting["default"], dict):
                 setting.pop("default", None)
     properties = {
-        "$schema": {"type": "string", "description": "Where this schema is; in JSON files, and not read."},
+        "$schema": {
+            "type": "string",
+            "description": "Location of this schema, for editors. Only in JSON files; meshcomm ignores it.",
+        },
         **found["properties"],
     }
     return {

@@ -1,4 +1,4 @@
-"""What is wrong with this host, this installation, this job's environment? Asked before anything runs."""
+"""Check this host, this installation and this job's environment before anything runs."""
 
 from meshcomm.doctor.examine import examine
 from meshcomm.doctor.finding import Finding

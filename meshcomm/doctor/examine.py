@@ -28,20 +28,20 @@ _ALONE: Final = Launch("single", 0, 1, 0, 1)
 _PACKAGES: Final = ("einops", "numpy", "pydantic", "rich", "typer")
 _DEBUGGING: Final = Finding(
     "warn",
-    "TORCH_DISTRIBUTED_DEBUG makes torch check every collective by a second one",
+    "TORCH_DISTRIBUTED_DEBUG makes torch check every collective with a second collective",
     given="TORCH_DISTRIBUTED_DEBUG=DETAIL",
-    expected="it unset, OFF or INFO where speed counts",
+    expected="unset, OFF or INFO where speed counts",
     hint="unset TORCH_DISTRIBUTED_DEBUG",
 )
 
 
 def examine(settings: Config | None = None, world: int | None = None) -> Facts:
-    """Everything that `meshcomm doctor` shows, as data that JSON can hold.
+    """The output of `meshcomm doctor`, as JSON-serializable data.
 
     settings: the job's. If omitted, checks that need a plan are skipped.
-    world: number of processes; default the launcher's, or what the mesh's sizes say.
+    world: number of processes; defaults to the launcher's number, or to the product of the mesh's sizes.
     launch is None without a launcher; ranks is None: see `examine_together`.
-    Nothing is communicated. Takes as long as the name server does.
+    Does not communicate. The duration depends on the name server.
     """
     findings: list[Finding] = []
     launch = _ALONE
@@ -97,7 +97,7 @@ def _open_size(settings: Config) -> Finding:
 
 
 def _imagined(settings: Config, world: int | None) -> Launch:
-    """The first rank of a job that nobody has started yet; all on this host unless nodes are given."""
+    """The first rank of a job that has not started; all ranks are on this host unless nodes are given."""
     size = 1 if world is None else world
     if world is None:
         with suppress(MeshcommError):
@@ -112,7 +112,7 @@ def _plan(settings: Config, world: int | None, launch: Launch) -> tuple[Plan, to
 
 
 def versions() -> dict[str, str | None]:
-    """Name -> version; None for what this torch was built without. `backends`: those that torch has."""
+    """Name -> version; None for libraries that this torch was built without. `backends`: the backends of torch."""
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     return {
         "meshcomm": __version__,
@@ -133,7 +133,7 @@ def _devices() -> Facts:
 
 
 def _device_findings(settings: Config, plan: Plan, device: torch.device, launch: Launch) -> Iterator[Finding]:
-    """What `init` would refuse about backends and devices, and more busy ranks than devices or cores."""
+    """Backends and devices that `init` would reject, and more busy ranks than devices or cores."""
     try:
         check_backends(plan)
     except LaunchError as error:

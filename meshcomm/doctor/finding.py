@@ -1,4 +1,4 @@
-"""One thing that is wrong or doubtful: where, what to try; and how findings and facts are shown."""
+"""A problem or a doubt with its place and a fix, and how findings and facts are shown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STYLES: Final = {"error": "bold red", "warn": "yellow"}
 
 
 class Finding(NamedTuple):
-    """level "error": the job will fail. "warn": it may, or is slow, or others can reach it."""
+    """level "error": the job will fail. "warn": it may fail, is slow, or can be reached by others."""
 
     level: Level
     what: str
@@ -32,7 +32,7 @@ class Finding(NamedTuple):
 
     @classmethod
     def of(cls, error: MeshcommError, level: Level = "error") -> Finding:
-        """What an error would have said."""
+        """The finding for an error."""
         return cls(level, error.what, error.given, error.expected, error.hint)
 
     @classmethod

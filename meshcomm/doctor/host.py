@@ -1,4 +1,4 @@
-"""What does this host have: interfaces, addresses, file descriptors? Will the job's sockets find their way?"""
+"""The interfaces, addresses and file descriptors of this host, and whether the job's sockets can connect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOW_S: Final = 1.0
 
 
 class Limit(NamedTuple):
-    """Of file descriptors. used: now. needed: by a rank beyond that, at most; None without a plan. limit: None if unlimited."""
+    """File descriptors. used: now. needed: the most that a rank needs in addition; None without a plan. limit: None if unlimited."""
 
     limit: int | None
     used: int
@@ -36,7 +36,7 @@ def descriptors(needed: int | None) -> Limit:
 
 
 def limit_findings(found: Limit) -> Iterator[Finding]:
-    """Whether what is needed is left."""
+    """Whether enough file descriptors are left."""
     total = found.used + (found.needed or 0)
     if found.needed is not None and found.limit is not None and total > found.limit:
         yield Finding(
@@ -44,7 +44,7 @@ def limit_findings(found: Limit) -> Iterator[Finding]:
             "the plan needs more file descriptors than a process may have",
             given=f"{found.used} in use, {found.needed} more for the plan, the limit is {found.limit}",
             expected=f"a limit of at least {total}",
-            hint=f"ulimit -n {total}, or fewer dims with groups of their own",
+            hint=f"ulimit -n {total}, or fewer dims with separate groups",
         )
 
 
@@ -72,7 +72,7 @@ def interfaces() -> list[Interface]:
 
 
 def resolve(host: str) -> list[str]:
-    """The addresses that this host's resolver gives for `host`; none where it knows none."""
+    """The addresses that this host's resolver returns for `host`; empty if it knows none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -83,7 +83,7 @@ def resolve(host: str) -> list[str]:
 def chosen(
     present: Sequence[Interface], env: Mapping[str, str], one_host: bool, name: str
 ) -> tuple[str | None, str]:
-    """The interface and address that Gloo will take. env: with what `[network]` sets. name: this host's."""
+    """The interface and address that Gloo will use. env: including the variables of `[network]`. name: this host's."""
     if wanted := env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         addresses = next((each.addresses for each in present if each.name == wanted), ())
         return wanted, addresses[0] if addresses else "none"
@@ -91,14 +91,14 @@ def chosen(
         holder = next((each.name for each in present if address in each.addresses), None)
         if holder or is_loopback(address):
             return holder, address
-    # What Gloo falls back to where its host's name is no address of the host.
+    # Gloo falls back to this if the host's name does not resolve to an address of the host.
     return None, "127.0.0.1"
 
 
 def interface_findings(
     asked: NetworkConfig, present: Sequence[Interface], env: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Whether the interfaces that are asked for exist, are up, and are asked for once."""
+    """Whether the requested interfaces exist, are up, and are requested only once."""
     try:
         refuse_conflict(network_variables(asked))
     except LaunchError as error:
@@ -123,11 +123,11 @@ def interface_findings(
 
 
 def name_findings(name: str, addresses: Sequence[str], present: Sequence[Interface]) -> Iterator[Finding]:
-    """Whether other hosts find this one by its name, as Gloo does unless an interface is given."""
+    """Whether other hosts can find this one by its name, which Gloo uses unless an interface is given."""
     if all(map(is_loopback, addresses)):
         yield Finding(
             "warn",
-            f"this host's name {name} " + ("means the loopback" if addresses else "has no address"),
+            f"this host's name {name} " + ("is the loopback address" if addresses else "has no address"),
             given=f"{name} -> {' '.join(addresses)}" if addresses else f"{name}: unknown to the resolver",
             expected="an address that the other hosts reach",
             hint=interface_hint(present),
@@ -135,17 +135,17 @@ def name_findings(name: str, addresses: Sequence[str], present: Sequence[Interfa
 
 
 def interface_hint(present: Sequence[Interface]) -> str:
-    """The setting that picks the first interface that leads out of this host."""
+    """The setting that selects the first interface with a route out of this host."""
     outside = [each.name for each in present if each.up and not all(map(is_loopback, each.addresses))]
     return (
         f'network.interfaces = ["{outside[0]}"]'
         if outside
-        else "network.interfaces of one that leads outside"
+        else "network.interfaces with an interface that reaches other hosts"
     )
 
 
 def lookup_s(look: Callable[[str], object] = socket.gethostbyaddr) -> float:
-    """Seconds to ask who 127.0.0.1 is, in both ways in which a store's server sees it."""
+    """Seconds of a reverse lookup of 127.0.0.1, in both forms in which a store's server sees it."""
     began = time.perf_counter()
     for address in ("127.0.0.1", "::ffff:127.0.0.1"):
         with suppress(OSError):
@@ -158,7 +158,7 @@ def lookup_findings(seconds: float) -> Iterator[Finding]:
     if seconds > SLOW_S:
         yield Finding(
             "warn",
-            "the name server is slow to say who 127.0.0.1 is",
+            "the name server is slow to look up 127.0.0.1",
             given=f"{seconds:.1f} s",
             expected=f"at most {SLOW_S:g} s: torch's TCPStore asks for each process that connects",
             hint='export RES_OPTIONS="timeout:1 attempts:1", or 127.0.0.1 in /etc/hosts',

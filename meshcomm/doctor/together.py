@@ -1,4 +1,4 @@
-"""Inside a job: who is on which host and address? Asked of all ranks through the store, told by rank 0."""
+"""Inside a job: the host and address of every rank, gathered through the store and reported by rank 0."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ _SHOWN: Final = ("rank", "coords", "host", "interface", "address", "device")
 
 
 def examine_together(settings: Config | None, launch: Launch, timeout_s: float) -> tuple[Facts | None, int]:
-    """`examine` on every host of a job, and what each rank says of itself.
+    """Run `examine` on every host of a job, and collect facts of each rank.
 
     Called by: every rank. The first rank of each host examines it; rank 0 gathers.
-    Returns: on rank 0 the facts of its own host with the findings of all and an entry of `ranks` for each; None elsewhere.
-        And the exit code, equal on all ranks.
-    Raises: LaunchError where the ranks do not meet; MeshcommError on the others if rank 0 does not answer in time.
+    Returns: on rank 0 the facts of its host, with the findings of all hosts and an entry of `ranks` for each rank; None on
+        other ranks. And the exit code, equal on all ranks.
+    Raises: LaunchError if the ranks do not meet; MeshcommError on the other ranks if rank 0 does not answer in time.
     """
     examined = examine(settings) if launch.local_rank == 0 else None
     row = _row(settings, launch)
     row["findings"] = examined["findings"] if examined is not None else []
     process = settings.process if settings is not None else ProcessConfig()
     with warnings.catch_warnings():
-        # Told below, as a finding.
+        # Reported below, as a finding.
         warnings.simplefilter("ignore", ExposedRendezvous)
         joined = meet(process, launch, timeout_s)
-    # Each rank counts its own examinations: the count is the same on all, restarts included.
+    # Each rank counts its examinations. The count is the same on all ranks, restarts included.
     count = joined.store.add(f"meshcomm/doctor/{joined.rank}", 1)
     store: Any = dist.PrefixStore(f"meshcomm/doctor{count}", joined.store)
     wait = timedelta(seconds=timeout_s)
@@ -84,7 +84,7 @@ def _row(settings: Config | None, launch: Launch) -> Facts:
     interface, address = host.chosen(present, env, launch.one_host, name)
     coords, device = None, "unknown"
     if settings is not None:
-        # What is wrong here is a finding of `examine` on this host's first rank.
+        # An error here is already a finding of `examine` on this host's first rank.
         with suppress(MeshcommError):
             device = str(choose_device(settings.mesh.device, launch))
             layout = settings.plan(launch.world_size).layout
@@ -128,14 +128,14 @@ def _gather(store: Any, world_size: int, wait: timedelta) -> tuple[list[Facts], 
 
 
 def judge(rows: Sequence[Facts], settings: Config | None = None) -> Iterator[Finding]:
-    """Whether these ranks can talk with each other: addresses, places and versions. settings: where all ranks have come."""
+    """Whether these ranks can talk with each other: addresses, places and versions. settings: given if all ranks have arrived."""
     hosts = _by(rows, "host")
     lost = [row for row in rows if is_loopback(row["address"])]
     if len(hosts) > 1 and lost:
         at = {name: " ".join(_by(on, "address")) for name, on in hosts.items()}
         yield Finding(
             "error",
-            f"{_ranks(lost)} would be reached at the loopback, from other hosts",
+            f"{_ranks(lost)} would be reached at the loopback address by other hosts",
             given="\n".join(f"{name}: {_ranks(on)} at {at[name]}" for name, on in hosts.items()),
             expected=f"addresses that all {len(hosts)} hosts reach",
             hint=f"{' or '.join(_by(lost, 'hint'))}, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
@@ -155,17 +155,17 @@ def judge(rows: Sequence[Facts], settings: Config | None = None) -> Iterator[Fin
 
 
 def _scattered(hosts: Mapping[str, Sequence[Facts]], settings: Config | None) -> Iterator[Finding]:
-    """hosts: whose ranks are not neighbours. Nothing where the mesh has that in mind, as by rank_order."""
+    """Hosts whose ranks are not consecutive. No finding if the mesh accounts for it, as with rank_order."""
     given = "; ".join(f"{host}: {_ranks(on)}" for host, on in hosts.items())
     nodes = {row["rank"]: node for node, on in enumerate(hosts.values()) for row in on}
     plan = None
-    # A mesh that cannot be is a finding of `examine`.
+    # An invalid mesh is a finding of `examine`.
     with suppress(MeshcommError):
         plan = None if settings is None else settings.plan(len(nodes))
     if plan is None:
         yield Finding(
             "warn",
-            "ranks of one host are not neighbours: the last dims cross the network",
+            "ranks of one host are not consecutive: the last dims cross the network",
             given=given,
             expected="ranks 0, 1, 2, ... on the first host, the next ones on the second",
             hint="srun -m block, mpirun --map-by slot, or mesh.rank_order",

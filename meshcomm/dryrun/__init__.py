@@ -1,1 +1,1 @@
-"""One step of a training as any rank of any world, in one process: memory, calls and bytes before there is a cluster."""
+"""Run one training step as any rank of any world, in one process: memory, calls and bytes without a cluster."""

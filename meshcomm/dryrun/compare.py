@@ -1,4 +1,4 @@
-"""Do the ranks that were run make the same calls on their groups, and has every message its other end?"""
+"""Compare the calls of the ranks that were run: same calls on each group, and a matching end for each message."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from meshcomm.comm.spans import Span
     from meshcomm.dryrun.rank import RankStep
 
-# What a rank brings to these may be of another shape on each.
+# The shapes passed to these may differ between ranks.
 _OWN_SHAPES: Final = ("all_to_all", "gather", "scatter", "objects")
 
-# Ranks of a group, in coord order: the same for every name of it.
+# Ranks of a group, in coord order. Groups with the same ranks count as one.
 Members: TypeAlias = tuple[int, ...]
 
 
 class DryRunFinding(NamedTuple):
-    """What would go wrong. what: in one line. lines: who does what, at which line of the program. ranks: those that
-    differ, or wait; dim: of the group. groups: in how many of the groups that were looked at.
+    """A predicted failure. what: a one-line summary. lines: each rank's call and its line in the program. ranks: the
+    ranks that differ or wait. dim: of the group. groups: the number of examined groups with this failure.
     """
 
     what: str
@@ -33,7 +33,7 @@ class DryRunFinding(NamedTuple):
 
 
 def call_text(span: Span) -> str:
-    """Operation and what it carries, as in `all_reduce sum (4, 8) float32`."""
+    """The operation and its data, as in `all_reduce sum (4, 8) float32`."""
     root = f"root {span.root}" if span.root >= 0 else ""
     shape = "" if span.shape is None else f"({', '.join(map(str, span.shape))})"
     nbytes = f"{span.nbytes} bytes" if span.shape is None else ""
@@ -43,14 +43,14 @@ def call_text(span: Span) -> str:
 
 
 def find_differences(steps: Sequence[RankStep], where: Callable[[int], str]) -> list[DryRunFinding]:
-    """Every first difference in the collectives of a group, and messages without their other end.
+    """The first difference in the collectives of each group, and messages without a matching send or receive.
 
-    where: of a rank, in words with its coords. Findings that are alike in several groups are one.
+    where: the text for a rank, with its coords. Identical findings of several groups are merged.
     """
     collectives: dict[Members, dict[int, list[Span]]] = defaultdict(dict)
     for step in steps:
         for members in step.groups.values():
-            # Also of a rank that makes none: that is what the others are compared with.
+            # A rank without calls needs an entry too: the others are compared with it.
             collectives[tuple(members)].setdefault(step.rank, [])
         for span in step.calls:
             if not span.parts:
@@ -60,7 +60,7 @@ def find_differences(steps: Sequence[RankStep], where: Callable[[int], str]) -> 
 
 
 def sequence(step: RankStep) -> dict[str, list[tuple[object, ...]]]:
-    """What a rank calls along each dim, in order, as far as it has to be equal on the ranks of a group."""
+    """A rank's calls along each dim, in order, reduced to the parts that must be equal across a group."""
     found: dict[str, list[tuple[object, ...]]] = defaultdict(list)
     for span in step.calls:
         found[span.lane].append(_key(span) if not span.parts else (span.call, len(span.parts)))
@@ -68,7 +68,7 @@ def sequence(step: RankStep) -> dict[str, list[tuple[object, ...]]]:
 
 
 def _key(span: Span) -> tuple[object, ...]:
-    """What has to be equal on all ranks of a group."""
+    """The parts of a call that must be equal on all ranks of a group."""
     if span.call.startswith(_OWN_SHAPES):
         tail = span.shape[1:] if span.shape is not None and span.call.startswith("all_to_all") else None
         return span.call, span.op, span.root, tail, span.dtype
@@ -78,7 +78,7 @@ def _key(span: Span) -> tuple[object, ...]:
 def _first_difference(
     made: Mapping[int, Sequence[Span]], where: Callable[[int], str]
 ) -> DryRunFinding | None:
-    """made: by the ranks of a group that were run."""
+    """made: the calls of each rank of a group that was run."""
     most = max(map(len, made.values()))
     for place in range(most):
         here = {rank: calls[place] if place < len(calls) else None for rank, calls in made.items()}
@@ -98,7 +98,7 @@ def _first_difference(
 
 
 def _usual(keys: Mapping[int, object]) -> object:
-    """What most ranks do; of equally many, those with the lowest rank."""
+    """The most common key. In a tie, the key of the lowest rank."""
     return Counter(keys[rank] for rank in sorted(keys)).most_common(1)[0][0]
 
 
@@ -111,7 +111,7 @@ def _by_call(here: Mapping[int, Span | None], ranks: Sequence[int]) -> Iterable[
 
 
 def _difference_text(mine: Sequence[Span], theirs: Sequence[Span], place: int) -> str:
-    """How the calls of a rank differ from those of the others, from `place` on."""
+    """How the calls of a rank differ from the others' calls, starting at `place`."""
     call, other = (calls[place] if place < len(calls) else None for calls in (mine, theirs))
     if call is None:
         assert other is not None
@@ -120,7 +120,7 @@ def _difference_text(mine: Sequence[Span], theirs: Sequence[Span], place: int) -
     if other is None:
         count = len(mine) - place
         return f"{_calls(count)} more than others make, from {call_text(call)} on, at {call.site}"
-    # The reading after which most calls are equal again.
+    # Choose the explanation after which the most calls match again.
     left_out = _alike(mine, place, theirs, place + 1)
     more = _alike(mine, place + 1, theirs, place)
     if left_out > max(more, another := _alike(mine, place + 1, theirs, place + 1)):
@@ -135,13 +135,13 @@ def _calls(count: int) -> str:
 
 
 def _alike(mine: Sequence[Span], here: int, theirs: Sequence[Span], there: int) -> int:
-    """How many calls are equal from here, and there."""
+    """The number of equal calls, starting at `here` in `mine` and at `there` in `theirs`."""
     pairs = zip(mine[here:], theirs[there:], strict=False)
     return sum(1 for _ in takewhile(lambda pair: _key(pair[0]) == _key(pair[1]), pairs))
 
 
 def _at(span: Span | None) -> str:
-    return "no call any more" if span is None else f"{call_text(span)} at {span.site}"
+    return "no further call" if span is None else f"{call_text(span)} at {span.site}"
 
 
 def _those(ranks: Sequence[int], where: Callable[[int], str]) -> str:
@@ -152,8 +152,8 @@ def _those(ranks: Sequence[int], where: Callable[[int], str]) -> str:
 
 
 def _carried(span: Span) -> tuple[object, ...] | None:
-    """What both ends of a message have to mean; None where the call carries several."""
-    # Pipelines of torch 2.11 connect by a message of shape () that is received as (1,).
+    """The properties that must match at both ends of a message; None where the call has several messages."""
+    # The pipelines of torch 2.11 open connections with a message of shape () that is received as (1,).
     return (span.shape or (1,), span.dtype, span.nbytes) if len(span.parts) == 1 else None
 
 
@@ -201,10 +201,10 @@ def _messages(steps: Sequence[RankStep], where: Callable[[int], str]) -> Iterato
 
 
 def _merged(findings: Sequence[DryRunFinding]) -> list[DryRunFinding]:
-    """Those that say the same of several groups once, with their number."""
+    """Merge identical findings of several groups into one, with the number of groups."""
     alike: dict[tuple[str, tuple[str, ...]], DryRunFinding] = {}
     for each in findings:
-        # Without the ranks: what is done, and where.
+        # The calls and their lines, without the ranks.
         key = (
             each.dim,
             tuple(line.partition(": ")[2].partition(", as call")[0] or line for line in each.lines),

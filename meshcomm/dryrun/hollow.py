@@ -1,4 +1,4 @@
-"""How do operators run when no tensor has values or memory?"""
+"""Run operators on tensors without values or memory."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from meshcomm.train.torch_private import flops_of
 from meshcomm.transport.torch_private import explicit_kernel, leaves_of, storage_id
 
 _EMPTY: Final[dict[str, Any]] = {}
-# To ask whether something is a ProcessGroup takes long.
+# isinstance checks against ProcessGroup are slow.
 _COMMON: Final = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
 _Handler: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
 class _Result(NamedTuple):
-    """One tensor of a result. given: which argument it is, or whose memory it shares; -1: none. memory: which new one.
+    """One tensor of a result. given: index of the argument that it is, or shares memory with; -1: neither. memory: index
+    of its new storage.
 
-    It is that argument itself where shape is None; else offset is beyond that of the argument.
+    shape None: the result is the argument itself. Otherwise offset is relative to the argument's offset.
     """
 
     given: int
@@ -49,10 +50,10 @@ class _Result(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What an operator does with arguments of some shapes.
+    """The effect of an operator for given argument shapes.
 
-    memories: bytes of each new one. leaves: tensors as _Result, anything else as it is. structure: None for a single
-    leaf, else pytree's. resized: which arguments become another size. real: on the meta device, where torch does it all.
+    memories: bytes of each new storage. leaves: tensors as _Result, other values unchanged. structure: None for a single
+    leaf, otherwise pytree's. resized: arguments that change size. real: runs on the meta device, where torch needs no help.
     """
 
     memories: tuple[int, ...]
@@ -68,22 +69,22 @@ _REAL: Final = _Known((), (), None, (), 0, real=True)
 
 @lru_cache(maxsize=1)
 def _learned() -> dict[Any, _Known]:
-    """What operators were found to do, by operator and arguments: for every rank that this process pretends to be."""
+    """Cached operator effects by operator and arguments, shared by all ranks that this process simulates."""
     return {}
 
 
 @final
 class Hollow(LedgerMode):
-    """While it is entered, operators on the CPU's tensors give results of the right size, whose memory nobody has.
+    """While it is entered, operators on CPU tensors return results of the right size without memory.
 
-    They are plain tensors: their storages have an address and a size, and reading them gives zeros. What a result looks
-    like is found out once for each operator and kind of arguments, on torch's FakeTensors; views are made by torch.
-    Calls on groups are over at once, and answer nothing. Every look at a value gives 0; in a step of an optimizer, which
-    divides by what follows from the number of its steps, 1. But the numbers of all ranks, `torch.arange(world_size)`, and
-    what follows from them alone and is no larger, have values: programs look for their rank's place in such a grid.
+    Results are plain tensors: their storages have an address and a size, and reading them gives zeros. The metadata of
+    a result is computed once for each operator and kind of arguments, on torch's FakeTensors; torch makes views itself.
+    Calls on groups complete at once and return no data. Every value that is read is 0. In an optimizer step it is 1,
+    because optimizers divide by numbers derived from the step count. The exception is `torch.arange(world_size)` and
+    tensors that follow from it alone and are no larger: they have values, because programs search such a grid for their rank.
 
     Args:
-        ledger: told of memory and FLOPs. calls: a `Passes`, which takes the calls on groups.
+        ledger: records memory and FLOPs. calls: a `Passes` that records the calls on groups.
 
     Raises: torch's DataDependentOutputException or DynamicOutputShapeException where a result depends on values.
     """
@@ -95,25 +96,25 @@ class Hollow(LedgerMode):
         self._known = _learned()
         self._handlers: dict[Any, _Handler] = {}
         self._names: dict[Any, str] = {}
-        # Functional collectives under way, by the memory of what they give.
+        # Pending functional collectives, by the storage of their results.
         self._flying: dict[int, Callable[[], None]] = {}
-        # Tensors with values, by their memory, which they keep.
+        # Tensors with values, by storage. They keep the storage alive.
         self._valued: dict[int, Tensor] = {}
-        # Those that nobody has waited for.
+        # Works that have not been waited for.
         self._works: dict[ToldWork, Callable[[], object]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Else torch puts two calls around each operator.
+        # Otherwise torch wraps each operator in two calls.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
         if types and wraps_tensors(types):
-            # DTensor and its like call the operators of what this rank holds, which come here.
+            # DTensor and similar subclasses call operators on their local tensors, which arrive here.
             return NotImplemented
         if fake_tensors_on() or (types and any(issubclass(each, FakeTensor) for each in types)):
-            # DTensor finds shapes by trying operators on tensors without memory.
+            # DTensor infers shapes by running operators on fake tensors.
             return func(*args, **(kwargs or _EMPTY))
         handler = self._handlers.get(func)
         if handler is None:
@@ -121,7 +122,7 @@ class Hollow(LedgerMode):
         return handler(func, args, kwargs or _EMPTY)
 
     def _handler(self, func: Any) -> _Handler:
-        """What does an operator."""
+        """The handler for an operator."""
         self._names[func] = str(func)
         schema, namespace = schema_of(func), func.namespace
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -139,18 +140,18 @@ class Hollow(LedgerMode):
         if "wait_tensor" in schema.name:
             return self._wait
         if namespace.startswith("_c10d_functional"):
-            # The subclass whose first use waits is no collective.
+            # Wrapping in the subclass that waits at its first use is not a collective.
             return _as_torch if schema.name.endswith("_wrap_tensor_autograd") else self._functional
         if schema.name == "aten::set_" or namespace == "profiler":
             return _as_torch
         written = any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments)
         if schema.returns and not written and all(each.alias_info is not None for each in schema.returns):
-            # A view, which touches no memory; or one or a copy, as of reshape.
+            # A view, which touches no memory; or a view or a copy, as with reshape.
             return self._decomposed if decomposes(func) else _as_torch
         return self._compute
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Whatever makes new values: at most new memory, of a size that is known."""
+        """Operators that make new values: at most new memory, of a known size."""
         tensors: list[Tensor] = []
         key: list[Any] = [func]
         _describe(args, key, tensors)
@@ -171,7 +172,7 @@ class Hollow(LedgerMode):
         try:
             known = self._known.get(of)
         except TypeError:
-            # Of arguments that no dictionary takes nothing is remembered.
+            # Unhashable arguments: not cached.
             known = self._learn(func, args, kwargs, tensors)
         if known is None:
             known = self._known[of] = self._learn(func, args, kwargs, tensors)
@@ -210,7 +211,7 @@ class Hollow(LedgerMode):
         return found
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """As many bins as asked for: what is counted is 0 everywhere."""
+        """As many bins as requested, because all counted values are 0."""
         given = dict(zip(("input", "weights", "minlength"), args, strict=False)) | kwargs
         weights = given.get("weights")
         dtype = torch.int64 if weights is None else torch.float64
@@ -262,7 +263,7 @@ class Hollow(LedgerMode):
         for number, x in enumerate(tensors):
             after = twins[id(x)]
             if after.shape != x.shape or after.stride() != x.stride():
-                # As out=... of another size. Its storage is the same one, larger.
+                # For example, out= of another size: the same storage, enlarged.
                 place, _ = memories.setdefault(-1 - number, (len(memories), after.untyped_storage().nbytes()))
                 resized.append((number, _Result(-1, place, x.dtype, tuple(after.shape), after.stride(), 0)))
         flat, structure = flatten_tree(result)
@@ -278,13 +279,13 @@ class Hollow(LedgerMode):
         return self.inside(func.decompose, *args, **kwargs)
 
     def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # What it is made of is made where a tensor without values would only get a shape.
+        # Run the inner operators; for tensors without values torch would otherwise only compute a shape.
         return self.inside(explicit_kernel, func, *args, **kwargs)
 
     # -- calls on groups ------------------------------------------------------------------------------
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Tell of a call, as the backend would, and of its wait. A call of the mesh is known already."""
+        """Record a call and its wait, as the backend would. Calls of the mesh are already recorded."""
         work = ToldWork(args, self._waited)
         known = tell_hooks(func, args, (), work)
         if not known:
@@ -320,7 +321,7 @@ def _as_torch(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _spread(tensors: Sequence[Tensor]) -> int:
-    """How many elements an operator may make of these, as far as it repeats nothing but by broadcasting."""
+    """The most elements that an operator can make of these tensors by broadcasting alone."""
     try:
         return int(torch.broadcast_shapes(*(x.shape for x in tensors)).numel())
     except RuntimeError:
@@ -334,7 +335,7 @@ def _value(dtype: torch.dtype, number: int) -> Any:
 
 
 def _describe(values: Any, key: list[Any], tensors: list[Tensor]) -> None:
-    """Add to `key` what a result may depend on, and the tensors to `tensors`."""
+    """Add to `key` everything that a result may depend on, and the tensors to `tensors`."""
     for x in values:
         if isinstance(x, Tensor):
             tensors.append(x)
@@ -343,7 +344,7 @@ def _describe(values: Any, key: list[Any], tensors: list[Tensor]) -> None:
             key.append(len(x))
             _describe(x, key, tensors)
         elif type(x) not in _COMMON and isinstance(x, torch.Generator | dist.ProcessGroup):
-            # No result's size depends on which one it is.
+            # The size of a result does not depend on which object it is.
             key.append(type(x))
         else:
             # 1, 1.0 and True are equal.
@@ -351,7 +352,7 @@ def _describe(values: Any, key: list[Any], tensors: list[Tensor]) -> None:
 
 
 def _made(storage: Any, result: _Result, onto: Tensor | None = None) -> Tensor:
-    """A tensor of a new storage; onto: an existing one, which gets it."""
+    """A tensor on a new storage. onto: an existing tensor that receives the storage."""
     x = torch.empty(0, dtype=result.dtype) if onto is None else onto
     return x.set_(storage, result.offset, result.shape or (), result.stride)
 

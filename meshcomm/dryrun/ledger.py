@@ -1,4 +1,4 @@
-"""How many bytes do the tensors of this process hold, now and at the peak, and what are they for?"""
+"""Bytes held by the tensors of this process, now and at the peak, by purpose."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from meshcomm.transport.torch_private import DispatchMode, storage_id
 
 MemoryPart: TypeAlias = Literal["weights", "gradients", "optimizer", "activations", "gathered", "rest"]
 PARTS: Final[tuple[MemoryPart, ...]] = get_args(MemoryPart)
-"""What memory is for. weights: parameters and buffers, as far as this rank keeps them. gradients: also those that FSDP has
-not summed over ranks yet. activations: what forward passes make, also when they are run again in a backward pass.
-gathered: other ranks' parts of the weights. rest: buffers of calls, temporary memory of backward passes and of the optimizer."""
+"""Purposes of memory. weights: this rank's parameters and buffers. gradients: including gradients that FSDP has not yet
+reduced. activations: made by forward passes, including those recomputed in a backward pass.
+gathered: unsharded weights of FSDP. rest: communication buffers, temporary memory of backward passes and of the optimizer."""
 
-# Operators that are made of others, calls on groups among them.
+# Composite operators, including calls on groups.
 COMPOSED: Final = ("meshcomm", "meshcomm_recompute")
 _SKIPPED: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 @final
 class _Held:
-    """Memory of one storage. part: None until somebody says it. since: the clock when it was made."""
+    """Memory of one storage. part: None until it is known. since: the clock when it was made."""
 
     __slots__ = ("forward", "nbytes", "part", "since", "watch")
 
@@ -47,7 +47,7 @@ class _Held:
 
 
 class Peak(NamedTuple):
-    """The moment at which most was held. parts: bytes. during: the pass or other stretch. at: file:line. operator: its name."""
+    """The moment of peak memory. parts: bytes. during: the pass or other phase. at: file:line. operator: its name."""
 
     nbytes: int
     parts: dict[MemoryPart, int]
@@ -58,14 +58,14 @@ class Peak(NamedTuple):
 
 @final
 class Ledger:
-    """While it is entered, follows the memory of every tensor that it is told of, until nobody holds it.
+    """While it is entered, tracks the memory of every reported tensor until it is freed.
 
-    Bytes of storages, each counted once. What kernels use inside themselves is not seen, nor what an allocator keeps
-    besides. flops: computed since the start or `restart`. stepping: an optimizer makes a step.
+    Counts the bytes of each storage once. It does not see memory used inside kernels or kept by an allocator.
+    flops: computed since the start or `restart`. stepping: an optimizer step is running.
 
     Args:
-        stretch: says what the program is doing, in words, and whether that is a forward pass.
-        hollow: storages have an address and no memory. torch cannot resize these: it is done here, in figures.
+        stretch: returns the current phase of the program, in words, and whether it is a forward pass.
+        hollow: storages have an address and no memory. torch cannot resize these; the ledger records the new size instead.
     """
 
     def __init__(self, stretch: Callable[[], tuple[str, bool]], *, hollow: bool = False) -> None:
@@ -81,14 +81,14 @@ class Ledger:
         """Look for the peak from now on."""
         self._peak, self._peak_clock = self.live, self._clock
         self.flops = 0
-        # What was there at the peak and is not any more.
+        # Held at the peak, freed since.
         self._gone: list[_Held] = []
         self._where: tuple[str, Any, str] = (self._stretch()[0], None, "")
 
     def call_it(self, part: MemoryPart, tensors: Iterable[Any]) -> None:
-        """Say what the memory of `tensors` is for; of DTensors what this rank holds."""
+        """Set the purpose of the memory of `tensors`; of a DTensor, its local part."""
         for tensor in tensors:
-            # Without an operator: a view of what FSDP has let go of would bring its memory back.
+            # Without an operator: a view of memory that FSDP has freed would allocate it again.
             mine = parts_of_dtensor(tensor)[0] if isinstance(tensor, DTensor) else tensor
             held = self._held.get(storage_id(mine))
             if held is not None:
@@ -99,7 +99,7 @@ class Ledger:
         return self._sums(self._held.values())
 
     def peak(self) -> Peak:
-        """The largest sum since the start or `restart`, by what is known by now of the memory that was there."""
+        """The largest sum since the start or `restart`, split by the purposes known by now."""
         there = [each for each in self._held.values() if each.since <= self._peak_clock]
         during, frame, operator = self._where
         at = "" if frame is None else line_of(*frame)
@@ -109,7 +109,7 @@ class Ledger:
         resize, size, ledger = UntypedStorage.resize_, UntypedStorage.nbytes, self
 
         def resized(storage: UntypedStorage, size: int) -> Any:
-            # FSDP lets go of what it has gathered by this, past all operators.
+            # FSDP frees gathered weights with this, bypassing all operators.
             held = ledger._held.get(storage_id(storage))
             if not ledger._hollow or held is None:
                 resize(storage, size)
@@ -125,7 +125,7 @@ class Ledger:
         self._patches = ExitStack()
         self._patches.enter_context(patch.object(UntypedStorage, "resize_", resized))
         if self._hollow:
-            # `size` asks it.
+            # `size` calls it.
             self._patches.enter_context(patch.object(UntypedStorage, "nbytes", sized))
         return self
 
@@ -133,7 +133,7 @@ class Ledger:
         self._patches.close()
 
     def made(self, storage: UntypedStorage, nbytes: int, operator: str) -> None:
-        """An operator has made, or resized, a storage, or given one that is known."""
+        """An operator has made or resized a storage, or returned a known one."""
         key = storage_id(storage)
         held = self._held.get(key)
         if held is not None:
@@ -148,7 +148,7 @@ class Ledger:
         self._grow(nbytes, operator)
 
     def copied(self, tensors: Iterable[Any]) -> None:
-        """What FSDP moves weights and gradients through."""
+        """Mark the buffers through which FSDP moves weights and gradients."""
         for each in tensors:
             if isinstance(each, Tensor):
                 held = self._held.get(storage_id(each))

@@ -1,4 +1,4 @@
-"""What does one step of a training hold and send on one rank of a world that nobody has?"""
+"""Memory and traffic of one training step on one simulated rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BETWEEN: Final = "between passes"
 
 
 class TrafficRow(NamedTuple):
-    """Calls of one kind along one dim in a step, by this rank; bytes as `mesh.stats()` counts them."""
+    """This rank's calls of one kind along one dim in a step. Bytes are counted as in `mesh.stats()`."""
 
     dim: str
     call: str
@@ -52,11 +52,11 @@ class TrafficRow(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One moment of the program: a call begins, or is waited for; a blocking one right after its start. Or the part that
-    is reported begins, what came before it being over.
+    """One moment of the program. "start": a call begins. "wait": a call is waited for; for a blocking call, right after its
+    start. "part": the reported part begins, and everything before it is over.
 
-    call: its place in `RankStep.calls`; of a beginning part the first of its calls. flops: that this rank has computed
-    since the step began, by the formulas of torch.utils.flop_counter.
+    call: index in `RankStep.calls`; for "part", of its first call. flops: computed by this rank since the step began, by
+    the formulas of torch.utils.flop_counter.
     """
 
     kind: Literal["start", "wait", "part"]
@@ -67,15 +67,15 @@ class Event(NamedTuple):
 class RankStep(NamedTuple):
     """One step of one rank.
 
-    parameters: elements of this rank's parts of the weights. before: bytes held when the step began. peak: the most
-    during the step. rows: what it called. calls: each call by itself, in order, of the mesh or past it, of collectives
-    with `root`, the coord, and `op`, what it reduces with; `group` is equal on the ranks of a group, and on no others.
-    groups: global ranks by that, in coord order. events: starts and waits in order; waits of a pretended rank only.
-    A call that nobody waits for is there without one. flops: of all of it.
+    parameters: elements of this rank's shards of the weights. before: bytes held when the step began. peak: the maximum
+    during the step. rows: totals of its calls. calls: each call in order, made through the mesh or outside it. A collective
+    has `root`, a coord, and `op`, the reduction; `group` is the same on all ranks of a group and differs between groups.
+    groups: global ranks by `group`, in coord order. events: starts and waits in order; only a simulated rank has waits.
+    A call that is never waited for has no "wait". flops: total.
 
-    unseen: calls on groups that are none of the mesh's, which are nowhere else.
-    part: what `rows` and times are of, in words; `begins` is where it begins, None: with the first event. Calls of earlier
-    steps are there as well, as they have to meet too.
+    unseen: number of calls on groups outside the mesh, which are recorded nowhere else.
+    part: the text for the part that `rows` and times cover. `begins`: its start; None: the first event. Calls of earlier
+    steps are included, because they must match too.
     """
 
     rank: int
@@ -94,12 +94,12 @@ class RankStep(NamedTuple):
 
     @property
     def part_flops(self) -> int:
-        """Those of the part."""
+        """FLOPs of the reported part."""
         return self.flops - (self.begins.flops if self.begins else 0)
 
 
 class Passes(Spans):
-    """A trace that also says which pass is under way, and in which order calls begin and are waited for."""
+    """A trace that also records the current pass and the order in which calls start and are waited for."""
 
     def __init__(self) -> None:
         super().__init__(most=sys.maxsize)
@@ -114,7 +114,7 @@ class Passes(Spans):
         self.unseen = 0
 
     def ledger(self, hollow: bool) -> Ledger:
-        """A ledger that knows the current pass. Events take their FLOPs from it."""
+        """A ledger that knows the current pass. It supplies the FLOPs of events."""
         ledger = Ledger(self.stretch, hollow=hollow)
         self.flops = lambda: ledger.flops
         return ledger
@@ -122,7 +122,7 @@ class Passes(Spans):
     def step_of(
         self, rank: int, coords: dict[str, int], groups: dict[str, list[int]], ledger: Ledger
     ) -> RankStep:
-        """The calls and the memory so far."""
+        """A `RankStep` of the calls and the memory so far."""
         return RankStep(
             rank=rank,
             coords=coords,
@@ -146,11 +146,11 @@ class Passes(Spans):
         return super().keep(span)
 
     def waiting(self) -> Callable[[], None]:
-        """What is to be called when the last call is waited for."""
+        """The function to call when the last call is waited for."""
         return partial(self._waited, len(self.calls) - 1, self.calls)
 
     def _waited(self, call: int, calls: list[Span]) -> None:
-        # One from before `restart` is no part of the step.
+        # A call from before `restart` is not part of the step.
         if calls is self.calls and call >= 0:
             self._happens("wait", call)
 
@@ -158,7 +158,7 @@ class Passes(Spans):
         self.events.append(Event(kind, call, self.flops()))
 
     def stretch(self) -> tuple[str, bool]:
-        """Its name, and whether it is a forward pass."""
+        """The name of the current pass, and whether it is a forward pass."""
         now = self._now
         if now is None or now.left is not None:
             return BETWEEN, False
@@ -168,29 +168,29 @@ class Passes(Spans):
 def counted_step(
     mesh: Mesh, config: Config, mode: Callable[[Ledger, Passes], LedgerMode] = Hollow
 ) -> RankStep:
-    """Build the model of `config` on `mesh`, train it, and tell of a step that is not the first.
+    """Build the model of `config` on `mesh`, train it, and return a step after the first.
 
-    mode: `Hollow`, in which tensors have neither memory nor values; or one in which they do.
+    mode: `Hollow`, in which tensors have neither memory nor values; or a mode in which they do.
     Called by: every rank of the mesh.
     Raises:    as `Engine`.
     """
     known = sections(mesh, config)
     if known.model is None or known.data is None:
         raise LayoutError(
-            "a dry run has to know what is trained",
+            "a dry run needs a model and data",
             given=f"{config.source} without [model] and [data]",
-            expected="both: their sizes are what memory and bytes follow from",
+            expected="both sections: memory and bytes follow from their sizes",
             hint="meshcomm new writes a config that has both",
         )
     hollow, passes = mode is Hollow, Passes()
     ledger = passes.ledger(hollow)
     with mode(ledger, passes) as entered, PartNames(ledger) as names:
         engine = Engine(mesh, config, model_of(known.model, known.data, known.train), filled=not hollow)
-        # What the first steps compare is no part of the others.
+        # The comparisons of the first steps do not happen in later steps.
         engine.checked_steps = 0
         samples = (known.train.micro_batch_size * engine.microbatches, known.data.seq_len)
         tokens = torch.zeros(samples, dtype=torch.int64, device=mesh.device)
-        # One in each sample: what is sent does not depend on them.
+        # One document in each sample: the traffic does not depend on their number.
         documents = torch.zeros_like(tokens) if engine.model.packed else None
         mesh.metrics.trace_into(passes)
         try:
@@ -215,15 +215,15 @@ def counted_step(
 
 @final
 class PartNames:
-    """Tells a ledger what the memory of every optimizer and of every module is for, while it is entered.
+    """While it is entered, tells a ledger the purpose of the memory of every optimizer and every module.
 
-    elements: how many this rank has of each parameter, by its id.
+    elements: the number of elements of each parameter on this rank, by the parameter's id.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.elements: dict[int, int] = {}
         self._ledger = ledger
-        # By the id of each module inside of it: its weights are parts of what FSDP has gathered.
+        # FSDP modules by the id of each inner module, whose weights are part of the gathered weights.
         self._sharded: dict[int, FSDPModule] = {}
 
     def __enter__(self) -> PartNames:
@@ -247,7 +247,7 @@ class PartNames:
         self.optimizer(made)
 
     def optimizer(self, made: Optimizer) -> None:
-        """Of its parameters, gradients and state."""
+        """Set the purpose of its parameters, gradients and state."""
         parameters = [each for group in made.param_groups for each in group["params"]]
         state = [each for held in made.state.values() for each in held.values()]
         self.elements.update({id(each): local(each.detach()).numel() for each in parameters})
@@ -258,7 +258,7 @@ class PartNames:
             self._gathered(module)
 
     def module(self, made: nn.Module, *_: Any) -> None:
-        """Of what it has itself, without its children."""
+        """Set the purpose of its own parameters and buffers, without its children's."""
         self._ledger.call_it("weights", made.buffers(recurse=False))
         if isinstance(made, FSDPModule):
             self._sharded |= {id(each): made for each in made.modules()}
@@ -275,12 +275,12 @@ class PartNames:
 
 
 def pretended_step(config: Config, rank: int, world: int) -> RankStep:
-    """The same as rank `rank` of `world`, which alone exists: nothing is sent, and no tensor has values.
+    """`counted_step` as rank `rank` of `world`, where no other rank exists: nothing is sent, and no tensor has values.
 
-    The process must not have initialised torch.distributed; it is left as it was found, for the next rank.
-    Tensors are those of the CPU, whatever the device of the mesh.
+    The process must not have initialized torch.distributed. Its state is restored for the next rank.
+    Tensors are CPU tensors, whatever the device of the mesh.
 
-    Raises: as `counted_step`; UnsupportedOp where the model looks at values.
+    Raises: as `counted_step`; UnsupportedOp where the model reads values.
     """
     settings = alone(config)
     assert isinstance(settings, Config)
@@ -298,7 +298,7 @@ def summed(counts: Iterable[TrafficRow]) -> list[TrafficRow]:
 
 
 def alone(settings: Settings) -> Settings:
-    """What a mesh is made from in a world of which only one rank exists."""
+    """The settings of a mesh in a world of which only one rank exists."""
     mesh = settings.mesh
     options = Table({name: DimOptions(comm_id=each.comm_id) for name, each in mesh.options.items()})
     changed = {"device": "cpu", "backend": "fake", "options": options, "validate_calls": 0, "reports": ""}
@@ -315,14 +315,14 @@ def pretended_world(
     told: Callable[[DeviceMesh], None] = lambda _: None,
     objects: list[list[bytes]] | None = None,
 ) -> Iterator[None]:
-    """While it is entered, this process is a rank of a world of which nobody else exists. told, objects: see `one_rank_of_torch`.
+    """While it is entered, this process is the only rank that exists of a world. told, objects: see `one_rank_of_torch`.
 
-    Raises LayoutError where torch.distributed is initialised; UnsupportedOp for a look at values that decides shapes.
+    Raises LayoutError where torch.distributed is initialized; UnsupportedOp where a shape depends on values.
     """
     if dist.is_initialized():
         raise LayoutError(
-            "a dry run needs a process of its own",
-            given="torch.distributed, initialised",
+            "a dry run needs a separate process",
+            given="torch.distributed, initialized",
             expected="a process without a default group",
             hint="dist.destroy_process_group() before it, or a new process",
         )
@@ -335,26 +335,26 @@ def pretended_world(
             raise UnsupportedOp(
                 "the model's shapes depend on values, which a dry run does not have",
                 given=f"{type(error).__name__}: {error}",
-                expected="a forward pass whose shapes follow from those of its inputs",
-                hint="a mask in place of a selection; or a real run of a small world",
+                expected="a forward pass whose shapes depend only on the shapes of its inputs",
+                hint="replace a selection by a mask; or run a small world for real",
             ) from error
         raise
     finally:
-        # The program may have done so at its end.
+        # The program may have destroyed the group at its end.
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _unknown_object(*_: object, **__: object) -> NoReturn:
-    hint = "mesh.objects.all_gather and gather, which take others to give what this rank gives; or a file that all ranks read"
+    hint = "mesh.objects.all_gather and gather, which assume that the other ranks pass the same object; or a file that all ranks read"
     check_answered("fake", "the objects", "a collective of objects of torch.distributed", hint)
     raise AssertionError
 
 
 def _begin(engine: Engine) -> None:
-    """Make what the first step leaves behind: gradients, and the optimizer's state. The rest is small.
+    """Make the lasting results of a first step: gradients and the optimizer's state. The rest is small.
 
-    A whole step would find the same things out, at twice the time.
+    A full first step would give the same, but would double the time.
     """
     for group in engine.optimizer.param_groups:
         for parameter in group["params"]:
@@ -363,5 +363,5 @@ def _begin(engine: Engine) -> None:
     engine.optimizer.step()
     for each in engine.gradients:
         if isinstance(each, GradientSync):
-            # Its gradients lie in memory that it has already.
+            # Its gradients are in memory that it has already allocated.
             each.start()

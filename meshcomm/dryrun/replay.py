@@ -1,4 +1,4 @@
-"""What happens when the calls of several ranks meet: who waits for whom, for how long, and whether anybody waits for ever."""
+"""Replay the calls of several ranks together: which ranks wait, for whom, how long, and whether any waits forever."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from meshcomm.comm.spans import Span
     from meshcomm.dryrun.rank import RankStep
 
-# The seconds that a call takes once all have come: of a group with these ranks, of a message the two ends.
+# Seconds that a call takes once all ranks have arrived. Members: the ranks of the group, or the two ends of a message.
 Seconds: TypeAlias = "Callable[[Span, Members], float]"
 
 
 class Dim(NamedTuple):
-    """Seconds for which one rank stood still along one dim. late: those until the others came; the rest is for the
-    transfer and for those before it on the group.
+    """Seconds for which one rank was blocked along one dim. late: the part until the other ranks arrived. The rest is the
+    transfer and earlier transfers on the group.
     """
 
     waits: float
@@ -33,8 +33,8 @@ class Replay:
 
     ends:     duration of each rank that ended. computed: the part of it spent in computation.
     dims:     rank -> dim -> sums.
-    stuck:    ranks that wait for ever.
-    early:    ranks with neighbours that were not run: they arrive too early, so their waits are not real.
+    stuck:    ranks that wait forever.
+    early:    ranks with neighbors that were not run: they arrive too early, so their waits are not real.
     """
 
     ends: dict[int, float] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Replay:
 
     @property
     def sound(self) -> list[int]:
-        """The ranks whose times count: those that are not early, if there are any."""
+        """The ranks whose times count: all that are not early, if there are any."""
         return [rank for rank in self.ends if rank not in self.early] or list(self.ends)
 
     @property
@@ -60,7 +60,7 @@ _Channel: TypeAlias = tuple[Members, int, int, int]
 
 @final
 class _Collective:
-    """A collective under way. arrived: rank -> when. needs: who has to arrive. over: when the transfer ends."""
+    """A collective in progress. arrived: rank -> time. needs: ranks that must arrive. over: when the transfer ends."""
 
     __slots__ = ("arrived", "needs", "over")
 
@@ -109,11 +109,11 @@ def replay(
 ) -> Replay:
     """Run the calls of all ranks against each other, each rank in its own order.
 
-    A collective is over when all of its ranks that were run have come to it, and `seconds` later; a message when both
-    ends have. Ranks that were not run are taken to come in time. Calls on one group are carried out one after the other.
+    A collective ends `seconds` after the last of its ranks that were run has arrived; a message, `seconds` after both
+    ends have. Ranks that were not run are assumed to arrive in time. Calls on one group run one after the other.
     flop_s: seconds of one floating-point operation.
 
-    Where nobody can go on: the circle of those that wait for each other, or who waits for a rank that has ended.
+    If no rank can continue, `stuck` has the cycle of ranks that wait for each other, or the ranks that wait for an ended rank.
     """
     return _Replayer(steps, where, seconds, flop_s).run()
 
@@ -128,7 +128,7 @@ class _Replayer:
         self.where, self.seconds, self.flop_s = where, seconds, flop_s
         self.ranks = {step.rank: _Rank(step) for step in steps}
         self.found = Replay()
-        # By group: the collectives in order, how many each rank has started, and until when one is carried out.
+        # By group: the collectives in order, the number that each rank has started, and when the last transfer ends.
         self.collectives: dict[Members, list[_Collective]] = defaultdict(list)
         self.started: dict[tuple[Members, int], int] = defaultdict(int)
         self.busy: dict[Members, float] = defaultdict(float)
@@ -136,7 +136,7 @@ class _Replayer:
         self.messages: dict[_Channel, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
 
     def run(self) -> Replay:
-        """Each rank as far as it can go, in turn, until all have ended or none can go on."""
+        """Advance each rank in turn, until all have ended or none can continue."""
         waiting = [rank for rank in self.ranks.values() if rank.step.events]
         while waiting:
             advanced = [self.advance(rank) for rank in waiting]
@@ -153,7 +153,7 @@ class _Replayer:
         return self.found
 
     def advance(self, rank: _Rank) -> bool:
-        """One rank as far as it can go; whether that was anywhere."""
+        """Advance one rank until it blocks. Returns whether it advanced."""
         first = rank.at
         while not rank.ended:
             event = rank.step.events[rank.at]
@@ -169,7 +169,7 @@ class _Replayer:
         return rank.at > first
 
     def compute(self, rank: _Rank, flops: int) -> None:
-        """Until so many operations are done."""
+        """Advance the time until `flops` operations are done."""
         if flops > rank.flops:
             seconds = (flops - rank.flops) * self.flop_s
             rank.now, rank.flops = rank.now + seconds, flops
@@ -217,7 +217,7 @@ class _Replayer:
         return call
 
     def wait(self, rank: _Rank, number: int) -> bool:
-        """A call is waited for; False: it is not known yet when it is over."""
+        """Wait for a call. Returns False while its end is not known yet."""
         span = rank.step.calls[number]
         known = self.over(rank.calls[number], span)
         if known is None:
@@ -253,7 +253,7 @@ class _Replayer:
         ]
 
     def stuck(self, waiting: Sequence[_Rank]) -> list[DryRunFinding]:
-        """The circle in which ranks wait for each other; where there is none, each that waits for one that has ended."""
+        """The cycle of ranks that wait for each other; if there is none, each rank that waits for an ended rank."""
         calls = {rank.number: rank.step.events[rank.at].call for rank in waiting}
         spans = {rank.number: rank.step.calls[calls[rank.number]] for rank in waiting}
         needs = {rank.number: self.missing(rank.calls[calls[rank.number]]) for rank in waiting}
@@ -261,7 +261,7 @@ class _Replayer:
         if not circle:
             return [
                 DryRunFinding(
-                    f"{self.where(rank)} waits for ever in {call_text(spans[rank])} at {spans[rank].site}",
+                    f"{self.where(rank)} waits forever in {call_text(spans[rank])} at {spans[rank].site}",
                     tuple(f"{self.where(other)} has ended" for other in others if self.ranks[other].ended),
                     (rank,),
                     spans[rank].lane,

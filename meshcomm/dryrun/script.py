@@ -1,4 +1,4 @@
-"""A script as one rank of a world that nobody has."""
+"""Run a script as one simulated rank of a world."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from meshcomm.train.trainer import RECORDER, StepRecorder
 
 
 class Script(NamedTuple):
-    """What `meshcomm run` would start. config, overrides: what its `meshcomm.init()` without arguments makes its mesh from.
+    """A script as `meshcomm run` would start it. config, overrides: used by `meshcomm.init()` without arguments.
 
-    steps: after so many of `mesh.step()`, or of a Trainer, it is left. objects: those that rank 0 tells all ranks, pickled,
-    from a run before.
+    steps: the script is stopped after this many steps of `mesh.step()` or of a Trainer. objects: pickled objects that
+    rank 0 broadcast to all ranks in an earlier run.
     """
 
     path: Path
@@ -57,22 +57,22 @@ class Script(NamedTuple):
     objects: tuple[list[bytes], ...] = ()
 
 
-# Ranks of a host, for a program that asks its environment.
+# Ranks of a host, for programs that read the environment variables.
 _PER_HOST: Final = 8
 _WHOLE: Final = "the whole program"
 
 
 class _Enough(BaseException):
-    """What was asked for has been seen. No Exception: no script should catch it."""
+    """The requested steps have been recorded. Not an Exception, so that no script catches it."""
 
 
 @final
 class ProgramRecorder(Passes, StepRecorder):
-    """Records the calls of an unchanged program that makes one mesh, see `Pretended`, or its groups by torch alone.
+    """Records the calls of an unchanged program that makes one mesh, see `Pretended`, or only groups of torch.
 
-    steps: the program is left after so many, and the last one is reported. 0: it runs to its end, and all of it is
-    reported. Steps are those of the mesh or of a Trainer. Where there is no mesh, the first optimizer makes them. looks:
-    the program is left as soon as it has a mesh, or ends its first step.
+    steps: the program is stopped after this many steps, and the last one is reported. 0: it runs to its end, and all of it
+    is reported. Steps are counted by the mesh or by a Trainer. Without a mesh, the first optimizer counts them. looks: the
+    program is stopped as soon as it has a mesh, or ends its first step.
     """
 
     def __init__(self, steps: int, looks: bool = False, objects: Iterable[list[bytes]] = ()) -> None:
@@ -81,7 +81,7 @@ class ProgramRecorder(Passes, StepRecorder):
         self.objects = list(objects)
         self._optimizer: Optimizer | None = None
         self.torch: TorchGroups | None = None
-        # It may be closed at the end.
+        # The mesh may be closed at the end.
         self.mesh: Mesh | None = None
         self.asked: Settings | None = None
         self.groups: dict[str, list[int]] = {}
@@ -108,7 +108,7 @@ class ProgramRecorder(Passes, StepRecorder):
         mesh.metrics.trace_into(self)
 
     def layout_of(self, who: str) -> Layout:
-        """The dims of the mesh, or of the program's DeviceMesh. Raises LaunchError where there is no group at all."""
+        """The dims of the mesh, or of the program's DeviceMesh. Raises LaunchError if the program makes no group."""
         if self.mesh is not None:
             return self.mesh.layout
         if self.torch is None or not self.torch.ranks:
@@ -128,7 +128,7 @@ class ProgramRecorder(Passes, StepRecorder):
         return super().keep(span)
 
     def optimized(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer has made a step, which ends one of the program where it opens no mesh."""
+        """An optimizer has made a step. It ends a step of the program if the program opens no mesh."""
         if self._optimizer is None:
             self._optimizer = optimizer
         if self.mesh is None and optimizer is self._optimizer:
@@ -137,7 +137,7 @@ class ProgramRecorder(Passes, StepRecorder):
             self.step(0)
 
     def stretch(self) -> tuple[str, bool]:
-        """See Passes; outside of passes the memory of a program's own is taken for that of a forward pass."""
+        """See Passes. Outside of passes, memory that the program allocates counts as memory of a forward pass."""
         name, forward = super().stretch()
         return name, forward or name == BETWEEN
 
@@ -160,12 +160,12 @@ class ProgramRecorder(Passes, StepRecorder):
         """The program has ended, or its last step."""
         if self.part == _WHOLE:
             self.part_begins = None
-        # Only the last one divides.
+        # Only the last "part" event separates the reported part.
         self.events = [each for each in self.events if each.kind != "part" or each is self.part_begins]
 
 
 def script_step(script: Script, rank: int, world: int) -> RankStep:
-    """Run `script` as rank `rank` of `world`, to its end or that of its last step; what it prints is dropped.
+    """Run `script` as rank `rank` of `world`, to its end or the end of its last step. Its output is dropped.
 
     Raises what the script raises; LaunchError where it makes no mesh, or exits with a code.
     """
@@ -174,9 +174,9 @@ def script_step(script: Script, rank: int, world: int) -> RankStep:
 
 
 def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings, tuple[list[bytes], ...]]:
-    """The layout that a script makes its mesh of, and from what, by running it as rank 0 until there is one.
+    """The layout and the settings of a script's mesh, found by running it as rank 0 until it makes one.
 
-    With the objects that it has told all ranks until then, see `Script`.
+    Also returns the objects that it has broadcast to all ranks until then, see `Script`.
     """
     recorder = ProgramRecorder(0, looks=True)
     try:
@@ -203,7 +203,7 @@ def recorded_step(rank: int, world: int, program: Callable[[], None], recorder: 
     recorder.ended()
     coords = recorder.layout_of("the program").coords(rank)
     step = recorder.step_of(rank, coords, recorder.groups, ledger)
-    # The mesh may be closed by now, and counts no more.
+    # The mesh may be closed by now and no longer count.
     calls = recorder.calls[recorder.part_begins.call if recorder.part_begins else 0 :]
     rows = summed(TrafficRow(span.lane, span.call, 1, span.nbytes) for span in calls)
     count = sum(names.elements.values())
@@ -212,7 +212,7 @@ def recorded_step(rank: int, world: int, program: Callable[[], None], recorder: 
 
 @contextmanager
 def _seeded(rank: int) -> Iterator[None]:
-    """Python's and NumPy's generators begin differently on each rank, as in processes, and equally in each dry run."""
+    """Seed Python's and NumPy's generators differently on each rank, as in separate processes, and the same in each dry run."""
     python, plain = random.getstate(), numpy.random.get_state()
     random.seed(rank)
     numpy.random.seed(rank)
@@ -227,7 +227,7 @@ def _seeded(rank: int) -> Iterator[None]:
 def _inside(
     recorder: ProgramRecorder, rank: int, world: int, mode: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    """A world of which only this rank exists, left without a sound where enough has been seen."""
+    """A world of which only this rank exists. `_Enough` leaves it silently."""
     token, trainers = PRETENDED.set(recorder), RECORDER.set(recorder)
     recorder.torch = groups = TorchGroups(recorder, rank, world)
     hook = register_optimizer_step_post_hook(recorder.optimized)
@@ -242,11 +242,11 @@ def _inside(
 
 def _execute(script: Script, rank: int, world: int) -> None:
     variables = {"RANK": str(rank), "WORLD_SIZE": str(world)}
-    # What torchrun sets besides; nobody is at this address.
+    # torchrun sets these too. No process listens at this address.
     variables |= {"LOCAL_RANK": str(rank % _PER_HOST), "LOCAL_WORLD_SIZE": str(min(world, _PER_HOST))}
     variables |= {"GROUP_RANK": str(rank // _PER_HOST), "GROUP_WORLD_SIZE": str(-(-world // _PER_HOST))}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    # Nothing is computed, and tracing what stands in for it takes longer than doing it. Read as torch's compiler is loaded.
+    # Nothing is computed, and tracing takes longer than running. torch reads this variable when it loads its compiler.
     variables["TORCH_COMPILE_DISABLE"] = "1"
     loaded = sys.modules.get("torch._dynamo.config")
     if script.config is not None:
@@ -255,7 +255,7 @@ def _execute(script: Script, rank: int, world: int) -> None:
         patch.dict(os.environ, variables),
         nullcontext() if loaded is None else patch.object(loaded, "disable", True),
         patch.object(sys, "argv", [str(script.path), *script.arguments]),
-        # As `python SCRIPT` does: imports are looked for beside the script first.
+        # As `python SCRIPT` does: imports search the script's folder first.
         patch.object(sys, "path", [str(script.path.resolve().parent), *sys.path]),
         redirect_stdout(io.StringIO()),
         new_job(),

@@ -1,4 +1,4 @@
-"""The process groups of a program that makes them by torch, on a rank that alone exists."""
+"""The process groups that a program makes with torch, on a simulated rank."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from meshcomm.transport.torch_private import (
 
 @final
 class TorchGroups:
-    """Tells `spans` of the calls on every group, but those of a mesh, while it is entered.
+    """While it is entered, records the calls on every group outside the mesh in `spans`.
 
-    ranks: of the groups that calls were made on, by their labels; no two groups of this rank share one.
+    ranks: of the groups with calls, by label. Labels of this rank's groups are unique.
     """
 
     def __init__(self, spans: Spans, rank: int, world: int) -> None:
@@ -51,11 +51,11 @@ class TorchGroups:
         self._ended()
         for hooks in self._hooks:
             hooks.remove()
-        # DTensor would take those of the next pretended rank for these.
+        # Otherwise DTensor would confuse them with the DeviceMeshes of the next simulated rank.
         forget_device_meshes(self._made)
 
     def made(self, mesh: DeviceMesh) -> None:
-        """A DeviceMesh: where ranks are is said by the first of all ranks with the most dims."""
+        """Record a DeviceMesh. The layout comes from the first DeviceMesh of all ranks with the most dims."""
         self._made.append(mesh)
         with without_modes():
             names = mesh.mesh_dim_names or ()
@@ -78,7 +78,7 @@ class TorchGroups:
             self._hooks.append(hooked(group, recorder, _lane(group, range(group.size())), who))
 
     def _recorder(self, name: str) -> FlightRecorder | None:
-        """Made at the first call: its ranks are known by then."""
+        """The recorder of a group. It is made at the first call, when the ranks of the group are known."""
         if name not in self._recorders:
             group = group_named(name)
             ranks = ranks_of(group)
@@ -93,7 +93,7 @@ class TorchGroups:
 
 
 def _lane(group: Any, ranks: Collection[int]) -> str:
-    """The dim of a DeviceMesh, or the group's description. Groups without one share a lane with all of their size."""
+    """The dim of a DeviceMesh, or the group's description. Groups without either share one lane for each group size."""
     described = str(group.group_desc)
     if described.startswith(OF_A_DIM):
         return described.removeprefix(OF_A_DIM)

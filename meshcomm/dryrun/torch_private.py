@@ -1,4 +1,4 @@
-"""Private names of torch that dry runs, and emulated backends, need. Tried on torch 2.11, 2.13, 2.14 and 2.15."""
+"""Private names of torch used by dry runs and emulated backends. Tried on torch 2.11, 2.13, 2.14 and 2.15."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from meshcomm.transport.torch_private import (
 flatten_tree: Callable[[Any], tuple[list[Any], Any]] = tree_flatten
 unflatten_tree: Callable[[Sequence[Any], Any], Any] = tree_unflatten
 FakeMode: Any = FakeTensorMode
-# The FakeTensorMode that is on, if any, which is asked for at every operator: torch._C._get_dispatch_mode(_FAKE).
+# The active FakeTensorMode, if any. Called for every operator: torch._C._get_dispatch_mode(_FAKE).
 fake_tensors_on: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
 
@@ -43,12 +43,12 @@ def schema_of(operator: Any) -> Any:
 
 
 def decomposes(operator: Any) -> bool:
-    """Whether torch can do it by other operators."""
+    """Whether torch can decompose it into other operators."""
     return bool(operator._can_decompose())
 
 
 def wraps_tensors(types: Iterable[type]) -> bool:
-    """Whether one of these is a subclass of tensors, as DTensor, that itself calls operators of what it holds."""
+    """Whether one of these is a tensor subclass, such as DTensor, that calls operators on its inner tensors."""
     plain = torch._C._disabled_torch_dispatch_impl
     return any(
         each.__torch_dispatch__ != plain and not issubclass(each, FakeTensor)  # type: ignore[attr-defined]
@@ -56,9 +56,9 @@ def wraps_tensors(types: Iterable[type]) -> bool:
     )
 
 
-# How many modes see an operator after the one that is asking.
+# The number of modes that see an operator after the caller.
 modes_left: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# What hooks of a group call the functional collectives, by the operator's name.
+# The names of functional collectives in the hooks of a group, by the operator's name.
 _FUNCTIONAL = {
     "all_reduce": "ALLREDUCE",
     "all_reduce_coalesced": "ALLREDUCE_COALESCED",
@@ -75,10 +75,10 @@ _FUNCTIONAL = {
 
 @final
 class ToldWork(Work):  # type: ignore[misc]
-    """The Work of a call that nobody carries: over at once, and says when it is first waited for.
+    """The Work of a call that is not carried out. It is complete at once, and reports when it is first waited for.
 
-    held: tensors of the call, which it keeps, as those of backends do. Whoever makes one keeps it until it is waited
-    for: torch holds on to a Work, and not to the part of it that is Python's.
+    held: tensors of the call, kept alive as backends do. The creator must keep the object until it is waited for:
+    torch keeps the C++ Work alive, but not its Python part.
     """
 
     def __init__(self, held: object, waited: Callable[[ToldWork], None]) -> None:
@@ -87,7 +87,7 @@ class ToldWork(Work):  # type: ignore[misc]
         self._waited: Callable[[ToldWork], object] | None = waited
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True, as all of them."""
+        """Always True, as for every Work."""
         if self._waited is not None:
             waited, self._waited = self._waited, None
             waited(self)
@@ -100,7 +100,7 @@ class ToldWork(Work):  # type: ignore[misc]
         return True
 
     def get_future(self) -> Any:
-        """Of the call's tensors, as far as they are flat."""
+        """A future of the call's tensors, as far as they are flat."""
         self.wait()
         future: Future[Any] = Future()
         future.set_result([x for x in leaves_of(self._held) if isinstance(x, torch.Tensor)])
@@ -108,16 +108,16 @@ class ToldWork(Work):  # type: ignore[misc]
 
 
 def _name_of(boxed: Any) -> str:
-    """`sum`, of a ReduceOp as operators of c10d have it. torch 2.14 and newer gives it back as it was."""
+    """The name, such as `sum`, of a ReduceOp boxed by a c10d operator. torch 2.14 and later return it unboxed."""
     unbox = getattr(dist.ReduceOp, "unbox", None)
     op = dist.ReduceOp.RedOpType(boxed.op()) if unbox is None else unbox(boxed).op
     return str(op.name).lower()
 
 
 def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor], work: Any) -> bool:
-    """Call the hooks of a group, and say whether it has any, for a collective that a mode keeps from the backend, which would do so.
+    """Call the hooks of a group for a collective that a mode keeps from the backend. Returns whether the group has hooks.
 
-    operator: of `c10d`, or a functional collective. outputs: what it gave, of a functional one. work: for the hook.
+    operator: of `c10d`, or a functional collective. outputs: results of a functional collective. work: for the hook.
     """
     given = {each.name: value for each, value in zip(schema_of(operator).arguments, args, strict=False)}
     kind = schema_of(operator).name.partition("::")[2].strip("_")
@@ -126,7 +126,7 @@ def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tenso
         group = dist.ProcessGroup.unbox(given["process_group"])
         kind = kind.upper().removesuffix("_ANY_SOURCE")
     else:
-        # By name, as a ProcessGroup may also be given as itself.
+        # A group may be given by name or as a ProcessGroup.
         group = given["group_name"]
         group = group_named(group) if isinstance(group, str) else group
         kind = _FUNCTIONAL.get(kind.removesuffix("_out"), "")
@@ -156,24 +156,24 @@ def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tenso
     return True
 
 
-# torch's own; a library keeps what it has imported from one pretended rank to the next.
+# torch's original; libraries keep an imported function from one simulated rank to the next.
 _INIT: Any = dist.init_process_group
 _HELPER: Any = dist.distributed_c10d._new_process_group_helper
 _MESH: Any = device_mesh.init_device_mesh
 _BROADCAST: Any = dist.broadcast_object_list
-# The grid of ranks has values in what makes a DeviceMesh's groups, of whichever it is made.
+# Inside the function that makes a DeviceMesh's groups, the grid of ranks has values.
 _GROUPS: Any = getattr(DeviceMesh, "_init_process_groups", None)
 _PRETENDING: list[None] = []
 
 
 def _init_process_group(*args: Any, **given: Any) -> None:
-    """In a pretended world the default group is there already, whatever backend and store the program asks for."""
+    """In a simulated world the default group already exists, whatever backend and store the program requests."""
     if not _PRETENDING:
         _INIT(*args, **given)
 
 
 def _init_device_mesh(*args: Any, **given: Any) -> DeviceMesh:
-    """Its grid of ranks has values, which a mode would not give it."""
+    """Make a DeviceMesh whose grid of ranks has values, which the mode would not give it."""
     with without_modes():
         made: DeviceMesh = _MESH(*args, **given)
         return made
@@ -185,13 +185,13 @@ def _init_process_groups(*args: Any, **given: Any) -> Any:
 
 
 def _fake_group(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **given: Any) -> Any:
-    """Every other group is of torch's fake backend, too, without a backend's own options."""
+    """Make every other group with torch's fake backend too, without backend options."""
     given = {**given, **({OPTIONS_KEY: None} if OPTIONS_KEY in given else {}), "device_id": None}
     return _HELPER(size, rank, ranks, dist.Backend("fake"), *args, **given)
 
 
 def _broadcasting(known: list[list[bytes]]) -> Callable[..., None]:
-    """`broadcast_object_list`: rank 0 adds what it tells all ranks, which the others take in turn, with the same calls."""
+    """`broadcast_object_list`: rank 0 records the objects that it broadcasts; the others take them in the same order of calls."""
     following = iter(tuple(known))
 
     def made(
@@ -216,11 +216,11 @@ def one_rank_of_torch(
     told: Callable[[DeviceMesh], None] = lambda _: None,
     objects: list[list[bytes]] | None = None,
 ) -> Iterator[None]:
-    """While it is entered, new DeviceMeshes, FSDP's own too, know their ranks, though a mode keeps tensors from having values.
+    """While it is entered, new DeviceMeshes, including FSDP's, know their ranks, although a mode removes tensor values.
 
-    A program's own `init_process_group` finds the default group, and its other groups are of the same backend.
-    decode: makes what torch's object collectives, as broadcast_object_list, return of bytes. told: of each DeviceMesh.
-    objects: what rank 0 has broadcast to all, pickled; it adds to them.
+    The program's `init_process_group` returns the default group, and its other groups use the same backend.
+    decode: converts bytes to the results of torch's object collectives, such as broadcast_object_list. told: called with
+    each DeviceMesh. objects: pickled objects that rank 0 has broadcast to all ranks; rank 0 appends to it.
     """
     made, known = DeviceMesh.__init__, dict[Any, Any]()
 
@@ -228,7 +228,7 @@ def one_rank_of_torch(
         with without_modes():
             made(mesh, *args, **given)
         if (ranks := getattr(mesh, "_flatten_rank_map", None)) is not None:
-            # DTensor compares them thousands of times: of one tuple that is a fifth of the time of equal ones.
+            # DTensor compares them thousands of times. Comparing a tuple with itself takes a fifth of the time of comparing equal tuples.
             mesh._flatten_rank_map = known.setdefault(ranks, ranks)
         told(mesh)
 
@@ -248,7 +248,7 @@ def one_rank_of_torch(
             patch.object(c10d, "init_process_group", _init_process_group),
             patch.object(dist, "init_process_group", _init_process_group),
             patch.object(dist, "init_device_mesh", _init_device_mesh),
-            # DDP's comparison of shapes reads what other ranks have sent; a dry run compares the calls.
+            # DDP compares shapes by reading data from other ranks. A dry run compares the calls instead.
             patch.object(dist, "_verify_params_across_processes", lambda *_: None),
             patch.object(device_mesh, "init_device_mesh", _init_device_mesh),
         ):

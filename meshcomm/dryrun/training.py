@@ -1,4 +1,4 @@
-"""A dry run of the training of a config; and what any dry run found out, as plain data: verdicts, memory, calls, times."""
+"""A dry run of a training config, and the results of any dry run as plain data: verdicts, memory, calls, times."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 
-# Priced as what carries as much over the same links.
+# Priced like the operation that moves the same bytes over the same links.
 _LIKE: Final[dict[str, Operation]] = {"gather": "reduce", "scatter": "broadcast"}
 
 
 def dry_training(settings: Config, world: int, ranks: Sequence[int] = (), sample: int = 8) -> Facts:
-    """Run the training as ranks that represent all of `world`; returns the findings as plain data.
+    """Run the training as ranks that represent all of `world`. Returns the findings as plain data.
 
-    ranks, sample: more of them, see `chosen`. Raises as `chosen` and `dry_world`.
+    ranks, sample: additional ranks, see `chosen`. Raises as `chosen` and `dry_world`.
     """
     began = time.perf_counter()
     settings = settings.resolved(world)
@@ -47,7 +47,7 @@ def dry_training(settings: Config, world: int, ranks: Sequence[int] = (), sample
 
 
 def priced(topology: TopologyConfig) -> Callable[..., Replay]:
-    """How calls meet, with times where it is known which ranks share a node."""
+    """The replay function, with times where it is known which ranks share a node."""
     links = machine(topology)
     if links is None:
         return replay
@@ -56,9 +56,9 @@ def priced(topology: TopologyConfig) -> Callable[..., Replay]:
 
 
 def prices(machine: Machine) -> Seconds:
-    """The alpha-beta time of each call by the best algorithm that a backend would choose, as `meshcomm costs` has it.
+    """The alpha-beta time of each call with the best algorithm that a backend would choose, as in `meshcomm costs`.
 
-    Exchanges of Python objects and barriers, which are small, take nothing.
+    Exchanges of Python objects and barriers are small and count as 0.
     """
 
     @cache
@@ -77,7 +77,7 @@ def prices(machine: Machine) -> Seconds:
 
 
 def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, seconds: float) -> Facts:
-    """`World` as data that JSON can hold. settings: what was trained; None: a script. seconds: that the dry run took."""
+    """`World` as JSON-serializable data. settings: of the training; None for a script. seconds: duration of the dry run."""
     layout, steps = found.layout, list(found.steps.values())
     limit = topology.memory_gbytes
     stages = [_stage(stage, ran) for stage, ran in found.stages().items()]
@@ -111,12 +111,12 @@ def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, s
 
 
 def _part(steps: Sequence[RankStep]) -> str:
-    """What calls and times are of."""
+    """The part of the program that calls and times cover."""
     parts = list(dict.fromkeys(step.part for step in steps))
     return parts[0] if len(parts) == 1 else "the program, of which some ranks end earlier,"
 
 
-# What makes a part smaller, the settings first.
+# Ways to make each part smaller, settings first.
 _LESS: Final[dict[str, str]] = {
     **dict.fromkeys(
         ("activations", "rest"),
@@ -128,7 +128,7 @@ _LESS: Final[dict[str, str]] = {
     ),
     "gathered": "parallel.options.reshard = true, or more ranks along parallel.tensor or parallel.pipeline",
 }
-# Of a program that has no such settings, or its own.
+# For a program without these settings.
 _LESS_OF_A_SCRIPT: Final[dict[str, str]] = {
     **dict.fromkeys(
         ("activations", "rest"), "activation checkpointing, smaller micro-batches, or more ranks"
@@ -156,9 +156,9 @@ def _stage(stage: int, ran: Sequence[RankStep]) -> Facts:
 
 
 def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None) -> list[Facts]:
-    """By dim, of the rank that moves most along it; seconds of the rank that stands still longest for it.
+    """Calls and bytes by dim, of the rank that moves the most along it; seconds of the rank that is blocked the longest.
 
-    link: the slowest that a group of a rank that was run crosses; None where nobody says which ranks share a node.
+    link: the slowest link that a group of a rank that was run crosses; None if it is unknown which ranks share a node.
     """
     dims: dict[str, dict[str, tuple[int, int]]] = {}
     for step in steps:
@@ -192,7 +192,7 @@ def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None)
 
 
 def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Facts | None:
-    """The time of a step; None where calls differ, or nobody says which ranks share a node."""
+    """The time of a step; None where calls differ, or where it is unknown which ranks share a node."""
     met, links = found.replay, machine(topology)
     if met is None or met.stuck or links is None:
         return None
@@ -211,7 +211,7 @@ def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Fa
         "rank": last,
         "compute_s": met.computed[last],
         "exposed_s": {dim: each.waits - each.late for dim, each in sums.items()},
-        # Of a rank that comes early it would be a wait that nobody has.
+        # A rank that arrives early would show a wait that does not exist.
         "late_s": {} if last in met.early else {dim: each.late for dim, each in sums.items()},
         "tokens_s": None if tokens is None or not seconds else tokens / seconds,
         "tflops": flops / seconds / 1e12 if seconds else None,

@@ -1,4 +1,4 @@
-"""A dry run of a world: some ranks of it, one after the other, and what follows for all."""
+"""A dry run of a world: run some of its ranks one after the other, and draw conclusions for all."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from meshcomm.layout import Layout
 if TYPE_CHECKING:
     from meshcomm.dryrun.rank import RankStep
 
-# One rank's part of what is looked at, of (rank, world size); it can be sent to another process.
+# Runs the program as one rank, given (rank, world size). It can be pickled.
 Program: TypeAlias = "Callable[[int, int], RankStep]"
 
-# As Python's, which may run in other processes.
+# Like the built-in `map`, but may use other processes.
 _Map: TypeAlias = "Callable[..., Iterator[RankStep | MeshcommError]]"
 
-# Worlds of up to so many ranks are run whole.
+# In worlds of up to this many ranks, all ranks are run.
 WHOLE: Final = 16
-# Corners are taken of so many dims, the outermost; 2 ** 5 of them.
+# Corners are taken along this many of the outermost dims: at most 2 ** 5 ranks.
 _CORNERS: Final = 5
-# Middles are taken of dims of so many ranks and more.
+# A middle rank is taken along dims of at least this size.
 _MIDDLE: Final = 4
-# Ranks that are run besides, where one does not call what the others of its stage do.
+# The most ranks that are run in addition where a rank's calls differ from others of its stage.
 _PEERS: Final = 16
 
 
 class World(NamedTuple):
-    """What a dry run found out. steps: by rank, ascending. findings: what goes wrong. unlike: ranks that make other calls
-    than the first of their stage, in words. replay: None where calls differ.
+    """The results of a dry run. steps: by rank, ascending. findings: predicted failures. unlike: texts on ranks whose calls
+    differ from the first rank of their stage. replay: None where calls differ.
     """
 
     layout: Layout
@@ -71,10 +71,10 @@ def dry_world(
     processes: int | None = None,
     replayed: Callable[[Sequence[RankStep], Callable[[int], str]], Replay] = replay,
 ) -> World:
-    """Run `program` as some ranks of the world of `layout`, and compare what they call.
+    """Run `program` as some ranks of the world of `layout`, and compare their calls.
 
-    pipeline: the dim of the stages. ranks: these first; None: those that are `chosen`. processes: that run ranks at the
-    same time; None: as many as there are cores; 0: this one does. replayed: how calls meet.
+    pipeline: the dim of the stages. ranks: the ranks to run first; None: see `chosen`. processes: the number of processes
+    that run ranks in parallel; None: one for each core; 0: this process. replayed: the replay function.
 
     Raises ConfigError; RankFailed where the program of a rank raises.
     """
@@ -102,10 +102,10 @@ def dry_world(
 
 
 def _unlike(found: World, where: Callable[[int], str]) -> tuple[list[int], list[str]]:
-    """Ranks to run besides, and in words which ranks make other calls than the first that was run of their stage.
+    """Additional ranks to run, and texts on ranks whose calls differ from the first rank of their stage that was run.
 
-    Each rank stands for those of its stage that were not run; where two of a stage differ, some more of the groups along
-    which they differ are run, so that it is seen whether these differ inside.
+    Each rank represents the ranks of its stage that were not run. Where two ranks of a stage differ, more ranks of the
+    groups along which they differ are run. This shows whether calls also differ inside these groups.
     """
     more: dict[int, None] = {}
     told = []
@@ -117,7 +117,7 @@ def _unlike(found: World, where: Callable[[int], str]) -> tuple[list[int], list[
             if not dims:
                 continue
             told.append(
-                f"{where(step.rank)} calls otherwise than {where(steps[0].rank)} along {', '.join(sorted(dims))}"
+                f"{where(step.rank)} makes other calls than {where(steps[0].rank)} along {', '.join(sorted(dims))}"
             )
             for dim in dims:
                 if dim in found.layout.names:
@@ -129,11 +129,11 @@ def _unlike(found: World, where: Callable[[int], str]) -> tuple[list[int], list[
 def chosen(
     layout: Layout, pipeline: str | None = None, *, also: Sequence[int] = (), sample: int = 8
 ) -> list[int]:
-    """Ranks that stand for all, ascending.
+    """Ranks that represent all ranks, ascending.
 
-    The first, middle and last coord along each dim of the base and of each view, the others being 0; every stage
-    of `pipeline`; every corner, which is first or last along each dim; those in `also`; and `sample` more, drawn
-    at random, the same each time. All of them in worlds of up to 16. Raises LayoutError for a rank that is not there.
+    They are the first, middle and last coord along each dim of the base and of each view, with the other coords 0; every
+    stage of `pipeline`; every corner, which is first or last along each dim; the ranks in `also`; and `sample` more,
+    drawn at random with a fixed seed. In worlds of up to 16 ranks, all ranks. Raises LayoutError for a rank outside the world.
 
     >>> chosen(Layout({"pp": 4, "dp": 64, "tp": 8}), "pp", sample=0)[:6]
     [0, 4, 7, 256, 504, 511]
@@ -166,7 +166,7 @@ def chosen(
 
 @contextmanager
 def _processes(count: int) -> Iterator[_Map]:
-    """`map` in so many processes; 0: in this one."""
+    """`map` in `count` processes; 0: in this process."""
     if not count:
         yield map
         return
@@ -180,7 +180,7 @@ def _processes(count: int) -> Iterator[_Map]:
 
 
 def _steps(run: _Map, program: Program, names: Mapping[int, str], world: int) -> dict[int, RankStep]:
-    """The steps of the ranks with these names. Raises what is wrong with all of them, or RankFailed for the first."""
+    """The steps of the ranks with these names. Raises an error that concerns all ranks, or RankFailed for the first."""
     steps: dict[int, RankStep] = {}
     for rank, made in zip(names, run(partial(_ran, program, world), names.items()), strict=True):
         if isinstance(made, MeshcommError):
@@ -198,7 +198,7 @@ def _ran(program: Program, world: int, rank: tuple[int, str]) -> RankStep | Mesh
 
 
 def failure_of(error: Exception, name: str) -> MeshcommError:
-    """What the program of a rank raised: an error of meshcomm's itself, else its text and the program's own line."""
+    """Convert an error of a rank's program: a MeshcommError is kept; others become RankFailed with the program's line."""
     from meshcomm.comm.callsite import is_ours
 
     if isinstance(error, MeshcommError):

@@ -1,4 +1,4 @@
-"""Where does every rank of a mesh sit, and with whom? By arithmetic alone: mixed-radix coords of grid positions."""
+"""The coords and groups of every rank of a mesh, computed as mixed-radix coords of grid positions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshcomm.layout.sizes import (
 Dims: TypeAlias = str | tuple[str, ...]
 Ranks: TypeAlias = NDArray[np.int64]
 Ints = TypeVar("Ints", int, Ranks)
-# Above every rank of any job.
+# Larger than every rank of any job.
 _RANKS: Final = 1 << 31
 
 
@@ -48,7 +48,7 @@ class Digits(tuple[tuple[int, int], ...]):
         return math.prod(size for size, _ in self)
 
     def canonical(self) -> Digits:
-        """Without digits of size 1, and neighbours that step evenly written as one."""
+        """Without digits of size 1, and with adjacent digits merged if they step evenly."""
         joined: list[tuple[int, int]] = []
         for size, stride in self:
             if size == 1:
@@ -66,7 +66,7 @@ class Digits(tuple[tuple[int, int], ...]):
         return value
 
     def offset(self, coord: Ints) -> Ints:
-        """How far the position with this coord lies from the one with coord 0; of each coord of an array."""
+        """The distance of the position with this coord from the position with coord 0, or of each coord of an array."""
         value = coord * 0
         for size, stride in reversed(self):
             value = value + coord % size * stride
@@ -131,7 +131,7 @@ class Layout:
             world_size=math.prod(sizes.values()),
             views=MappingProxyType(known_views),
             merge=MappingProxyType(known_merge),
-            # The digits of every name, and of every tuple of names that was asked for.
+            # The digits of every name, and of every requested tuple of names.
             _digits={},
             # The base is "".
             _factorisations={},
@@ -275,7 +275,7 @@ class Layout:
             if all(name in sizes for name in names):
                 return view
         raise UnknownDim(
-            f"{_quoted(names)} do not belong to one factorisation of the mesh",
+            f"{_quoted(names)} do not belong to one factorization of the mesh",
             given=", ".join(f"{name} of {self.home(name) or 'the base'}" for name in names),
             expected="dims of the base, or dims of one view",
             hint="declare a view that has them all",
@@ -318,7 +318,7 @@ class Layout:
         items = list(given) if isinstance(given, (list, tuple)) else [given]
         if any(hasattr(item, "shape") for item in items):
             raise UnknownDim(
-                f"a {type(given).__name__} stands where dims are expected",
+                f"got a {type(given).__name__} where dims are expected",
                 given=f"a {type(given).__name__} as the first argument",
                 expected=f"the dims first, then the tensor: {self._listed()}",
                 hint=f'swap the arguments, as in mesh.all_reduce("{next(iter(self.dims))}", x)',
@@ -377,7 +377,7 @@ class Layout:
                 f"the mesh has no position {position}",
                 given=f"position {position}",
                 expected=f"0 to {self.world_size - 1}",
-                hint="layout.position(rank) gives that of a rank",
+                hint="layout.position(rank) gives the position of a rank",
             )
         return position if self._order is None else int(self._order[position])
 
@@ -417,7 +417,7 @@ class Layout:
                     self._unknown(name)
             missing = [name for name in self.dims if name not in coords]
             raise LayoutError(
-                "coords that do not say one rank",
+                "the coords do not identify one rank",
                 given=", ".join(f"{n}={c}" for n, c in coords.items()) or "nothing",
                 expected="one coord for each of " + ", ".join(self.dims),
                 hint=f"add {', '.join(missing)}" if missing else "leave out the others",
@@ -457,7 +457,7 @@ class Layout:
 
 
 def _checked_order(rank_order: Any, dims: Mapping[str, int]) -> Ranks | None:
-    """`rank_order` as an array that cannot be written to; None where it is 0, 1, 2, ..."""
+    """`rank_order` as a read-only array; None if it is 0, 1, 2, ..."""
     world = math.prod(dims.values())
     listed = rank_order.tolist() if isinstance(rank_order, np.ndarray) else rank_order
     expected = f"a list of {world} different ranks, each 0 or more and below {_RANKS}"

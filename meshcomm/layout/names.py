@@ -1,4 +1,4 @@
-"""Which names a dim may have, and which name was probably meant."""
+"""Checks names of dims, and suggests the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshcomm.errors import LayoutError
 
 
 def check_name(name: object, what: str) -> None:
-    """A name must be an identifier that einops patterns can hold: no "_" at either end."""
+    """Check that a name is an identifier that einops patterns accept: no "_" at either end."""
     if not isinstance(name, str) or not name.isidentifier() or name[0] == "_" or name[-1] == "_":
         raise LayoutError(
             f"{name!r} cannot be the name of a {what}",
@@ -20,7 +20,7 @@ def check_name(name: object, what: str) -> None:
 
 
 def nearest_name(word: str, known: Iterable[str]) -> str | None:
-    """The known name most like `word`, or None where nothing is near, or several are equally near to a short word.
+    """The known name nearest to `word`. None if no name is near, or if several are equally near to a short word.
 
     >>> nearest_name("pt", ["pp", "dp", "tp"]), nearest_name("DP", ["pp", "dp"]), nearest_name("xp", ["pp", "dp"])
     ('tp', 'dp', None)
@@ -28,14 +28,14 @@ def nearest_name(word: str, known: Iterable[str]) -> str | None:
     names = list(known)
     matches = difflib.get_close_matches(word, names, n=1, cutoff=0.55)
     if not matches and 2 <= len(word) <= 3:
-        # One letter of two is below the cutoff, as are letters in another order or case.
+        # One different letter of two is below the cutoff, as are letters in another order or case.
         matches = [name for name in names if sorted(name.lower()) == sorted(word.lower())]
         matches = matches or difflib.get_close_matches(word, names, n=2, cutoff=0.5)
     return matches[0] if len(matches) == 1 else None
 
 
 def merged_name(dims: Sequence[str], taken: Container[str]) -> str:
-    """What a merged dim of `dims` is called that nobody has named.
+    """The default name of a merged dim of `dims`.
 
     >>> merged_name(("dp", "cp"), {"dp", "cp", "dp_cp"})
     'dp_cp_all'
@@ -47,7 +47,7 @@ def merged_name(dims: Sequence[str], taken: Container[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """A question to the reader, or None where nothing is near.
+    """A suggestion as a question, or None if no name is near.
 
     >>> did_you_mean("dpx", ["pp", "dp", "tp"])
     'did you mean "dp"?'

@@ -170,7 +170,7 @@ class Plan:
 
     def for_rank(self, rank: int) -> RankPlan:
         """The coords and groups of `rank`. Time and memory grow with the sizes of its groups, not with the world."""
-        # A process asks for its own many times.
+        # A process requests its own plan many times.
         last: RankPlan | None = self.__dict__.get("_last")
         if last is None or last.rank != rank:
             last = self.__dict__["_last"] = self._for_rank(rank)

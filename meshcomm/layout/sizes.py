@@ -1,4 +1,4 @@
-"""Do the sizes of the dims fit the world, and which sizes nearby would?"""
+"""Checks whether the sizes of the dims fit the world, and finds the nearest sizes that do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshcomm.layout.names import check_name
 
 
 def times(sizes: Mapping[str, int]) -> str:
-    """The arithmetic as text.
+    """The product of the sizes as text.
 
     >>> times({"pp": 2, "dp": 2, "tp": 3})
     '2*2*3 = 12'
@@ -23,7 +23,7 @@ def times(sizes: Mapping[str, int]) -> str:
 
 
 def toml_dims(sizes: Mapping[str, int]) -> str:
-    """The sizes as they are written in a config file: `{ dp = 4, tp = 2 }`."""
+    """The sizes as written in a config file: `{ dp = 4, tp = 2 }`."""
     # Only ASCII letters may stand without quotes in TOML; a dim may have others.
     written = (name if name.isascii() else f'"{name}"' for name in sizes)
     listed = ", ".join(f"{name} = {size}" for name, size in zip(written, sizes.values(), strict=True))
@@ -31,13 +31,13 @@ def toml_dims(sizes: Mapping[str, int]) -> str:
 
 
 def divisors(n: int) -> list[int]:
-    """The divisors of `n`, ascending: all of them up to 2^24, of larger numbers those up to 4096 and their quotients."""
+    """The divisors of `n`, ascending. For `n` above 2^24, only divisors up to 4096 and their quotients."""
     small = [d for d in range(1, min(math.isqrt(n), 4096) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def whole(value: Any, what: str) -> int:
-    """`value` as an int. NumPy's integers are taken; bools, floats and all else are refused as `what`."""
+    """`value` as an int. Accepts NumPy's integers; rejects bools, floats and everything else. what: its name in the error."""
     if type(value) is int:
         return value
     try:
@@ -48,7 +48,7 @@ def whole(value: Any, what: str) -> int:
     raise LayoutError(
         f"{what} {value!r} is not an int",
         given=f"{value!r}, a {type(value).__name__}",
-        expected=f"an int as the {what}; NumPy's integers are taken",
+        expected=f"an int as the {what}; NumPy's integers are accepted",
         hint=f"int({value!r})" if isinstance(value, (bool, float)) else f"{what} 0",
     )
 
@@ -68,7 +68,7 @@ def check_mapping(given: Any, where: str, holds: str) -> Mapping[str, Any]:
 def check_sizes(dims: Mapping[str, int], where: str, open_dim: bool = False) -> dict[str, int]:
     """The sizes as plain ints. Raises LayoutError unless `dims` names at least one dim and each size is an int of 1 or more.
 
-    where: what the message calls it. open_dim: -1 is left to `resolve`.
+    where: its name in the message. open_dim: accept -1, which `resolve` fills in.
     """
     check_mapping(dims, where, "sizes")
     if not dims:
@@ -85,17 +85,17 @@ def check_sizes(dims: Mapping[str, int], where: str, open_dim: bool = False) -> 
             raise LayoutError(
                 f"{where}.{name} = {size!r} is not a size",
                 given=f"{name} = {size!r}",
-                expected="a whole number of 1 or more",
+                expected="an integer of 1 or more",
                 hint=f"{where}.{name} = 1 keeps the dim and gives it one rank",
             )
     return found
 
 
 def nearest_fits(sizes: Mapping[str, int], world: int, limit: int | None = 3) -> list[dict[str, int]]:
-    """Sizes that do fit `world`, each differing from `sizes` in one dim where one is enough.
+    """Sizes that fit `world`, each differing from `sizes` in one dim if one is enough.
 
-    Nearest first: the factor by which a size changes decides, then the order of the dims. A dim
-    of -1 stays -1. Empty only where no change of a single dim helps and no dim could take all.
+    Sorted by the factor by which a size changes, then by the order of the dims. A dim of -1 stays -1.
+    Empty only if no change of a single dim helps and no dim could take all ranks.
     """
     found: list[tuple[float, int, dict[str, int]]] = []
     for position, name in enumerate(sizes):
@@ -109,8 +109,8 @@ def nearest_fits(sizes: Mapping[str, int], world: int, limit: int | None = 3) ->
                 found.append((distance, position, {**sizes, name: candidate}))
     found.sort(key=lambda item: item[:2])
     if not found and sizes:
-        # No single dim can mend it: shrink each size to its greatest common divisor with what is
-        # left of the world, innermost first, and let the outermost take the rest.
+        # No change of a single dim fits. Shrink each size to its greatest common divisor with the rest
+        # of the world, innermost first, and let the outermost take the remainder.
         left = world
         mended = dict.fromkeys(sizes, 1)
         for name in reversed(list(sizes)):
@@ -129,7 +129,7 @@ def resolve(
 ) -> dict[str, int]:
     """Fill in the one size that is -1, and check that the sizes multiply to `world`.
 
-    world: None where it is not known, so that no size may be -1. what, where: what errors call the sizes and their place.
+    world: None if unknown; then no size may be -1. what, where: names of the sizes and their place in errors.
     Raises LayoutError with the arithmetic and the nearest sizes that fit.
     """
     given = f"{where} = {toml_dims(sizes)}"
@@ -139,7 +139,7 @@ def resolve(
         raise LayoutError(
             f"{what} has {len(unknown)} sizes of -1: {', '.join(unknown)}",
             given=given,
-            expected="at most one size of -1; it takes what the other dims leave of the world",
+            expected="at most one size of -1; it takes the ranks that the other dims leave",
             hint=f"{where} = {toml_dims({**sizes, **dict.fromkeys(unknown[1:], 1)})}",
         )
     if world is None and unknown:
@@ -166,7 +166,7 @@ def resolve(
 
 
 def check_coord(name: str, coord: int, size: int) -> int:
-    """The coord as an int. Raises LayoutError where the dim `name` has no such coord."""
+    """The coord as an int. Raises LayoutError if the dim `name` has no such coord."""
     coord = whole(coord, "coord")
     if not 0 <= coord < size:
         raise LayoutError(
@@ -179,12 +179,12 @@ def check_coord(name: str, coord: int, size: int) -> int:
 
 
 def coords_text(coords: Mapping[str, int]) -> str:
-    """As in `pp=1 tp=0`; of sizes too."""
+    """Text such as `pp=1 tp=0`; also for sizes."""
     return " ".join(f"{name}={coord}" for name, coord in coords.items())
 
 
 def rank_text(rank: int, coords: Mapping[str, int] | None) -> str:
-    """`rank 6 (pp=1 dp=1 tp=0)`; None: they are not known, {}: it is in no mesh."""
+    """`rank 6 (pp=1 dp=1 tp=0)`. coords: None if unknown, {} if the rank is in no mesh."""
     return f"rank {rank}" if not coords else f"rank {rank} ({coords_text(coords)})"
 
 
@@ -194,7 +194,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def fold(numbers: Iterable[int], most: int = 8) -> str:
-    """A list of numbers short enough to read.
+    """A short text for a list of numbers.
 
     >>> fold([0, 1, 2, 3]), fold([1, 3, 5, 7, 9, 11, 13, 15, 17, 19])
     ('0 1 2 3', '1 3 5 7 .. 19 (10)')

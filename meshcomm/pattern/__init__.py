@@ -1,7 +1,7 @@
-"""einops patterns in which a mesh dim's name says where it lies in the local tensor.
+"""einops patterns in which the name of a mesh dim marks its place in the local tensor.
 
-Four stages, each of use without the next: `parse` (text -> sides), `roles` (sides, mesh, shape -> what each
-dim does), `plan` (-> a Recipe of steps), `apply` (recipe, tensor, communicators). All but `apply` are pure.
+Four stages, each usable without the next: `parse` (text -> sides), `roles` (sides, mesh, shape -> role of each
+dim), `plan` (-> a Recipe of steps), `apply` (recipe, tensor, communicators). All except `apply` are pure.
 """
 
 from meshcomm.pattern.plan import explain_pattern

@@ -1,4 +1,4 @@
-"""Carry a recipe out on a tensor: local steps by einops, the others by communicators."""
+"""Apply a recipe to a tensor: local steps by einops, the others by communicators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshcomm.transport.torch_private import once_in_graphs
 GatherRules: TypeAlias = GatherGrad | Mapping[str, GatherGrad]
 
 _RULES = ("slice", "reduce_scatter")
-# How the arguments of a step are given to a communicator.
+# How a communicator is called with the arguments of a step.
 _CALLS: Mapping[str, Callable[..., Tensor]] = {
     "reduce_scatter": lambda at, x, axis, op: at.collective(REDUCE_SCATTER, x, False, op, axis=axis),
     "all_gather": lambda at, x, axis: at.collective(ALL_GATHER, x, axis=axis),
@@ -37,7 +37,7 @@ _CALLS: Mapping[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True)
 class _Calls:
-    """A recipe and the gradient rule of each gathered dim. A graph can hold this, and no plain tuple of them."""
+    """A recipe and the gradient rule of each gathered dim. A graph can hold this class, but not a plain tuple."""
 
     recipe: Recipe
     rules: Mapping[str, GatherGrad]
@@ -47,7 +47,7 @@ class _Calls:
 class Rearranger:
     """`rearrange` for one rank of one mesh. Recipes are cached, the last 1024 of them.
 
-    A mesh that gets further dims needs a new Rearranger: a tensor's axis may have become a dim.
+    A mesh that gets more dims needs a new Rearranger, because the name of a tensor axis may now be a dim.
     """
 
     def __init__(self, layout: Layout, at: CommunicatorCache, functional: Functional, who: str) -> None:
@@ -107,7 +107,7 @@ class Rearranger:
         try:
             return self._recipe(pattern, shape, partial, sizes)
         except TypeError:
-            # Something that no cache can hold, such as a list: planning says what is wrong with it.
+            # An unhashable argument, such as a list: planning raises the right error.
             return self._plan(pattern, shape, partial, sizes)
 
     def _plan(self, pattern: object, shape: tuple[int, ...], partial: object, sizes: Sizes) -> Recipe:
@@ -120,7 +120,7 @@ class Rearranger:
     def calls(
         self, recipe: Recipe, shape: tuple[int, ...], grad: GatherRules | None, needs_grad: bool
     ) -> _Calls:
-        """The steps with the rules of their derivatives. Raises AutogradError, PatternError."""
+        """The steps with their gradient rules. Raises AutogradError, PatternError."""
         given, gathered = f'"{recipe.text}" on {self._who}', recipe.gathered
         tensor = f"x of shape {tuple(shape)} with requires_grad=True"
         if grad is None and gathered and needs_grad:
@@ -128,9 +128,9 @@ class Rearranger:
             raise AutogradError(
                 f"rearrange: the gradient through the all_gather along {dims} is not determined",
                 given=f"{given}\n{tensor}, no grad=",
-                expected='grad="slice" where all ranks along the dim go on alike and compute one and the '
-                'same loss,\ngrad="reduce_scatter" where they go on differently and their losses add up',
-                hint='grad="reduce_scatter" for what each rank uses on its own data or weights, '
+                expected='grad="slice" if all ranks along the dim continue identically and compute the '
+                'same loss,\ngrad="reduce_scatter" if they continue differently and their losses add up',
+                hint='grad="reduce_scatter" if each rank uses the result on its own data or weights, '
                 'grad="slice" otherwise',
             )
         if grad is not None and not gathered:
@@ -171,8 +171,8 @@ def rearrange_in_graph(
     grad: GatherRules | None,
     sizes: Mapping[str, int],
 ) -> Tensor:
-    """`Rearranger.run` on this mesh, as torch.compile traces it: planned while tracing, for the shape of `x`."""
-    # Only text makes a number of a size that is to be one for good.
+    """`Rearranger.run` on this mesh under torch.compile: planned while tracing, for the shape of `x`."""
+    # Formatting as text specializes a symbolic size to a constant.
     shape = tuple(int(f"{size}") for size in x.shape)
     listed = tuple(sizes.items())
     key, dims = mesh.functional._groups.key, len(mesh.layout.merge)
@@ -190,10 +190,10 @@ def _calls_in_graph(
     grad: GatherRules | None,
     needs_grad: bool,
 ) -> _Calls | MeshcommError:
-    """The calls, or why there are none: an error of ours has to be raised by what is traced.
+    """The calls, or the error of planning: an error must be raised by the traced code.
 
-    All arguments are constants of a graph, which torch 2.11 asks for; `merged`, as another merged dim plans anew.
-    asked: the arguments of `Rearranger.recipe`.
+    All arguments are constants of a graph, as torch 2.11 requires. `merged` is one of them, so that another merged dim
+    plans again. asked: the arguments of `Rearranger.recipe`.
     """
     planner: Rearranger = groups_of(key, f'rearrange "{asked[0]}"').planner()
     try:

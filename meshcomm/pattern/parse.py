@@ -1,4 +1,4 @@
-"""What does a pattern say? Text -> two sides, as einops reads them. Pure: no mesh, no torch."""
+"""Parses a pattern: text -> two sides, by the rules of einops. Pure: no mesh, no torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from meshcomm.errors import PatternError
 Group: TypeAlias = tuple[str, ...]
 Side: TypeAlias = tuple[Group, ...]
 
-# An ellipsis as einops keeps it.
+# einops's internal form of an ellipsis.
 _ELLIPSIS: Final = str(ParsedExpression("...").composition[0])
-# What to try, by what einops says is wrong with a side.
+# Hints, by the text of einops's error on a side.
 _TRY: Final = {
     "only inside ellipsis": "one ... and names for the other axes",
     'duplicate dimension "(.*)"': 'another name for one of them, as in "{0}2"',
@@ -30,7 +30,7 @@ _TRY: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A pattern as read. A side is the tensor's axes in order; an axis is the names it is made of.
+    """A parsed pattern. A side is the tensor's axes in order; an axis is a tuple of names.
 
     `b (h w) 1` is (("b",), ("h", "w"), ()). The axes of an ellipsis are named "...0", "...1".
     """
@@ -49,7 +49,7 @@ def names_of(side: Side) -> tuple[str, ...]:
 
 
 def text_of(side: Side) -> str:
-    """A side as it would be written.
+    """A side as text.
 
     >>> text_of((("b",), ("h", "w"), ()))
     'b (h w) 1'
@@ -64,14 +64,14 @@ def fault(what: str, expected: str, hint: str) -> PatternError:
 
 
 def parse(text: object, ndim: int | None) -> Pattern:
-    """Read a pattern for a tensor of `ndim` axes; None: of any, and the pattern has no ellipsis.
+    """Parse a pattern for a tensor of `ndim` axes. None: any number of axes; the pattern then has no ellipsis.
 
     >>> parse("b s (tp h) -> b s h", None).left
     (('b',), ('s',), ('tp', 'h'))
     >>> parse("b ... -> (...) b", 3).right
     (('...0', '...1'), ('b',))
 
-    Raises PatternError: what is wrong with the text, whatever mesh it meets.
+    Raises PatternError for errors in the text that do not depend on the mesh.
     """
     sides = text.split("->") if isinstance(text, str) else []
     if len(sides) != 2:
@@ -94,7 +94,7 @@ def parse(text: object, ndim: int | None) -> Pattern:
     if left.has_ellipsis_parenthesized:
         raise fault(
             "an ellipsis in parentheses on the left",
-            "an ellipsis that stands alone on the left: how many axes it is must follow from x",
+            "an ellipsis outside parentheses on the left: its number of axes must follow from x",
             "... without the parentheses, or a name for each axis",
         )
     if left.has_ellipsis != right.has_ellipsis:
@@ -132,13 +132,13 @@ def _read(side: str, where: str) -> ParsedExpression:
 
 
 def _ellipsis_axes(left: ParsedExpression, ndim: int | None) -> Group:
-    """A name for each axis that the ellipsis stands for."""
+    """A name for each axis of the ellipsis."""
     fixed, elastic = len(left.composition) - left.has_ellipsis, left.has_ellipsis
     if ndim is None:
         if not elastic:
             return ()
         raise fault(
-            "how many axes an ellipsis stands for is not known without a shape",
+            "the number of axes of an ellipsis is not known without a shape",
             "a shape, or a name for each axis",
             "explain_pattern(pattern, dims, shape=...)",
         )
@@ -147,7 +147,7 @@ def _ellipsis_axes(left: ParsedExpression, ndim: int | None) -> Group:
         raise fault(
             f"the left side has {wanted}, x has {ndim}",
             f"a tensor with {wanted}: {text_of(_side(left, ('...',))) or 'a 0-dim tensor'}",
-            "... for axes that stay as they are" if ndim > fixed else "a name for each axis of x",
+            "... for axes that do not change" if ndim > fixed else "a name for each axis of x",
         )
     return tuple(f"...{number}" for number in range(ndim - fixed))
 

@@ -16,8 +16,8 @@ from meshcomm.pattern.recipe import Kind, Recipe, RecipeStep, Role
 from meshcomm.pattern.roles import MeshDims, Shape, Sizes, check_apart, lengths, mesh_dims, roles
 from meshcomm.reductions import REDUCTIONS
 
-# What is called for a role, in the order in which it sends least: slices cost nothing, and all that follows is
-# smaller for them; then what shrinks the tensor, then what keeps its size, then what makes it grow.
+# The call for each role, in the order that sends the fewest bytes: first slices, which send nothing and make all later
+# calls smaller, then calls that shrink the tensor, then calls that keep its size, then calls that make it grow.
 _CALLS: Mapping[Role, Kind] = {
     "slice": "slice",
     "reduce_scatter": "reduce_scatter",
@@ -109,11 +109,11 @@ def _plan(
     found = roles(pattern, mesh, partial, sizes)
     assert partial is None or isinstance(partial, str)
     known = None if shape is None else lengths(pattern, shape, mesh, sizes)
-    # A dim of size 1 is an axis of length 1: nothing to communicate, nothing to reorder. Reductions
-    # stay, so that what the reduction refuses is refused on every mesh.
+    # A dim of size 1 is an axis of length 1, with nothing to communicate or reorder. Reductions
+    # stay, so that an invalid reduction is rejected on every mesh.
     solo = {name for name, role in found.items() if mesh[name] == 1 and role != "reduce_scatter"}
     left, right = _without(pattern.left, solo), _without(pattern.right, solo)
-    # Several reduce_scatters, or several all_gathers, send the same in any order in sum; the larger share
+    # Several reduce_scatters, or several all_gathers, send the same total in any order. The largest share
     # goes along the innermost dim, whose ranks are nearest to each other.
     calls = [
         (call, name)
@@ -128,7 +128,7 @@ def _plan(
         dims=tuple((name, mesh[name]) for name in found),
         roles=tuple(found.items()),
         partial=partial,
-        # The steps' axes may differ from these by dims of size 1; the tensor is the same.
+        # The axes of the steps may differ from these by dims of size 1; the tensor is the same.
         before=pattern.left,
         shape=None if shape is None else tuple(shape),
         steps=tuple(best.steps),
@@ -141,7 +141,7 @@ def _without(side: Side, names: set[str]) -> Side:
 
 
 class _Route:
-    """Steps as they are put together. `axes` is what the local tensor's axes are by now."""
+    """Collects steps. `axes`: the local tensor's axes after the steps so far."""
 
     def __init__(
         self, axes: Side, mesh: MeshDims, known: Mapping[str, int] | None, partial: str | None
@@ -149,7 +149,7 @@ class _Route:
         self.axes = axes
         self.steps: list[RecipeStep] = []
         self.copies = 0
-        # Whether the tensor's memory holds its values one after the other, if it did at the start.
+        # Whether the tensor is contiguous, if it was at the start.
         self._packed = True
         self._mesh = mesh
         self._known = known
@@ -174,7 +174,7 @@ class _Route:
     # -- local steps ----------------------------------------------------------------------------
 
     def arrange(self, target: Side) -> None:
-        """Bring the axes into the form `target`, which has the same names, by einops."""
+        """Rearrange the axes with einops to `target`, which has the same names."""
         if target == self.axes:
             return
         runs = {name: at for at, run in enumerate(_runs(self.axes, target)) for name in run}
@@ -182,7 +182,7 @@ class _Route:
         if not self._packed and any(len({runs[name] for name in group}) > 1 for group in target):
             self.copies += 1
             self._packed = True
-        # Names that einops takes: those of an ellipsis are none.
+        # Names that einops accepts; names of an ellipsis are not valid.
         plain = {name: f"x{at}" for at, name in enumerate(names_of(self.axes))}
         sides = (
             tuple(tuple(plain[name] for name in group) for group in side) for side in (self.axes, target)
@@ -192,7 +192,7 @@ class _Route:
         self._step("rearrange", target, " -> ".join(map(text_of, sides)), lengths)
 
     def lead(self, name: str) -> int:
-        """The axis that `name` is the outermost part of, after splitting one where need be."""
+        """The axis whose outermost part is `name`, after splitting an axis if needed."""
         axis = self.axis_of(name)
         group = self.axes[axis]
         at = group.index(name)
@@ -204,7 +204,7 @@ class _Route:
     # -- steps along a dim ----------------------------------------------------------------------
 
     def cut(self, kind: Kind, dim: str) -> None:
-        """slice or reduce_scatter: the part of this rank's coord is kept of the axis that has `dim`."""
+        """slice or reduce_scatter: keep this rank's part of the axis that has `dim`."""
         axis = self.lead(dim)
         axes = _replaced(self.axes, axis, self.axes[axis][1:])
         if kind == "slice":
@@ -214,13 +214,13 @@ class _Route:
             self._pack(axis)
             assert self._partial is not None
             self._step("reduce_scatter", axes, axis, self._partial, dim=dim)
-            # Along a second dim go values that the first has prepared.
+            # A reduction along a second dim gets the already prepared values of the first.
             self._partial = REDUCTIONS[self._partial].wire.name
 
     def join(self, kind: Kind, dim: str, to: int) -> None:
         """all_to_all or all_gather: `dim` becomes the outermost part of axis `to`.
 
-        For all_to_all, `to` counts axes as they are once `dim` leads its own.
+        For all_to_all, `to` counts axes after `dim` has become the outermost part of its axis.
         """
         axis = self.lead(dim) if kind == "all_to_all" else 0
         self._pack(axis)
@@ -230,13 +230,13 @@ class _Route:
         self.copies += self._behind(to)
 
     def _pack(self, axis: int) -> None:
-        """Communication reads contiguous memory with the axis that it cuts in front."""
+        """Communication reads contiguous memory with the split axis first."""
         if self._behind(axis) or not self._packed:
             self.copies += 1
         self._packed = True
 
     def _behind(self, axis: int) -> bool:
-        """Whether an axis of more than one element lies before `axis`."""
+        """Whether an axis of more than one element precedes `axis`."""
         return any(self.axes[:axis])
 
 
@@ -245,7 +245,7 @@ def _replaced(axes: Side, axis: int, group: Group) -> Side:
 
 
 def _runs(axes: Side, other: Side) -> tuple[Group, ...]:
-    """The pieces of `axes`, in order, that neither they nor `other` ever take apart."""
+    """The pieces of `axes`, in order, that neither `axes` nor `other` splits."""
     neighbours = {pair for group in other for pair in pairwise(group)}
     runs: list[Group] = []
     for group in axes:
@@ -258,15 +258,15 @@ def _runs(axes: Side, other: Side) -> tuple[Group, ...]:
 
 
 def _in_place(route: _Route, right: Side, calls: Sequence[tuple[Kind, str]]) -> _Route | None:
-    """Every collective on the axis where the dim is and where it goes, as far as there is one; what
-    is still out of order is put in order at the end. None where a dim goes before nothing."""
+    """Run every collective on the dim's current and target axis, if they exist, and reorder the rest at the end.
+    None if no axis follows a dim."""
     for call, dim in calls:
         if call in ("slice", "reduce_scatter"):
             route.cut(call, dim)
             continue
         if call == "all_to_all":
             route.lead(dim)
-        # The axis of what comes after `dim` in its parentheses on the right.
+        # The axis that follows `dim` in its parentheses on the right.
         group = next(group for group in right if dim in group)
         there = [name for name in group[group.index(dim) + 1 :] if name in names_of(route.axes)]
         if not there:
@@ -277,7 +277,7 @@ def _in_place(route: _Route, right: Side, calls: Sequence[tuple[Kind, str]]) -> 
 
 
 def _in_front(route: _Route, right: Side, calls: Sequence[tuple[Kind, str]]) -> _Route:
-    """Every collective on axis 0, where it copies nothing: pack once before, unpack once after."""
+    """Run every collective on axis 0, where it copies nothing: pack once before, unpack once after."""
     for call, dim in calls:
         if call == "slice":
             route.cut(call, dim)

@@ -1,4 +1,4 @@
-"""What does each mesh dim of a pattern do, and how long is each axis? Here a pattern meets mesh, sizes and shape."""
+"""The role of each mesh dim in a pattern, and the length of each axis, from the mesh, the sizes and the shape."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def mesh_dims(layout: Layout) -> dict[str, int]:
-    """Every name that the mesh gives a meaning, with its size; outermost (farthest apart) first.
+    """Every name of the mesh with its size; outermost (ranks farthest apart) first.
 
     >>> mesh_dims(Layout({"dp": 2, "tp": 4}, merge={"all": ("tp", "dp")}))
     {'dp': 2, 'all': 8, 'tp': 4}
@@ -33,8 +33,8 @@ def mesh_dims(layout: Layout) -> dict[str, int]:
 
 
 def check_apart(pattern: Pattern, layout: Layout) -> None:
-    """No two dims of one pattern may say the same about a rank: "dp" and a merged dim that has dp,
-    or a view's dim and a base dim that cut the same ranks. Raises PatternError."""
+    """Check that no two dims of a pattern overlap: "dp" and a merged dim that contains dp, or a view's dim
+    and a base dim that split the same ranks. Raises PatternError."""
     used = [n for n in dict.fromkeys(names_of(pattern.left) + names_of(pattern.right)) if n in layout.names]
     for one, other in combinations(used, 2):
         digits = product(layout.digits(one).canonical(), layout.digits(other).canonical())
@@ -43,7 +43,7 @@ def check_apart(pattern: Pattern, layout: Layout) -> None:
         ):
             raise fault(
                 f'the dims "{one}" and "{other}" overlap: a rank\'s coords along them depend on each other',
-                "dims that are independent, as the dims of one factorisation are",
+                "dims that are independent, such as the dims of one factorization",
                 f'one rearrange for "{one}" and another for "{other}"',
             )
 
@@ -51,8 +51,8 @@ def check_apart(pattern: Pattern, layout: Layout) -> None:
 def roles(pattern: Pattern, mesh: MeshDims, partial: object, sizes: Sizes) -> dict[str, Role]:
     """The role of every mesh dim that the pattern names, in the order of `mesh`. Raises PatternError.
 
-    right only: gather. left only: slice, or reduce_scatter where `partial` is given. Both: stay
-    where its neighbours are the same on both sides, else move.
+    On the right only: gather. On the left only: slice, or reduce_scatter if `partial` is given. On both sides: stay
+    if its neighbors are the same on both sides, otherwise move.
     """
     left, right = names_of(pattern.left), names_of(pattern.right)
     _check_both_sides(left, right, mesh)
@@ -74,7 +74,7 @@ def roles(pattern: Pattern, mesh: MeshDims, partial: object, sizes: Sizes) -> di
 
 
 class _Place(NamedTuple):
-    """Between which tensor axes a mesh dim lies: those in its parentheses, else those of the side."""
+    """The tensor axes before and after a mesh dim: within its parentheses, or else on its side."""
 
     in_parentheses: bool
     before: str | None
@@ -96,9 +96,9 @@ def _stays(pattern: Pattern, name: str, mesh: MeshDims) -> bool:
     if not left.in_parentheses and not right.in_parentheses:
         same = (left.before == right.before) + (left.after == right.after)
         if same == 1:
-            raise _unclear(f'"{name}" keeps one neighbour and changes the other')
+            raise _unclear(f'"{name}" keeps one neighbor and changes the other')
         return same == 2
-    # In parentheses a dim cuts the axis after it; where there is none, the axis before it.
+    # In parentheses a dim splits the axis after it; if there is none, the axis before it.
     if left.in_parentheses and right.in_parentheses and (left.after is None or right.after is None):
         return left.after is right.after and left.before == right.before
     inside = left if left.in_parentheses else right
@@ -108,8 +108,8 @@ def _stays(pattern: Pattern, name: str, mesh: MeshDims) -> bool:
 def _unclear(why: str) -> PatternError:
     return fault(
         f"unclear whether to move data between ranks: {why}",
-        "a dim whose neighbours are the same on both sides: it stays, nothing is sent;\n"
-        "or both different: it moves, all_to_all",
+        "a dim with the same neighbors on both sides, which stays and sends nothing;\n"
+        "or with both neighbors different, which moves by all_to_all",
         "two patterns, one that moves the dim and one that reorders the axes",
     )
 
@@ -145,7 +145,7 @@ def _check_sizes(names: Group, mesh: MeshDims, sizes: Sizes) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             whole = isinstance(size, float) and size % 1 == 0
             hint = f"{name}={int(size)}" if whole else remove
-            raise fault(f"{name}={size!r} is not a size", "a whole number, 0 or more", hint)
+            raise fault(f"{name}={size!r} is not a size", "an integer, 0 or more", hint)
         if mesh.get(name, size) != size:
             raise fault(
                 f'{name}={size}, but "{name}" is a dim of the mesh and has size {mesh[name]}',
@@ -174,10 +174,10 @@ def _check_partial(partial: object, reduces: bool) -> None:
 
 
 def lengths(pattern: Pattern, shape: Shape, mesh: MeshDims, sizes: Sizes) -> dict[str, int]:
-    """The length of every name of both sides; a mesh dim's is its size.
+    """The length of every name of both sides. The length of a mesh dim is its size.
 
-    pattern: read for as many axes as `shape` has.
-    Raises PatternError where the shape does not fit the sizes, or does not determine a name.
+    pattern: parsed for the number of axes of `shape`.
+    Raises PatternError if the shape does not fit the sizes, or does not determine a name.
     """
     known = {**dict(sizes), **mesh}
     for number, (group, length) in enumerate(zip(pattern.left, shape, strict=True)):
@@ -213,7 +213,7 @@ def lengths(pattern: Pattern, shape: Shape, mesh: MeshDims, sizes: Sizes) -> dic
 
 
 def _fitting(group: Group, mesh: MeshDims, known: Mapping[str, int], length: int) -> str:
-    """What to write for an axis of another length than its names have."""
+    """The hint for an axis whose length differs from the length of its names."""
     given = [name for name in group if name not in mesh and name in known]
     if not group:
         return "a name for the axis"

@@ -1,1 +1,1 @@
-"""What a mesh costs before it is made: links, times, stages, memory, traffic of a step, findings, rankings. No torch, no process."""
+"""Cost predictions for a mesh before it is made: links, times, stages, memory, traffic, lint findings and rankings. Uses no torch and no processes."""

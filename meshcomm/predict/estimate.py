@@ -1,8 +1,8 @@
-"""What does the rank with most layers hold and send in a step of training? Short formulas, by which `tune` ranks meshes.
+"""Memory and traffic of a training step on the rank with the most layers: short formulas, by which `tune` ranks meshes.
 
-`meshcomm dryrun`, and `meshcomm tune --exact`, count both exactly. Left out here: messages of a few bytes for each token
-(losses, norms, routers), biases, windows of attention, the order in which memory is freed, and buffers of a pass.
-Bytes of a call are counted as `meshcomm.predict.times` does.
+`meshcomm dryrun` and `meshcomm tune --exact` count both exactly. The formulas leave out messages of a few bytes per token
+(losses, norms, routers), biases, attention windows, the order in which memory is freed, and buffers of a pass.
+Bytes of a call are counted as in `meshcomm.predict.times`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from meshcomm.predict.stages import PartCosts, attention_costs, part_costs
 from meshcomm.predict.times import Operation
 
 _BYTES: Final = {"float32": 4, "float64": 8, "bfloat16": 2}
-# The parts that lie along dims of the base, outermost first where nothing else decides.
+# The parts that are dims of the base; outermost first unless something else decides the order.
 BASE: Final[tuple[ParallelRole, ...]] = ("pipeline", "data", "shard", "context", "tensor")
-# Parts, or dims, whose ranks make a call together. The copies of experts, edp, are "replica", and with shard "expert shard",
-# as they hold shards of them.
+# Parts, or dims, whose ranks make a call together. The copies of experts, edp, are "replica"; with shard they hold
+# shards of the experts and are "expert shard".
 Along: TypeAlias = tuple[str, ...]
 REPLICA: Final = "replica"
 EXPERT_SHARD: Final = "expert shard"
 
 
 class Sizes(NamedTuple):
-    """Sizes of the dims that play the parts; 1 where none does. microbatches: of a rank and step. expert_copies: of
-    experts' shards.
+    """Sizes of the dims that have the parts; 1 for a part without a dim. microbatches: per rank and step. expert_copies:
+    copies of the experts' shards.
     """
 
     pipeline: int = 1
@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Parameters of a model. layers: of each block, all but its experts'; ends: outside of blocks, a shared one once."""
+    """Parameters of a model. layers: of each block, without its experts. ends: outside of blocks; a shared one counts once."""
 
     layers: tuple[int, ...]
     experts: tuple[int, ...]
@@ -54,11 +54,11 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """What a configuration trains. parts: those that it plays. model: with all sizes. expert_layers: layers with experts.
-    counts: its parameters, where they were counted.
+    """The training of a configuration. parts: the parts that it uses. model: with all sizes. expert_layers: layers with
+    experts. counts: the model's parameters, where they were counted.
 
-    activation_bytes: of an element in a message, in memory, and of a weight that FSDP has gathered; weight_bytes: of a
-    weight; reduced_bytes: of a gradient that FSDP adds up.
+    activation_bytes: of an element in a message or in memory, and of a weight gathered by FSDP. weight_bytes: of a
+    weight. reduced_bytes: of a gradient reduced by FSDP.
     """
 
     parts: tuple[ParallelRole, ...]
@@ -75,7 +75,7 @@ class Workload:
 
     @property
     def ulysses(self) -> bool:
-        """Heads are split along context in place of tokens."""
+        """Whether context splits heads instead of tokens."""
         return self.parallel.options.attention == "ulysses"
 
     def tokens(self, sizes: Sizes) -> float:
@@ -83,36 +83,36 @@ class Workload:
         return self.train.micro_batch_size * self.seq_len / sizes.context
 
     def layers_of_rank(self, sizes: Sizes) -> int:
-        """Layers of the rank that has most, as if stages were cut evenly."""
+        """Layers of the rank with the most layers, assuming evenly cut stages."""
         each = self.parallel.options.stages_per_rank if sizes.pipeline > 1 else 1
         return -(-self.model.num_layers // (sizes.pipeline * each)) * each
 
     def with_experts(self, layers: int) -> int:
-        """Of so many layers the ones with experts: where only every n-th has them, a rank's share, rounded up."""
+        """The number of layers with experts among `layers`. Where only every n-th has them, a rank's share, rounded up."""
         return -(-layers * self.expert_layers // self.model.num_layers)
 
     def layers_again(self, sizes: Sizes) -> int:
-        """Layers of that rank whose whole forward pass runs a second time; none where it does so selectively."""
+        """Layers of that rank whose full forward pass is recomputed; 0 for selective recompute."""
         every, layers = self.train.activation_checkpointing, self.layers_of_rank(sizes)
         if isinstance(every, bool) or every == "selective":
             return layers if every is True else 0
-        # Which layers of a stage those are follows from their place in the model.
+        # Which layers of a stage these are depends on their position in the model.
         return layers // every if sizes.pipeline == 1 else -(-layers // every)
 
     def shards(self, sizes: Sizes) -> int:
-        """Ranks that weights are sharded over: those of shard and, with them, of context."""
+        """The number of ranks that weights are sharded over: shard times context."""
         return sizes.shard * (sizes.context if "shard" in self.parts else 1)
 
     def expert_shards(self, sizes: Sizes) -> int:
-        """Ranks that experts' weights are sharded over: with the others, or what their own view leaves for it."""
+        """The number of ranks that experts' weights are sharded over: as for other weights, or what the experts' view leaves."""
         if "shard" not in self.parts or "expert" not in self.parts:
             return self.shards(sizes)
         return sizes.data * sizes.shard * sizes.context // sizes.expert // sizes.expert_copies
 
     def flops(self, sizes: Sizes) -> float:
-        """Floating-point operations of one micro-batch on the rank with most layers and the head: 6 for each
-        multiply-add of a forward pass and token, as backward costs twice as much as forward; 2 more in layers that are
-        computed again.
+        """Floating-point operations of one micro-batch on the rank with the most layers and the head. They are 6 for each
+        multiply-add of the forward pass per token, because backward costs twice as much as forward, and 2 more in
+        recomputed layers.
         """
         layer = sum(self.costs.layers) / self.model.num_layers
         once = self.layers_of_rank(sizes) * layer + self.costs.head
@@ -120,9 +120,9 @@ class Workload:
 
 
 def workload(settings: Config, counts: Counts | None = None) -> Workload:
-    """What `settings` trains. counts: the parameters of its model, where they do not follow from its sizes.
+    """The workload of `settings`. counts: the parameters of its model, where they do not follow from its sizes.
 
-    Raises ConfigError where it does not train, or fixes who sits where.
+    Raises ConfigError if `settings` trains nothing, or fixes the places of ranks.
     """
     parallel, model, data, train = settings.parallel, settings.model, settings.data, settings.train
     if parallel is None or model is None or data is None or train is None:
@@ -136,12 +136,12 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
     named = {"model.lora": model.lora, "train.frozen": train.frozen}
     if some := [name for name, value in named.items() if value]:
         raise ConfigError(
-            "the formulas of tune count every parameter as one that learns",
+            "the formulas of tune assume that every parameter is trained",
             given=", ".join(some),
-            expected="a training of all of them",
-            hint=f"meshcomm dryrun {settings.source}, which counts what learns, on one mesh",
+            expected="a training of all parameters",
+            hint=f"meshcomm dryrun {settings.source}, which counts only trained parameters, on one mesh",
         )
-    # What would not fit other sizes, or would undo another order.
+    # Settings that would not fit other sizes, or would undo another order.
     fixed = [f"mesh.{name}" for name in ("ranks", "rank_order") if getattr(mesh, name) is not None]
     fixed += [f"mesh.views.{name}" for name in mesh.views if name != settings.expert_view]
     fixed += [f"mesh.dims.{dim}" for dim in mesh.dims if dim not in parallel.parts.values()]
@@ -149,8 +149,8 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
         raise ConfigError(
             f"{fixed[0]} belongs to one mesh, and tune looks for another",
             given=f"{settings.source} with {fixed[0]}",
-            expected="dims that play the parts of [parallel], and the view of its expert, alone",
-            hint=f"--set {fixed[0]}=   (nothing behind = removes it)",
+            expected="only the dims of the parts in [parallel], and the view of its expert",
+            hint=f"--set {fixed[0]}=   (an empty value removes it)",
         )
     costs = part_costs(model, data.seq_len)
     with_experts = sum(map(model.has_experts, range(model.num_layers)))
@@ -173,7 +173,7 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
 
 
 def _costs(model: ModelConfig, counts: Counts, seq_len: int) -> tuple[int, ...]:
-    """Multiply-adds of each layer per token: one for each weight that it meets, and attention as `part_costs` has it."""
+    """Multiply-adds of each layer per token: one for each weight used, plus attention as in `part_costs`."""
     active = min(model.experts_per_token, model.experts) / max(1, model.experts)
     each = zip(counts.layers, counts.experts, attention_costs(model, seq_len), strict=True)
     return tuple(plain + round(active * experts) + attention for plain, experts, attention in each)
@@ -183,7 +183,7 @@ def _costs(model: ModelConfig, counts: Counts, seq_len: int) -> tuple[int, ...]:
 
 
 class Weights(NamedTuple):
-    """Weights of one rank before sharding: all but experts', experts', those of one layer, those outside of layers."""
+    """Weights of one rank before sharding: without experts, of experts, of one layer, and outside of layers."""
 
     plain: float
     experts: float
@@ -192,7 +192,7 @@ class Weights(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes of one rank at the peak of a step. gathered: weights that other ranks hold shards of."""
+    """Bytes of one rank at the peak of a step. gathered: unsharded weights of FSDP."""
 
     weights: float
     gradients: float
@@ -202,7 +202,7 @@ class Memory(NamedTuple):
 
 
 def weights(work: Workload, sizes: Sizes) -> Weights:
-    """Experts are split along expert and tensor, the others along tensor; a pipeline puts the two tables on two ranks."""
+    """Experts are split along expert and tensor, other weights along tensor. A pipeline puts the two tables on two ranks."""
     model, layers = work.model, work.layers_of_rank(sizes)
     with_experts, norms = work.with_experts(layers), 2 * model.hidden_size
     heads = 2 * model.num_heads + 2 * model.num_kv_heads
@@ -214,7 +214,7 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
     )
     if work.counts is not None:
         tables = work.counts.ends / (2 if sizes.pipeline > 1 and not model.tied_embeddings else 1)
-    # Ranks that do not divide the vocabulary have all of it.
+    # If the tensor ranks do not divide the vocabulary, each has all of it.
     ends = tables / (1 if model.vocab_size % sizes.tensor else sizes.tensor)
     if work.counts is not None:
         of_rank = layers / model.num_layers
@@ -229,10 +229,10 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
 
 
 def memory(work: Workload, sizes: Sizes) -> Memory:
-    """Bytes of the largest rank. Weights and gradients are of one dtype, Adam's two moments of train.state_dtype.
+    """Bytes of the largest rank. Weights and gradients have one dtype; Adam's two moments have train.state_dtype.
 
-    Sharded (FSDP, ZeRO-3: Rajbhandari et al. 2020), each is divided by the shards. Gathered are two layers, the tables and
-    the last norm, or all weights without `reshard`. Gradients of several micro-batches accumulate unsharded.
+    With sharding (FSDP, ZeRO-3: Rajbhandari et al. 2020), each is divided by the shards. Gathered weights are two layers,
+    the tables and the last norm, or all weights without `reshard`. Gradients of several micro-batches accumulate unsharded.
     """
     here = weights(work, sizes)
     shards, spread = work.shards(sizes), work.expert_shards(sizes)
@@ -253,9 +253,9 @@ def memory(work: Workload, sizes: Sizes) -> Memory:
 
 
 def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float]:
-    """Bytes that a layer keeps of a micro-batch for backward: with recompute, with selective recompute, without.
+    """Bytes that a layer keeps of a micro-batch for backward: with full recompute, with selective recompute, without.
 
-    In the manner of Korthikanti et al. 2022; attention keeps no scores, experts are evenly loaded.
+    After Korthikanti et al. 2022. Attention keeps no scores, and experts are evenly loaded.
     """
     model, split, with_experts = work.model, sizes.tensor, work.expert_layers / work.model.num_layers
     rows = with_experts * min(model.experts_per_token, model.experts)
@@ -284,7 +284,7 @@ def _activations(work: Workload, sizes: Sizes) -> float:
     schedule, stages = options.schedule, options.stages_per_rank
     first = microbatches_held(schedule, sizes.pipeline, stages, sizes.microbatches)
     last = first if schedule in ("gpipe", "zero_bubble") else 1
-    # Logits and their gradient, of which some rows are computed at once: see `cross_entropy`.
+    # Logits and their gradient, computed a few rows at a time: see `cross_entropy`.
     return max(first * kept, last * (kept + logits) + logits + computed) + recomputed
 
 
@@ -292,9 +292,9 @@ def _activations(work: Workload, sizes: Sizes) -> float:
 
 
 class Flow(NamedTuple):
-    """One kind of call. along: whose ranks make it. calls: of one rank, in each micro-batch or in each step.
+    """One kind of call. along: the parts whose ranks make it. calls: by one rank, in each micro-batch or each step.
 
-    size_bytes: of one call. what: in words. sent: the share of the calls that send; the others receive.
+    size_bytes: of one call. what: a description. sent: the share of the calls that send; the others receive.
     """
 
     part: ParallelRole
@@ -325,7 +325,7 @@ def flows(work: Workload, sizes: Sizes) -> list[Flow]:
 
 
 def expected(settings: Config, world: int) -> list[Flow]:
-    """The calls of a step along dims of size 2 or more: along names dims, and calls are those of the whole step.
+    """The calls of a step along dims of size 2 or more. `along` names dims, and `calls` counts the full step.
 
     Raises ConfigError where `settings` does not train.
     """
@@ -344,7 +344,7 @@ def expected(settings: Config, world: int) -> list[Flow]:
     for flow in flows(work, Sizes(**played, microbatches=number, expert_copies=replicas)):
         along = tuple(dim for part in flow.along for dim in dims[part] if sizes[dim] > 1)
         if flow.along[0] == "shard":
-            # In the order of their merged dim.
+            # In the order of the merged dim.
             along = tuple(dim for dim in mesh.dims if dim in along)
         if along:
             found.append(flow._replace(along=along, calls=flow.in_a_step(number), each_microbatch=False))
@@ -352,8 +352,8 @@ def expected(settings: Config, world: int) -> list[Flow]:
 
 
 def _tensor(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """Two sums forward and two backward in each layer (Shoeybi et al. 2019), or as many gathers and scatters (Korthikanti et
-    al. 2022); one for each table. A pass that is computed again ends before its last sum.
+    """Two all-reduces forward and two backward in each layer (Shoeybi et al. 2019), or as many all-gathers and
+    reduce-scatters (Korthikanti et al. 2022); one for each table. A recomputed pass ends before its last all-reduce.
     """
     layers, again = work.layers_of_rank(sizes), work.layers_again(sizes)
     tables = 1 if sizes.pipeline > 1 else 2
@@ -372,7 +372,7 @@ def _context(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     passes = 2 * layers + work.layers_again(sizes)
     rows = work.tokens(sizes) * model.head_size
     if work.ulysses:
-        # Keys and values are repeated where the dim has more ranks than there are heads of them.
+        # Keys and values are repeated where the dim has more ranks than kv heads.
         queries, keys = model.num_heads / sizes.tensor, max(model.num_kv_heads / sizes.tensor, sizes.context)
         size, there = rows * work.activation_bytes, "q, k, v for heads"
         yield Flow("context", along, "all_to_all", passes, size * (queries + 2 * keys), True, there)
@@ -395,7 +395,7 @@ def _expert(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 
 def _pipeline(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """Each stage receives and sends an activation and a gradient; of two ranks each lacks one neighbour."""
+    """Each stage receives and sends an activation and a gradient. The two end ranks each have only one neighbor."""
     stages = work.parallel.options.stages_per_rank
     calls = 4 * stages - (2 if sizes.pipeline == 2 else 0) if sizes.pipeline > 1 else 0
     split = sizes.tensor if work.parallel.options.sequence_parallel else 1
@@ -405,8 +405,8 @@ def _pipeline(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 
 def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """Each layer is gathered forward and backward, or once a step; gradients are scattered once a step. The tables count
-    as one layer more.
+    """Each layer is gathered forward and backward, or once a step. Gradients are reduce-scattered once a step. The tables
+    count as one more layer.
     """
     here, again, piped = weights(work, sizes), work.parallel.reshards(sizes.pipeline), sizes.pipeline > 1
     # In a pipeline a layer stays gathered from a backward pass to the pass that follows.
@@ -426,7 +426,7 @@ def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 
 def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """Sums over copies: of buckets, or of what FSDP has scattered."""
+    """All-reduces over copies: of buckets, or of the gradients that FSDP has reduce-scattered."""
     here, sharded = weights(work, sizes), "shard" in work.parts
     plain, experts = here.plain, here.experts
     if "expert" not in work.parts:

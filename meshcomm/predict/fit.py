@@ -1,4 +1,4 @@
-"""Which latency and bandwidth do measured times say the links have, if the model is right? And a `[topology]` that says it."""
+"""Fit the latency and bandwidth of links to measured times, and write them as `[topology]`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from meshcomm.layout import Plan
 from meshcomm.predict.links import Hop, Machine, Route, span
 from meshcomm.predict.times import Operation, lines
 
-# By which algorithm a backend carries an operation out, where that is known and its times are a line over
-# the size. Gloo: gloo/allreduce.cc, allgather.cc and alltoall.cc (github.com/pytorch/gloo). NCCL takes rings
-# or trees as its own tables say; of the others that it has, the model does not know the pieces.
+# The algorithm of each operation on a backend, where it is known and its time is linear in the size.
+# Gloo: gloo/allreduce.cc, allgather.cc and alltoall.cc (github.com/pytorch/gloo). NCCL chooses rings or
+# trees by its own tables; the model does not cover NCCL's other algorithms.
 _RING_AND_PAIRS: Final[Mapping[Operation, str]] = {
     "all_reduce": "ring",
     "all_gather": "ring",
@@ -30,11 +30,11 @@ ASSUMED: Final[Mapping[str, Mapping[Operation, str]]] = {
     "gloo": _RING_AND_PAIRS,
     "nccl": {**_RING_AND_PAIRS, "reduce_scatter": "ring"},
 }
-# What is one message on every backend.
+# Operations that are one message on every backend.
 _ANY_BACKEND: Final[Mapping[Operation, str]] = {"sendrecv": "message"}
-# A part of no measured time that is larger than this is not told from noise.
+# A part that is below this share of every measured time cannot be distinguished from noise.
 _SEEN: Final = 0.05
-# The first words of a file that may be written over.
+# The first words of a file that may be overwritten.
 MARK: Final = "# Measured by `meshcomm bench"
 
 
@@ -48,7 +48,7 @@ class Time(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a call does, as the model counts it: messages one after the other, and bytes at the busiest rank."""
+    """The work of a call in the model: consecutive messages, and bytes at the busiest rank."""
 
     steps: float
     moved_bytes: float
@@ -56,10 +56,10 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """alpha and beta of the calls along `dims`, and how far the model then is from what was measured.
+    """alpha and beta of the calls along `dims`, and the error of the model against the measurements.
 
-    times: how many were fitted. error, worst: the median and the largest of |model / measured - 1|.
-    notes: what to know before these numbers are used.
+    times: the number of fitted times. error, worst: the median and the maximum of |model / measured - 1|.
+    notes: warnings about the numbers.
     """
 
     dims: tuple[str, ...]
@@ -72,16 +72,16 @@ class Fit:
 
     @property
     def link(self) -> Link:
-        """As `[topology.links]` has it, in four digits."""
+        """The `Link` for `[topology.links]`, rounded to four digits."""
         latency_us, gbytes_s = (float(f"{n:.4g}") for n in (self.latency_s * 1e6, self.bytes_s / 1e9))
         return Link(latency_us=latency_us, bandwidth_gbytes_s=gbytes_s)
 
 
 class Fitted(NamedTuple):
-    """What the times say.
+    """The results of a fit.
 
-    dims: each dim's own numbers. links: by link class, all dims of the class together.
-    left_out: (dim, operation, why) for times that no constant was made from.
+    dims: one fit for each dim. links: one fit for each link class, over all dims of the class.
+    left_out: (dim, operation, reason) of times that were not used.
     """
 
     dims: Mapping[str, Fit]
@@ -92,9 +92,9 @@ class Fitted(NamedTuple):
 def fit_links(times: Sequence[Time], plan: Plan, machine: Machine) -> Fitted:
     """Fit latency and bandwidth of each dim, and of each link class that the dims cross.
 
-    plan: with every backend decided, as that of a live mesh. Each call's steps and bytes are those of the
-    algorithm that `assumed` names, all on the slowest link that the dim's groups cross.
-    Raises ConfigError as `fit` does, and where no operation was measured whose algorithm is known.
+    plan: with every backend decided, like the plan of a live mesh. Steps and bytes of a call follow from the
+    algorithm that `assumed` returns, all on the slowest link that the dim's groups cross.
+    Raises ConfigError as `fit` does, and if no measured operation has a known algorithm.
     """
     by_dim: dict[str, list[tuple[Time, Work]]] = {}
     left_out: dict[tuple[str, str], str] = {}
@@ -111,7 +111,7 @@ def fit_links(times: Sequence[Time], plan: Plan, machine: Machine) -> Fitted:
             by_dim.setdefault(time.dim, []).append((time, done))
     if not by_dim:
         raise ConfigError(
-            "no operation was measured from which latency and bandwidth follow",
+            "latency and bandwidth do not follow from any measured operation",
             given=", ".join(f"{operation} along {dim}: {why}" for (dim, operation), why in left_out.items()),
             expected="an operation whose algorithm is known on this backend",
             hint="--op all_reduce --op all_gather --op sendrecv",
@@ -129,7 +129,7 @@ def fit_links(times: Sequence[Time], plan: Plan, machine: Machine) -> Fitted:
 
 
 def assumed(backend: str, operation: Operation) -> str | None:
-    """The algorithm that the model takes for `operation` on `backend`; None: not fitted."""
+    """The algorithm that the model assumes for `operation` on `backend`; None if it is not fitted."""
     return ASSUMED.get(backend, _ANY_BACKEND).get(operation)
 
 
@@ -141,17 +141,17 @@ def work(backend: str, operation: Operation, size_bytes: int, ranks: int) -> Wor
     >>> work("gloo", "all_reduce", 4096, 4)
     Work(steps=6.0, moved_bytes=6144.0)
     """
-    # On a link of one second for a message and one for a byte.
+    # On a link that takes one second for a message and one for a byte.
     every = lines(operation, Route((Hop(ranks, Fraction(1), Fraction(1)),)))
     line = next(each for each in every if each.name == assumed(backend, operation))
     return Work(float(line.fixed_s), float(line.byte_s * size_bytes))
 
 
 def check_sizes(sizes: Sequence[int]) -> None:
-    """Raise ConfigError where so few sizes cannot be fitted; also before they are measured."""
+    """Raise ConfigError if there are too few sizes for a fit. Also called before measuring."""
     if len(set(sizes)) < 2:
         raise ConfigError(
-            "one size does not tell latency and bandwidth apart",
+            "one size cannot separate latency from bandwidth",
             given=f"times of {sizes[0]} bytes alone",
             expected="two sizes or more, far apart",
             hint="--bytes 4KiB --bytes 1MiB --bytes 16MiB",
@@ -161,9 +161,9 @@ def check_sizes(sizes: Sequence[int]) -> None:
 def fit(times: Sequence[Time], works: Sequence[Work]) -> Fit:
     """The alpha and beta whose model is nearest to `times`: least squares of relative errors.
 
-    Relative, so that a call of 20 us counts as much as one of 20 ms. Neither is below zero: a latency
-    that would be is 0; where it is less than a twentieth of every time, there is a note.
-    Raises ConfigError where the times do not tell the two apart, or bytes take less than a twentieth of each.
+    Errors are relative, so that a call of 20 us counts as much as one of 20 ms. Neither value is negative: a negative
+    latency becomes 0. If the latency is less than a twentieth of every time, a note is added.
+    Raises ConfigError if the times cannot separate the two, or if bytes take less than a twentieth of each time.
     """
     dims = tuple(dict.fromkeys(time.dim for time in times))
     sizes = sorted({time.size_bytes for time in times})
@@ -171,7 +171,7 @@ def fit(times: Sequence[Time], works: Sequence[Work]) -> Fit:
     # Each row divided by its time: the residual of alpha * steps + beta * moved = 1 is the relative error.
     table = np.array(works, dtype=np.float64) / np.array([[time.seconds] for time in times])
     steps, moved = table.T
-    # Columns of equal length: seconds and seconds for each byte are twelve powers of ten apart.
+    # Scale the columns to equal length: steps and bytes differ by many orders of magnitude.
     lengths = np.linalg.norm(table, axis=0)
     latency_s, byte_s = (
         np.linalg.lstsq(table / lengths, np.ones(len(table)), rcond=None)[0] / lengths
@@ -180,10 +180,10 @@ def fit(times: Sequence[Time], works: Sequence[Work]) -> Fit:
     if latency_s < 0:
         latency_s, byte_s = 0.0, float(moved.sum() / (moved @ moved))
     if latency_s * steps.max() < _SEEN:
-        notes.append("hardly any latency seen: smaller sizes would show it")
+        notes.append("latency too small to measure: use smaller sizes")
     if byte_s * moved.max() < _SEEN:
         raise ConfigError(
-            f"no bandwidth is in these times: {', '.join(dims)}",
+            f"these times show no bandwidth: {', '.join(dims)}",
             given=f"times that do not grow from {sizes[0]} to {sizes[-1]} bytes",
             expected="sizes whose bytes take longer than the call itself",
             hint=f"--bytes {sizes[0]} --bytes {sizes[-1] * 64}, more --rounds, or a machine with less other work",
@@ -193,11 +193,10 @@ def fit(times: Sequence[Time], works: Sequence[Work]) -> Fit:
 
 
 def measured_text(settings: Config, topology: TopologyConfig, links: Mapping[str, Fit], facts: str) -> str:
-    """A TOML file with the mesh that was measured and `[topology]`: a config of its own, or to be pasted.
+    """A TOML file with the measured mesh and `[topology]`: a complete config, or text to paste.
 
-    A link that was not measured is not known there; what a call costs beside its messages is in the latencies,
-    so `call_us` is 0. facts: where, when and on what, for the first lines. Raises ConfigError where a part of it
-    does not load.
+    Links that were not measured are left out. The fixed cost of a call is part of the latencies, so `call_us` is 0.
+    facts: where, when and on what hardware, for the first lines. Raises ConfigError if a part of it does not load.
     """
     speeds = Links(**{name: found.link for name, found in links.items()})
     written = topology.model_copy(update={"links": speeds, "call_us": 0.0})
@@ -210,7 +209,7 @@ def measured_text(settings: Config, topology: TopologyConfig, links: Mapping[str
             f"links.{name}: {found.times} times along {', '.join(found.dims)}; "
             f"the model is {found.error:.0%} off in the median, {found.worst:.0%} at most{notes}"
         )
-    # What is written must be what was measured, before anyone plans by it.
+    # The file must load back to the measured values before anyone uses it.
     assert load_config({"mesh": mesh, "topology": whole}).topology == written
     rest = {name: value for name, value in whole.items() if name != "links" and value != {}}
     mesh = {name: value for name, value in mesh.items() if value != {}}

@@ -1,4 +1,4 @@
-"""The levels of a cluster: what shares a node, what shares a rack, how fast each link is; and which links a group crosses."""
+"""The levels of a cluster: which ranks share a node or a rack, how fast each link is, and which links a group crosses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshcomm.config import Link, TopologyConfig
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Ranks
 
-# Stated, not measured: what one GPU of a machine like NVIDIA's DGX H100 reaches in practice over NVLink
+# Assumed, not measured: practical speeds of one GPU of a machine like NVIDIA's DGX H100, over NVLink
 # and over its share of eight 400 Gbit/s ports. `[topology.links]` replaces them.
 ASSUMED_NODE: Final = Link(latency_us=2.0, bandwidth_gbytes_s=300.0)
 ASSUMED_NETWORK: Final = Link(latency_us=10.0, bandwidth_gbytes_s=50.0)
-# What torchrun and MPI call the number of ranks on this node.
+# Environment variables of torchrun and MPI for the number of ranks on this node.
 _LOCAL_SIZES: Final = (
     "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE",
 )  # fmt: skip
@@ -29,7 +29,7 @@ class Level(NamedTuple):
     """One link class. ranks: ranks r with equal r // ranks are joined by this link or a faster one.
 
     The outermost level joins all ranks; its `ranks` is 0. alpha_s, beta_s: seconds of a message and of
-    a byte, exactly as written. assumed: nobody has said how fast it is.
+    a byte, exactly as written. assumed: its speed was not configured.
     """
 
     name: str
@@ -44,9 +44,9 @@ class Level(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The levels of a cluster, innermost first; call_s: what each call costs beside its messages.
+    """The levels of a cluster, innermost first. call_s: the fixed cost of each call, without its messages.
 
-    places: of each rank, see `places_of`, where ranks do not lie in blocks: levels join places instead of ranks.
+    places: the place of each rank, see `places_of`, if ranks are not placed in blocks. Levels then join places, not ranks.
     """
 
     levels: tuple[Level, ...]
@@ -61,7 +61,7 @@ class Machine(NamedTuple):
 
 @final
 class Placed(TopologyConfig):
-    """A topology whose nodes do not hold blocks of equally many ranks, as with `srun -m cyclic`: found by the ranks of a live mesh.
+    """A topology whose nodes do not hold equal blocks of ranks, as with `srun -m cyclic`; detected by the ranks of a live mesh.
 
     ranks_per_node: of the largest node.
     """
@@ -71,7 +71,7 @@ class Placed(TopologyConfig):
 
 
 def places_of(topology: TopologyConfig, ranks: Ranks) -> Ranks:
-    """Ranks with equal places // ranks_per_node share a node; places % ranks_per_node number those of a node.
+    """Ranks with equal places // ranks_per_node share a node; places % ranks_per_node is the index within a node.
 
     >>> places_of(Placed(ranks_per_node=2, nodes=(0, 1, 0, 1)), np.arange(4)).tolist()
     [0, 2, 1, 3]
@@ -106,7 +106,7 @@ def machine(topology: TopologyConfig) -> Machine | None:
 
 
 def known_machine(topology: TopologyConfig, source: str) -> Machine:
-    """As `machine`. Raises ConfigError where nobody says which ranks share a node. source: a file's name."""
+    """As `machine`. Raises ConfigError if it is unknown which ranks share a node. source: a file's name."""
     found = machine(topology)
     if found is None:
         raise ConfigError(
@@ -121,13 +121,13 @@ def known_machine(topology: TopologyConfig, source: str) -> Machine:
 def discovered(
     topology: TopologyConfig, env: Mapping[str, str], per_host: int | None = None, nodes: Sequence[int] = ()
 ) -> TopologyConfig:
-    """`topology` with ranks_per_node and devices_per_node filled in from `env`, where a launcher says them there.
+    """`topology` with ranks_per_node and devices_per_node filled in from `env`, where a launcher sets them.
 
-    What the configuration says wins. A launcher whose nodes have unequal numbers of ranks says nothing:
-    ranks then do not share nodes by r // ranks_per_node; so does `srun -m cyclic`. per_host, nodes: as the ranks
-    themselves have found it, see `Agreed`; it counts where the launcher says something else. None: they were not asked.
+    The configuration wins. If nodes have unequal numbers of ranks, or with `srun -m cyclic`, the launcher's values are
+    ignored, because ranks then do not share nodes by r // ranks_per_node. per_host, nodes: detected by the ranks
+    themselves, see `Agreed`; they override the launcher. None if the ranks did not check.
     """
-    # As in 8(x4), or 8(x3),4: only the first says the same of all nodes.
+    # Formats are 8(x4) or 8(x3),4. Only the first means that all nodes are equal.
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
     blocks = (env.get("SLURM_DISTRIBUTION") or "block").startswith("block")
     even = re.fullmatch(r"(\d+)(?:\(x\d+\))?", tasks) if blocks else None
@@ -156,7 +156,7 @@ def _level(name: str, ranks: int, link: Link | None, assumed: Link) -> Level:
 
 
 def _exact(number: float) -> Fraction:
-    """The decimal number that was written, not the binary one nearest to it."""
+    """The decimal number as written, not the nearest binary one."""
     return Fraction(str(number))
 
 
@@ -164,7 +164,7 @@ def _exact(number: float) -> Fraction:
 
 
 class Hop(NamedTuple):
-    """One level of a group. ranks: how many units of the level below meet here.
+    """One level of a group. ranks: the number of units of the level below that are joined here.
 
     alpha_s: seconds of a message; beta_s: seconds of a byte; exact.
     """
@@ -175,10 +175,10 @@ class Hop(NamedTuple):
 
 
 class Route(NamedTuple):
-    """What a group's data crosses, innermost first: all that the time of a call depends on.
+    """The links that a group's data crosses, innermost first. The time of a call depends on nothing else.
 
     hops: levels with two units or more. even: whether all units hold equally many ranks, as hierarchical
-    algorithms need; otherwise one hop over all ranks on the slowest link. call_s: of every call.
+    algorithms need; otherwise there is one hop over all ranks on the slowest link. call_s: fixed cost of every call.
     """
 
     hops: tuple[Hop, ...]
@@ -192,7 +192,7 @@ class Route(NamedTuple):
 
     @property
     def slowest(self) -> Hop:
-        """All ranks on the outermost link: what an algorithm meets that knows no levels."""
+        """All ranks on the outermost link: the route for an algorithm without levels."""
         if not self.hops:
             return Hop(1, Fraction(0), Fraction(0))
         return self.hops[-1]._replace(ranks=self.ranks)
@@ -201,7 +201,7 @@ class Route(NamedTuple):
 class Span(NamedTuple):
     """All groups of one family on a machine.
 
-    size: ranks of a group. fewest, most: nodes that one group lies on. route: of its data.
+    size: ranks of a group. fewest, most: the number of nodes that one group spans. route: of its data.
     crosses: level's name -> number of groups whose slowest link is of that class.
     """
 
@@ -226,7 +226,7 @@ def span(groups: Ranks, machine: Machine) -> Span:
     # Which unit of each level a rank is in, sorted inside each group.
     units = [np.sort(groups // level.ranks if level.ranks else 0 * groups, axis=1) for level in levels]
     distinct = np.array([1 + (np.diff(unit, axis=1) != 0).sum(axis=1) for unit in units])
-    # Of each group the innermost level that joins all of it.
+    # For each group, the innermost level that joins all of it.
     joins = (distinct == 1).argmax(axis=0)
     crosses = {level.name: int((joins == i).sum()) * (size > 1) for i, level in enumerate(levels)}
     factors = _factors(units, size)
@@ -242,9 +242,9 @@ def slowest_level(found: Span, machine: Machine) -> Level:
 
 
 def strided(dims: Sequence[tuple[int, int]], world: int, machine: Machine) -> Ranks:
-    """Groups along dims of these (size, stride), in a world whose ranks lie in the mesh's row-major order.
+    """Groups along dims of these (size, stride), in a world whose ranks are in the mesh's row-major order.
 
-    Not all of them: one of each kind, as where a group lies follows from its first rank modulo the largest unit.
+    Returns one group of each kind: the placement of a group follows from its first rank modulo the largest unit.
     """
     period = max(level.ranks for level in machine.levels)
     block = max(size * stride for size, stride in dims)
@@ -258,8 +258,8 @@ def strided(dims: Sequence[tuple[int, int]], world: int, machine: Machine) -> Ra
 
 
 def _factors(units: list[Ranks], size: int) -> list[int] | None:
-    """Ranks of a group in each unit of each level, as factors: [4, 2, 3] are 4 on each node, 2 nodes in each
-    rack, 3 racks. None where some unit holds more ranks of a group than another does.
+    """Ranks of a group in each unit of each level, as factors: [4, 2, 3] means 4 on each node, 2 nodes in each
+    rack, 3 racks. None if one unit holds more ranks of a group than another.
     """
     factors: list[int] = []
     inner = 1

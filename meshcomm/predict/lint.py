@@ -1,4 +1,4 @@
-"""What about this mesh will cost time or fail on this machine? Each with why, and what to try."""
+"""Find what will cost time or fail for a mesh on a machine. Each finding has a reason and a fix."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from meshcomm.layout import Layout, Plan
 from meshcomm.layout.sizes import divisors, ranks_text, toml_dims
 from meshcomm.predict.links import Machine, Placed, Span, machine, places_of, span
 
-# A rank's communicators should leave this share of its memory to the training, or more.
+# A rank's communicators should take at most this share of its memory.
 _MEMORY_SHARE: Final = 0.1
-# Where nobody says how much memory a rank has: that of an 80 GB accelerator.
+# The assumed memory of a rank, if it is not configured: an 80 GB accelerator.
 _MEMORY_GB: Final = 80.0
 # Megabytes of one NCCL communicator after its first all_reduce, as a user measured them on four A100
 # with NVLink under PyTorch in 2023: 544 for two ranks, 688 for more (github.com/NVIDIA/nccl, issue 964).
@@ -26,10 +26,10 @@ NCCL_MB_OF_TWO: Final = 544
 NCCL_MB: Final = 688
 # Descriptors of one idle Gloo group; measured on Linux by tests/doctor.
 GLOO_DESCRIPTORS: Final = 4
-# Nodes, and ranks in order, that a finding lists.
+# The number of nodes and ranks that a finding lists.
 _NODES: Final = 4
 _ORDERED: Final = 16
-# What dims are usually called, where no [parallel] says what they do.
+# The usual names of dims, for configurations without [parallel].
 _NAMES: Final[dict[str, ParallelRole]] = {part: part for part in PARTS} | {
     "tp": "tensor", "pp": "pipeline", "dp": "data", "fsdp": "shard", "dp_shard": "shard", "cp": "context",
     "ep": "expert",
@@ -37,7 +37,7 @@ _NAMES: Final[dict[str, ParallelRole]] = {part: part for part in PARTS} | {
 
 
 class LintFinding(NamedTuple):
-    """rule: its name. what: the finding, and why it matters. given, expected, hint: as in MeshcommError."""
+    """rule: its name. what: the finding and why it matters. given, expected, hint: as in MeshcommError."""
 
     rule: str
     what: str
@@ -56,9 +56,9 @@ class LintFinding(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """Of one rank, at most: all of its groups in use.
+    """The maximum for one rank, with all of its groups in use.
 
-    nccl, gloo: communicators, the default group of torch.distributed among them.
+    nccl, gloo: communicators, including the default group of torch.distributed.
     nccl_mb: estimated megabytes of device memory. descriptors: file descriptors that Gloo opens.
     undecided: groups whose backend is decided by the device at the start; counted as nccl.
     """
@@ -71,9 +71,9 @@ class Footprint(NamedTuple):
 
 
 def footprint(settings: Config, plan: Plan, world: int) -> Footprint:
-    """What one rank's groups cost. Communicators that `ncclCommSplit` makes count like others.
+    """The resources of one rank's groups. Communicators made by `ncclCommSplit` count like others.
 
-    The default group is idle unless a group of the plan is the whole world: Gloo then opens no
+    The default group is idle unless a group of the plan has all ranks. When idle, Gloo opens no
     connection for it, and NCCL, which connects at the first call, takes no memory.
     """
     created = [(f.size, chosen(settings.mesh, f.options.backend)) for f in plan.families if f.creates]
@@ -95,8 +95,8 @@ def lint(
 ) -> list[LintFinding]:
     """All findings about `settings` on `world` ranks.
 
-    topology: as `discovered` gives it. descriptor_limit: file descriptors that a process may have;
-    None: not compared. Raises ConfigError where the sizes do not fit.
+    topology: as `discovered` returns it. descriptor_limit: the most file descriptors of a process;
+    None skips the check. Raises ConfigError if the sizes do not fit.
     """
     settings = settings.resolved(world)
     plan = settings.plan(world)
@@ -108,7 +108,7 @@ def lint(
         found.append(
             LintFinding(
                 "topology",
-                "it is not known which ranks share a node: nothing is said about links",
+                "it is not known which ranks share a node: links are not checked",
                 "no topology.ranks_per_node, and no launcher's LOCAL_WORLD_SIZE",
                 "a number of ranks on each node",
                 "--set topology.ranks_per_node=8",
@@ -125,7 +125,7 @@ def lint(
 
 
 def scattered(plan: Plan, topology: TopologyConfig) -> LintFinding | None:
-    """The dims that cross nodes only because the ranks of a node are not neighbours, and the cure."""
+    """The dims that cross nodes only because the ranks of a node are not consecutive, and the fix."""
     where = machine(topology)
     if not isinstance(topology, Placed) or where is None:
         return None
@@ -145,7 +145,7 @@ def scattered(plan: Plan, topology: TopologyConfig) -> LintFinding | None:
     return LintFinding(
         "scattered-ranks",
         f"{', '.join(crossing)} {'crosses' if len(crossing) == 1 else 'cross'} nodes, "
-        "as the ranks of a node are not neighbours",
+        "because the ranks of a node are not consecutive",
         "; ".join(f"node {node}: {ranks_text(found)}" for node, found in own.items()) + more,
         "ranks 0, 1, 2, ... on the first node, the next ones on the second",
         "srun -m block, mpirun --map-by slot, or mesh.rank_order"
@@ -179,12 +179,12 @@ class _Case(NamedTuple):
 
     @property
     def dims_in_order(self) -> dict[str, int]:
-        """Dims whose order may change; none where the ranks' order is given."""
+        """Dims whose order may change; empty if the ranks' order is given."""
         mesh = self.settings.mesh
         return dict(mesh.dims) if mesh.rank_order is None else {}
 
     def laid_out(self, dims: Mapping[str, int], along: str) -> Span:
-        """Where the groups along a dim would lie with these dims on the same ranks."""
+        """The span of the groups along a dim, with these dims on the same ranks."""
         return span(Layout(dims, rank_order=self.plan.layout.ranks.tolist()).groups(along), self.machine)
 
 
@@ -208,7 +208,7 @@ def _last_node(case: _Case) -> Iterator[LintFinding]:
         full = case.world // per_node * per_node
         yield LintFinding(
             "last-node",
-            "the last node is not full: groups on it lie otherwise than the rest, and links are shared unequally",
+            "the last node is not full: its groups are placed differently from the rest, and links are shared unequally",
             f"{case.world} ranks, {per_node} on a node: {case.world} % {per_node} = {rest}",
             f"a multiple of {per_node} ranks",
             f"{full} or {full + per_node} processes",
@@ -221,21 +221,21 @@ def _tensor(case: _Case) -> Iterator[LintFinding]:
         return
     dim, spans = found
     crossing = sum(n for name, n in spans.crosses.items() if name != "node")
-    # Those that cross lie on two nodes at least, also where others do not cross.
+    # Groups that cross span at least two nodes, even where other groups do not cross.
     number = _range(spans._replace(fewest=max(spans.fewest, 2)))
     yield LintFinding(
         "tensor-across-nodes",
         f"{dim} crosses nodes: its all_reduces (or gathers and scatters), four or more in each layer and "
         "micro-batch, wait for the network instead of the node's links",
         f"{dim} = {spans.size}, {case.machine.ranks_per_node} ranks on a node: {crossing} of "
-        f"{sum(spans.crosses.values())} groups lie on {number} nodes",
+        f"{sum(spans.crosses.values())} groups span {number} nodes",
         f"{dim} innermost in mesh.dims, its size a divisor of {case.machine.ranks_per_node}",
         _moved(case, dim),
     )
 
 
 def _moved(case: _Case, dim: str) -> str | None:
-    """Dims with `dim` innermost, and smaller where needed; only such as keep it inside a node."""
+    """Dims with `dim` innermost, and smaller where needed to keep it inside a node."""
     dims = case.dims_in_order
     if dim not in dims:
         return None
@@ -263,10 +263,10 @@ def _pipeline(case: _Case) -> Iterator[LintFinding]:
     yield LintFinding(
         "pipeline-inside-node",
         f"{dim} stays inside nodes while {other} crosses them: stages exchange one activation for each micro-batch, "
-        f"{other} the gradients of all weights, so the fast links carry the lesser traffic",
+        f"{other} the gradients of all weights, so the fast links carry less traffic",
         f"{dim} = {pipeline[1].size} on {_range(pipeline[1])} node, {other} = {data[1].size} on "
         f"{_range(data[1])} nodes",
-        f"{dim} outside {other}: the pipeline is what crosses nodes first",
+        f"{dim} outside {other}: the pipeline crosses nodes first",
         hint,
     )
 

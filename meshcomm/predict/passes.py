@@ -1,6 +1,6 @@
-"""Which pass of which stage runs when? Orders, their timeline, and in closed form what a rank waits and keeps.
+"""The order of passes in pipeline schedules, their timeline, and closed forms of idle time and kept micro-batches.
 
-The orders are those in which the schedules of torch.distributed.pipelining run them (torch 2.13):
+The orders are the ones that the schedules of torch.distributed.pipelining use (torch 2.13):
 GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019), interleaved 1F1B (Narayanan et al. 2021),
 zero-bubble in its ZB-H1 form on interleaved stages (Qi et al. 2024).
 """
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from meshcomm.config.parallel import PipelineSchedule
 
-# Forward; whole backward; backward for the inputs only; then for the weights.
+# Forward; full backward; backward for the inputs only; backward for the weights only.
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
 
 
@@ -30,13 +30,13 @@ class Pass(NamedTuple):
 
 
 class ScheduleProperties(NamedTuple):
-    """How a schedule runs backward passes. All add gradients in place.
+    """How a schedule runs backward passes. All schedules accumulate gradients in place.
 
     several_stages: a rank runs two stages or more; otherwise one.
-    splits_backward: inputs and weights have passes of their own, on all stages but stage 0: a node
-        of the graph that both need may run twice, as may what is recomputed; torch refuses modules from torch.compile.
+    splits_backward: inputs and weights have separate passes, on all stages except stage 0. A graph node that both
+        need may run twice, and recomputation too. torch rejects modules from torch.compile.
     hooks_fire: register_post_accumulate_grad_hook is called once for each microbatch and parameter.
-        Where not, only stage 0 does so.
+        If False, it is called only on stage 0.
     """
 
     several_stages: bool
@@ -53,14 +53,14 @@ def schedule_properties(schedule: PipelineSchedule) -> ScheduleProperties:
 def orders(schedule: PipelineSchedule, ranks: int, each: int, microbatches: int) -> list[list[Pass]]:
     """The passes of every rank, in the order in which it runs them.
 
-    Stage s lies on rank s % ranks; `each` is the number of stages on a rank, 1 where the schedule
-    has no more. The numbers are what `meshcomm.config.parallel.runs` allows.
+    Stage s is on rank s % ranks. `each` is the number of stages on a rank; 1 for schedules with one stage per rank.
+    `meshcomm.config.parallel.runs` defines the allowed numbers.
     """
     return [_order(schedule, rank, ranks, each, microbatches) for rank in range(ranks)]
 
 
 class Costs(NamedTuple):
-    """How long a pass takes, in slots. A whole backward pass is both its halves one after the other."""
+    """The duration of a pass, in slots. A full backward pass is both halves, one after the other."""
 
     forward: float = 1
     backward_input: float = 1
@@ -73,7 +73,7 @@ class Costs(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A pass, and from when to when it runs."""
+    """A pass with its start and end."""
 
     work: Pass
     start: float
@@ -82,7 +82,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """All passes of one step. ranks: those of each rank along the pipeline, in time."""
+    """All passes of one step. ranks: the passes of each rank along the pipeline, in time order."""
 
     ranks: tuple[tuple[Slot, ...], ...]
 
@@ -93,7 +93,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the step, 0 to 1, in which a rank waits, as the mean over the ranks."""
+        """The share of the step, 0 to 1, in which a rank waits; the mean over the ranks."""
         busy = sum(slot.end - slot.start for slots in self.ranks for slot in slots)
         return 1 - busy / (self.length * len(self.ranks))
 
@@ -107,13 +107,13 @@ class Timeline:
 
 
 def timeline(orders: Sequence[Sequence[Pass]], costs: Sequence[Costs] | None = None) -> Timeline:
-    """Run the passes of each rank in their order, each as soon as its rank is free and its input there.
+    """Run the passes of each rank in their order, each as soon as its rank is free and its input is ready.
 
-    A forward pass needs that of the stage before, a backward pass that of the stage behind, and
-    the loss is part of the last stage's forward pass. Messages take no time.
+    A forward pass needs the forward pass of the previous stage; a backward pass needs the backward pass of the next
+    stage. The loss is part of the last stage's forward pass. Messages take no time.
 
-    costs: of each stage; None: 1 slot forward, 2 backward. Raises AssertionError where the orders wait for each other in
-    a circle: no schedule's do.
+    costs: of each stage. If None, 1 slot forward and 2 backward. Raises AssertionError if the orders wait for each other
+    in a cycle, which no schedule does.
     """
     stages = 1 + max(each.stage for order in orders for each in order)
     costs = costs or [Costs()] * stages
@@ -125,7 +125,7 @@ def timeline(orders: Sequence[Sequence[Pass]], costs: Sequence[Costs] | None = N
         for order, done in zip(orders, slots, strict=True):
             while len(done) < len(order):
                 each = order[len(done)]
-                # When what it needs from other ranks is there; None: not known yet.
+                # The time when the input from another rank is ready; None if not known yet.
                 kind, other = ("F", each.stage - 1) if each.kind == "F" else ("B", each.stage + 1)
                 alone = each.kind == "W" or not 0 <= other < stages
                 there = 0 if alone else ends.get((kind, other, each.microbatch))
@@ -141,10 +141,10 @@ def timeline(orders: Sequence[Sequence[Pass]], costs: Sequence[Costs] | None = N
 
 
 def bubble(schedule: PipelineSchedule, ranks: int, each: int) -> float:
-    """How many micro-batches' time a rank stands idle in a step.
+    """Idle time of a rank in a step, in units of one micro-batch's time.
 
-    gpipe and 1f1b p - 1 (Huang et al. 2019, Narayanan et al. 2019); interleaved (p - 1) / v (Narayanan et
-    al. 2021); zero bubble, on v stages a rank, a third of that (Qi et al. 2024, ZB-H1 with equal passes).
+    gpipe and 1f1b: p - 1 (Huang et al. 2019, Narayanan et al. 2019). Interleaved: (p - 1) / v (Narayanan et
+    al. 2021). Zero bubble with v stages a rank: a third of that (Qi et al. 2024, ZB-H1 with equal passes).
     """
     if schedule in ("gpipe", "1f1b"):
         return ranks - 1
@@ -152,10 +152,10 @@ def bubble(schedule: PipelineSchedule, ranks: int, each: int) -> float:
 
 
 def microbatches_held(schedule: PipelineSchedule, ranks: int, each: int, microbatches: int) -> float:
-    """Micro-batches, each counted with all of a rank's layers, that the first rank keeps at most.
+    """The most micro-batches, each counted with all of a rank's layers, that the first rank keeps.
 
-    gpipe all; 1f1b one for each rank (Narayanan et al. 2019), and zero bubble no more, on every rank (Qi et al.
-    2024, ZB-H1); interleaved 1 + (p - 1) / (p v) as many (Narayanan et al. 2021, Korthikanti et al. 2022).
+    gpipe: all. 1f1b: one for each rank (Narayanan et al. 2019). Zero bubble: no more than 1f1b, on every rank (Qi et al.
+    2024, ZB-H1). Interleaved: 1 + (p - 1) / (p v) times as many (Narayanan et al. 2021, Korthikanti et al. 2022).
     """
     if ranks == 1:
         return 1.0
@@ -166,14 +166,14 @@ def microbatches_held(schedule: PipelineSchedule, ranks: int, each: int, microba
 
 
 def _order(schedule: PipelineSchedule, rank: int, ranks: int, each: int, microbatches: int) -> list[Pass]:
-    # The stages of a rank take turns after so many microbatches.
+    # The stages of a rank take turns after `turn` microbatches.
     turn = microbatches // max(1, microbatches // ranks) if each > 1 else microbatches
     forwards = _passes("F", rank, ranks, each, microbatches, turn)
     backwards = _passes("B", rank, ranks, each, microbatches, turn)
     # Ranks between this one and the last count once, or twice where stages are interleaved.
     behind = (ranks - 1 - rank) * (2 if schedule == "interleaved_1f1b" else 1)
     warm_up = len(forwards) if schedule == "gpipe" else (each - 1) * turn + behind
-    # So many forward passes ahead, then one forward, one backward; then what is left.
+    # `warm_up` forward passes, then alternate one forward and one backward, then the rest.
     steady = [*chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))]
     order = [*forwards[:warm_up], *steady, *backwards[len(steady) // 2 :]]
     return _halve(order, rank) if schedule == "zero_bubble" else order
@@ -191,13 +191,13 @@ def _passes(kind: Kind, rank: int, ranks: int, each: int, microbatches: int, tur
 
 
 def _halve(order: list[Pass], delay: int) -> list[Pass]:
-    """Backward passes in two halves, that for the weights `delay` backward passes later.
+    """Split backward passes in two halves, with the weight half `delay` backward passes later.
 
-    Stage 0 sends no gradients on, so it runs both halves as one, when the second is due.
+    Stage 0 sends no gradients, so it runs both halves as one, when the second is due.
     """
     halved: list[Pass] = []
     waiting: list[Pass] = []
-    # Behind the last backward pass, those for the weights that are left.
+    # After the last backward pass come the remaining passes for the weights.
     for each in (*order, *[None] * len(order)):
         if each is not None and each.kind != "B":
             halved.append(each)

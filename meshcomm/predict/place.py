@@ -1,4 +1,4 @@
-"""Every legal mesh of a world, ranked by the step time that the model predicts; and the chosen one as a file that loads."""
+"""Rank every legal mesh of a world by predicted step time, and write the chosen one as a config file."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from meshcomm.predict.links import Machine, Span, known_machine, span, strided
 from meshcomm.predict.passes import bubble
 from meshcomm.predict.times import Operation, backend_lines, fastest
 
-# Stated where [topology] does not say them: what Llama 3 405B reached on an H100 in bfloat16 (380 to 430,
-# Grattafiori et al. 2024), and that device's memory.
+# Used if [topology] does not set them: the speed of Llama 3 405B on an H100 in bfloat16 (380 to 430,
+# Grattafiori et al. 2024), and the memory of that device.
 ASSUMED_TFLOPS: Final = 400.0
 ASSUMED_MEMORY_GB: Final = 80.0
-# Times that differ by less are the same to the model.
+# Times that differ by less count as equal.
 _SAME: Final = 1e-9
 # The parts whose ranks experts are spread over.
 _BLOCK: Final[tuple[ParallelRole, ...]] = ("data", "shard", "context")
-# The name of the dim along which experts are copies, where the file has none.
+# The name of the dim along which experts are copied, if the file has none.
 _COPIES_NAME: Final = "edp"
-# The dims that a group lies along, as (size, stride).
+# The dims of a group, as (size, stride).
 _Dims: TypeAlias = tuple[tuple[int, int], ...]
 # The base's parts, outermost first.
 _Order: TypeAlias = tuple[ParallelRole, ...]
 
 
 class Share(NamedTuple):
-    """What one kind of call takes of a step. link: the slowest that its group of `ranks` crosses. calls: of one rank in a
-    step. algorithm: as in meshcomm.predict.times.
+    """The share of a step taken by one kind of call. link: the slowest link that its group of `ranks` crosses. calls: by
+    one rank in a step. algorithm: as in meshcomm.predict.times.
     """
 
     flow: Flow
@@ -65,9 +65,9 @@ class Share(NamedTuple):
 class Placement(NamedTuple):
     """One mesh. dims: part -> size of the base, outermost first; expert: size of the dim of experts, inside its copies.
 
-    step_s = compute_s + bubble_s + the seconds of all shares. microbatches: of a rank in a step.
-    memory_bytes: weights, gradients, optimizer, activations of the largest rank. also: how many other
-    orders of the same sizes are predicted to take as long.
+    step_s = compute_s + bubble_s + the seconds of all shares. microbatches: per rank in a step.
+    memory_bytes: weights, gradients, optimizer, activations of the largest rank. also: the number of other
+    orders of the same sizes with the same predicted time.
     """
 
     dims: Mapping[ParallelRole, int]
@@ -82,9 +82,9 @@ class Placement(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """placements: the best, fastest first. meshes: all that were ranked. sizes: legal factorisations;
-    too_large: those of them that a rank's memory does not hold. world to memory_gb: what they were ranked for.
-    assumed: those of "tflops" and "memory_gbytes" that nobody has said.
+    """placements: the best, fastest first. meshes: the number ranked. sizes: the number of legal factorizations;
+    too_large: how many of them do not fit in a rank's memory. world to memory_gb: the conditions of the ranking.
+    assumed: "tflops" or "memory_gbytes" if they were not configured.
     """
 
     placements: tuple[Placement, ...]
@@ -99,7 +99,7 @@ class Ranking(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A mesh before it is explained; sorted by time, then by the order of its dims."""
+    """A mesh without its details. Sorts by time, then by the order of its dims."""
 
     step_s: float
     order: tuple[int, ...]
@@ -115,8 +115,8 @@ def rank_placements(
 ) -> Ranking:
     """The `top` meshes with the shortest predicted step among all legal ones.
 
-    topology: with ranks_per_node; what it does not say of a rank is that of an H100. keep: sizes that are not changed.
-    Raises ConfigError where no mesh of `world` ranks can train this, or none that can fits into memory.
+    topology: with ranks_per_node; missing properties of a rank default to an H100's. keep: sizes that do not change.
+    Raises ConfigError if no mesh of `world` ranks can train this, or if no such mesh fits in memory.
     """
     machine = known_machine(topology, "[topology]")
     assumed = tuple(key for key in ("tflops", "memory_gbytes") if getattr(topology, key) is None)
@@ -129,7 +129,7 @@ def rank_placements(
             f"no sizes that multiply to {world} can train this",
             given=f"{world} ranks along {', '.join(work.parts) or 'no part'}{fixed}, "
             f"global_batch_size = {work.train.global_batch_size}, micro_batch_size = {work.train.micro_batch_size}",
-            expected="sizes that divide heads, layers, tokens and samples as the checks of a config want it",
+            expected="sizes that divide heads, layers, tokens and samples as the checks of a config require",
             hint="a larger train.global_batch_size, or more parts in [parallel]",
         )
     held = [sum(memory(work, sizes)) for sizes in legal]
@@ -142,7 +142,7 @@ def rank_placements(
             hint="train.activation_checkpointing = true, parallel.shard, a smaller train.micro_batch_size, or more ranks",
         )
     model = _Model(work, world, machine, tflops)
-    # Orders whose times differ only by rounding are one entry, under the first of them.
+    # Orders whose times differ only by rounding share one entry, under the first order.
     alike: Counter[_Found] = Counter()
     for row, sizes in enumerate(fitting):
         of_row: list[_Found] = []
@@ -157,7 +157,7 @@ def rank_placements(
 
 
 class _Model:
-    """Step times; what it found out about groups it keeps, as many meshes have the same ones."""
+    """Predicts step times. Results for groups are cached, because many meshes have the same groups."""
 
     def __init__(self, work: Workload, world: int, machine: Machine, tflops: float) -> None:
         self.work, self.tflops = work, tflops
@@ -178,7 +178,7 @@ class _Model:
         return found
 
     def explained(self, sizes: Sizes, found: _Found, also: int) -> Placement:
-        """A mesh with all that its time is made of."""
+        """A mesh with the parts of its time."""
         order = tuple(BASE[at] for at in found.order)
         compute_s, idle = self._compute(sizes)
         shares = []
@@ -202,20 +202,20 @@ class _Model:
         )
 
     def _compute(self, sizes: Sizes) -> tuple[float, float]:
-        """Seconds of one micro-batch's arithmetic, and how many micro-batches' time a rank stands idle."""
+        """Seconds of one micro-batch's arithmetic, and the idle time of a rank in micro-batches."""
         options = self.work.parallel.options
         idle = bubble(options.schedule, sizes.pipeline, options.stages_per_rank)
         return self.work.flops(sizes) / (self.tflops * 1e12), idle
 
     def _calls(self, listed: Sequence[Flow], sizes: Sizes, order: _Order) -> Iterator[tuple[Flow, _Dims]]:
-        """The flows of which a group has two ranks or more, with the dims that it lies along."""
+        """The flows whose group has two ranks or more, with the dims of the group."""
         lie = strides(self.work, sizes, order)
         for flow in listed:
             if dims := tuple(lie[part] for part in flow.along if lie[part][0] > 1):
                 yield flow, dims
 
     def _seconds(self, flow: Flow, dims: _Dims) -> float:
-        """Of a flow's calls in a micro-batch or a step: `fastest`, in floats."""
+        """Seconds of a flow's calls in a micro-batch or a step: `fastest`, in floats."""
         lines = self._lines(flow.operation, dims)
         return flow.calls * min(fixed_s + byte_s * flow.size_bytes for fixed_s, byte_s in lines)
 
@@ -232,9 +232,9 @@ def place_config(
     top: int = 10,
     counts: Counts | None = None,
 ) -> Ranking:
-    """Rank the meshes of `world` ranks for what `settings` trains.
+    """Rank the meshes of `world` ranks for the training of `settings`.
 
-    topology: as `discovered` gives it. keep: dims whose sizes in the file stay. counts: as of `workload`. Raises ConfigError.
+    topology: as `discovered` returns it. keep: dims that keep their size in the file. counts: see `workload`. Raises ConfigError.
     """
     work = workload(settings, counts)
     known_machine(topology, settings.source)
@@ -256,8 +256,8 @@ def place_config(
 
 
 def trainable(work: Workload, world: int) -> Iterator[Sizes]:
-    """All sizes of the parts that are played whose product is `world`, and that the checks of a configuration
-    would let pass, with their microbatches; those of expert divide the ranks beside pipeline and tensor.
+    """All sizes of the used parts whose product is `world` and that pass the checks of a configuration, with their
+    microbatches. The size of expert divides the ranks outside pipeline and tensor.
     """
     played = [part for part in BASE if part in work.parts]
     for factors in _factors(world, len(played)):
@@ -274,10 +274,10 @@ def trainable(work: Workload, world: int) -> Iterator[Sizes]:
 
 
 def orders(work: Workload, sizes: Sizes) -> Iterator[_Order]:
-    """Every order of the base's dims that is a mesh of its own, and one that a configuration may have.
+    """Every distinct order of the base's dims that a configuration may have.
 
-    A dim of size 1 changes no group wherever it stands: it stands outermost, in BASE's order. Experts
-    share the block of ranks that data, shard and context form, so nothing stands between those.
+    A dim of size 1 changes no group in any position: it is outermost, in BASE's order. Experts share the block
+    of ranks that data, shard and context form, so no other dim is between these.
     """
     played = [part for part in BASE if part in work.parts]
     ones = [part for part in played if getattr(sizes, part) == 1]
@@ -289,14 +289,14 @@ def orders(work: Workload, sizes: Sizes) -> Iterator[_Order]:
 
 
 def strides(work: Workload, sizes: Sizes, order: _Order) -> dict[str, tuple[int, int]]:
-    """(size, stride) of every part's dim, and where experts are spread of expert, REPLICA, and with shard EXPERT_SHARD."""
+    """(size, stride) of every part's dim; with experts, also of expert and REPLICA, or EXPERT_SHARD with shard."""
     found: dict[str, tuple[int, int]] = {}
     step = 1
     for part in reversed(order):
         found[part] = getattr(sizes, part), step
         step *= found[part][0]
     if "expert" in work.parts:
-        # Their block begins where the innermost of those that have groups does.
+        # The block begins where its innermost part that has groups begins.
         shared = [found[part] for part in _BLOCK if part in found]
         block = min((stride for size, stride in shared if size > 1), default=1)
         copies = prod(size for size, _ in shared) // sizes.expert
@@ -307,7 +307,7 @@ def strides(work: Workload, sizes: Sizes, order: _Order) -> dict[str, tuple[int,
 
 
 def _factors(world: int, count: int) -> Iterator[Sequence[int]]:
-    """All ways to write `world` as a product of `count` factors, in their order, the first ascending."""
+    """All ordered ways to write `world` as a product of `count` factors, the first factor ascending."""
     if count <= 1:
         yield from [[world]] if count else [[]] * (world == 1)
         return
@@ -317,7 +317,7 @@ def _factors(world: int, count: int) -> Iterator[Sequence[int]]:
 
 
 def _splits(work: Workload, sizes: Sizes) -> bool:
-    """Whether heads, layers and tokens can be split so: the rules of meshcomm.config.rules."""
+    """Whether heads, layers and tokens can be split this way: the rules of meshcomm.config.rules."""
     model, options, tensor, context = work.model, work.parallel.options, sizes.tensor, sizes.context
     vocab_size = model.vocab_size if model.is_built_in else 0
     split = (model.num_heads, model.num_kv_heads, model.intermediate_size, vocab_size)
@@ -328,7 +328,7 @@ def _splits(work: Workload, sizes: Sizes) -> bool:
         or work.seq_len % (context * (1 + ring))
         or (options.sequence_parallel and work.seq_len // context % tensor)
         or (ring and any(window is not None and window < work.seq_len for window in model.windows))
-        # Heads are split evenly, and kv heads too or each equally often.
+        # Heads are split evenly; kv heads too, or each is repeated equally often.
         or (work.ulysses and model.num_heads // tensor % context)
         or (work.ulysses and kv_heads % context and context % kv_heads)
     )
@@ -338,14 +338,14 @@ def _splits(work: Workload, sizes: Sizes) -> bool:
 
 
 def write_placement(settings: Config, ranking: Ranking, path: Path) -> Config:
-    """Write the first placement as a TOML file, and return what `load_config` makes of it.
+    """Write the first placement as a TOML file, and return the `Config` that `load_config` reads from it.
 
-    Raises ConfigError where the file's name does not end in .toml, or it cannot be written.
+    Raises ConfigError if the file's name does not end in .toml, or if it cannot be written.
     """
     check_ending(path, "--write", ".toml")
     data = placed_data(settings, ranking.placements[0])
     text = toml_text([f"{settings.source} on {ranking.world} ranks, by `meshcomm tune`"], data)
-    # What is written must say what was chosen, before anyone trains by it.
+    # The file must contain the chosen dims before anyone trains with it.
     assert parse_toml(text, str(path))["mesh"]["dims"] == data["mesh"]["dims"]
     load_config(data).resolved(ranking.world)
     write_whole(path, text, given=f"--write {path}")
@@ -353,7 +353,7 @@ def write_placement(settings: Config, ranking: Ranking, path: Path) -> Config:
 
 
 def placed_data(settings: Config, placement: Placement) -> dict[str, Any]:
-    """`settings` as a mapping, with the dims, and the expert's view, of `placement`: the same training on them."""
+    """`settings` as a mapping, with the dims and the expert view of `placement`: the same training on another mesh."""
     parallel = workload(settings).parallel
     data: dict[str, Any] = plain(settings.model_dump(exclude_unset=True))
     data["mesh"]["dims"] = {parallel.parts[part]: size for part, size in placement.dims.items()}

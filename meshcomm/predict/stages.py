@@ -1,4 +1,4 @@
-"""Which layers are a stage, on which rank does it lie, and what does each part of the model cost beside the others?"""
+"""The layers of each pipeline stage, its rank, and the relative cost of each part of the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Stage:
 
 
 def stages_of_rank(coord: int, ranks: int, each: int) -> list[int]:
-    """The stages that a rank runs, in the model's order: stage s lies on coord s % ranks.
+    """The stages that a rank runs, in the model's order: stage s is on coord s % ranks.
 
     >>> stages_of_rank(1, ranks=4, each=2)
     [1, 5]
@@ -51,18 +51,17 @@ def split_layers(
 ) -> list[range]:
     """Layers of each stage: contiguous, and no other split has a cheaper largest stage.
 
-    Among those that are as good the most even one is taken (least sum of squares), then one whose
-    last stage costs least, then one whose first does: the last has the loss to compute besides,
-    and the first keeps the most microbatches in flight.
+    Ties are decided by the most even split (least sum of squares), then by the cheapest last stage, then by the
+    cheapest first stage. The last stage also computes the loss, and the first keeps the most microbatches in flight.
 
     Args:
-        layers, stages: numbers of them; every stage gets a layer.
-        costs: of each layer, in any unit; None: 1 each.
-        first: what stage 0 costs besides its layers, in the same unit (the embedding).
-        last: what the last stage costs besides (the head and the loss).
+        layers, stages: their numbers; every stage gets a layer.
+        costs: of each layer, in any unit. If None, 1 each.
+        first: cost of stage 0 in addition to its layers, in the same unit (the embedding).
+        last: cost of the last stage in addition to its layers (the head and the loss).
 
     Exact: costs are compared as fractions. Takes O(layers^2 stages) steps.
-    Raises LayoutError where a stage would have no layer, or a cost is negative or not finite.
+    Raises LayoutError if a stage would have no layer, or if a cost is negative or not finite.
 
     >>> [len(part) for part in split_layers(6, 4)], [len(part) for part in split_layers(7, 4)]
     ([1, 2, 2, 1], [2, 2, 2, 1])
@@ -78,15 +77,15 @@ def split_layers(
         )
     each = _exact_costs(layers, [1] * layers if costs is None else costs, first, last)
     sums = [0, *accumulate(each)]
-    # The cost of the largest stage where that is least: of the first `stop` layers, one stage after the other.
+    # The least possible cost of the largest stage, for the first `stop` layers; one more stage in each round.
     least: list[float] = [0, *[math.inf] * layers]
     for _ in range(stages):
         least = [math.inf] + [
             min(max(least[start], sums[stop] - sums[start]) for start in range(stop))
             for stop in range(1, layers + 1)
         ]
-    # best[stop]: of splits of the first `stop` layers whose stages cost no more, what is least of it, first things first
-    # (squares, the last stage, the first stage, layers in late stages), and its bounds.
+    # best[stop]: among splits of the first `stop` layers whose stages cost no more, the least key (squares, the last
+    # stage, the first stage, layers in late stages) and its bounds.
     best: dict[int, tuple[list[int], tuple[int, ...]]] = {0: ([0] * 4, (0,))}
     for stage in range(stages):
         found: dict[int, tuple[list[int], tuple[int, ...]]] = {}
@@ -111,7 +110,7 @@ class PartCosts(NamedTuple):
     head: int
 
     def of_stages(self, parts: list[range]) -> list[int]:
-        """The cost of each stage, the embedding and the head with the first and the last."""
+        """The cost of each stage; the embedding counts with the first, the head with the last."""
         costs = [sum(self.layers[layer] for layer in part) for part in parts]
         costs[0] += self.embedding
         costs[-1] += self.head
@@ -119,11 +118,11 @@ class PartCosts(NamedTuple):
 
 
 def part_costs(model: ModelConfig, seq_len: int) -> PartCosts:
-    """What the matrices of each part cost; norms, rotations and the loss are not counted.
+    """The cost of the matrices of each part; norms, rotations and the loss are not counted.
 
-    seq_len: tokens of a sample: each query meets all of their keys, also those that the causal
-    mask then hides; within a window, which is computed some queries at a time, twice as many as it has.
-    The embedding looks rows up and multiplies nothing.
+    seq_len: tokens of a sample. Each query is multiplied with all of their keys, including keys that the causal mask
+    hides. A window is computed a few queries at a time, so it counts twice its keys.
+    The embedding looks up rows and multiplies nothing.
     """
     projections = 2 * model.hidden_size * model.head_size * (model.num_heads + model.num_kv_heads)
     dense = model.ff_matrices * model.hidden_size * model.intermediate_size
@@ -136,7 +135,7 @@ def part_costs(model: ModelConfig, seq_len: int) -> PartCosts:
 
 
 def attention_costs(model: ModelConfig, seq_len: int) -> list[int]:
-    """Multiply-adds of each layer's queries with keys, and of scores with values, per token; see `part_costs`."""
+    """Multiply-adds per token of each layer's queries with keys, and of scores with values; see `part_costs`."""
     windows = model.windows or (None,) * model.num_layers
     met = [seq_len if window is None else min(seq_len, 2 * window) for window in windows]
     return [2 * each * model.num_heads * model.head_size for each in met]
@@ -149,7 +148,7 @@ def model_stages(model: ModelConfig, seq_len: int, stages: int) -> list[range]:
 
 
 def _exact_costs(layers: int, costs: Sequence[float], first: float, last: float) -> list[int]:
-    """The layers' costs, the ends' with the first and the last, in a unit in which all are ints: exact to compare."""
+    """The costs of the layers, including the ends, in a unit that makes all of them ints, so comparisons are exact."""
     wrong = [cost for cost in (*costs, first, last) if not (math.isfinite(cost) and cost >= 0)]
     if wrong or len(costs) != layers:
         raise LayoutError(

@@ -1,8 +1,8 @@
-"""How long does a collective take on its links, by which algorithm, and how many bytes does it move?
+"""The time of a collective on its links, by algorithm, and the bytes that it moves.
 
-The alpha-beta time of every algorithm that could carry it out, exact. Sizes as nccl-tests count them: of
-all_gather and reduce_scatter the whole data, of all_to_all what one rank sends in all, itself included, of the
-others the tensor.
+Times follow the alpha-beta model for every applicable algorithm, computed exactly. Sizes are counted as in nccl-tests:
+the full data for all_gather and reduce_scatter; all bytes of one rank, including its own part, for all_to_all; the
+tensor for the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Operation: TypeAlias = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "sendrecv"
 ]
 OPERATIONS: Final[tuple[Operation, ...]] = get_args(Operation)
-# Of which tensor the bytes are counted.
+# The tensor whose bytes are counted.
 COUNTED: Final[Mapping[Operation, str]] = {
     "all_reduce": "the tensor, which is input and output",
     "all_gather": "the output: all ranks' parts together",
@@ -31,18 +31,18 @@ COUNTED: Final[Mapping[Operation, str]] = {
     "reduce": "the tensor",
     "sendrecv": "the message",
 }
-# What a backend is taken to choose from: NCCL's rings, its double tree, and rings level by level.
+# The algorithms that a backend is assumed to choose from: NCCL's rings, its double tree, and rings level by level.
 BACKENDS_OWN: Final = ("ring", "double_tree", "hierarchical", "pairwise", "message")
-# Into how many chunks trees may cut the data.
+# The numbers of chunks that trees may cut the data into.
 CHUNKS: Final = tuple(2**power for power in range(13))
-# float32: what is measured.
+# float32, the dtype of measurements.
 DTYPE_BYTES: Final = 4
 
 
 class Line(NamedTuple):
-    """One algorithm: fixed_s seconds, and byte_s more for every byte; exact.
+    """One algorithm: fixed_s seconds, plus byte_s for every byte; exact.
 
-    chunks: pieces that it cuts the data into; 1 where that is not a choice.
+    chunks: the number of pieces of the data; 1 for algorithms without this choice.
     """
 
     name: str
@@ -51,16 +51,15 @@ class Line(NamedTuple):
     byte_s: Fraction
 
     def seconds(self, size_bytes: float) -> float:
-        """The time for so many bytes."""
+        """The time for `size_bytes` bytes."""
         return float(self.fixed_s + self.byte_s * Fraction(size_bytes))
 
 
 def lines(operation: Operation, route: Route) -> list[Line]:
     """The time of every algorithm for `operation` along `route`.
 
-    Algorithms that know no levels run all steps at the slowest link's alpha and beta; hierarchical ones,
-    where the route is even and has two levels or more, run each level at its own. Groups of one take no
-    time.
+    Algorithms without levels run all steps at the slowest link's alpha and beta. Hierarchical algorithms need an even
+    route with two levels or more, and run each level at its own alpha and beta. Groups of one take no time.
     """
     if route.ranks == 1:
         return [Line("none", 1, Fraction(0), Fraction(0))]
@@ -78,19 +77,19 @@ def lines(operation: Operation, route: Route) -> list[Line]:
 
 
 def best(lines: Sequence[Line], size_bytes: float) -> Line:
-    """The line with the least time; of equals the first."""
+    """The line with the least time; in a tie, the first."""
     size = Fraction(size_bytes)
     return min(lines, key=lambda line: line.fixed_s + line.byte_s * size)
 
 
 def backend_lines(operation: Operation, route: Route) -> list[Line]:
-    """Of `lines` those that a backend chooses from, where that is known, otherwise all."""
+    """The `lines` that a backend chooses from, where that is known; otherwise all."""
     every = lines(operation, route)
     return [line for line in every if line.name in BACKENDS_OWN] or every
 
 
 def fastest(operation: Operation, route: Route, size_bytes: float) -> Line:
-    """How long a call takes as a backend carries it out: the best of `backend_lines`; `.seconds(size_bytes)` of it."""
+    """The line for a call as a backend runs it: the best of `backend_lines`. `.seconds(size_bytes)` is its time."""
     return best(backend_lines(operation, route), size_bytes)
 
 
@@ -106,9 +105,9 @@ def bus_factor(operation: Operation, ranks: int) -> Fraction:
 
 
 def counted_bytes(operation: Operation, size_bytes: int, dim: str, ranks: int) -> int:
-    """The largest size up to `size_bytes` of whole float32, for equal parts where there are parts.
+    """The largest size up to `size_bytes` that is a multiple of float32, and of equal parts where there are parts.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if there is none.
 
     >>> counted_bytes("all_reduce", 4099, "dp", 3), counted_bytes("all_gather", 4099, "dp", 3)
     (4096, 4092)
@@ -128,7 +127,7 @@ def counted_bytes(operation: Operation, size_bytes: int, dim: str, ranks: int) -
 
 
 def named_operations(names: Sequence[str]) -> tuple[Operation, ...]:
-    """The operations of these names; all where there is none. Raises ConfigError."""
+    """The operations with these names; all if `names` is empty. Raises ConfigError."""
     for name in names:
         if name not in OPERATIONS:
             raise ConfigError(
@@ -141,7 +140,7 @@ def named_operations(names: Sequence[str]) -> tuple[Operation, ...]:
 
 
 def _flat(operation: Operation, n: int) -> Iterator[tuple[str, int, int, Any]]:
-    """Algorithms that know no levels: name, chunks, steps, and bytes for each byte of the size, exact."""
+    """Algorithms without levels: name, chunks, steps, and bytes moved for each byte of the size, exact."""
     one: Any = Fraction(1)
     match operation:
         case "all_reduce":
@@ -150,17 +149,17 @@ def _flat(operation: Operation, n: int) -> Iterator[tuple[str, int, int, Any]]:
                     steps, path, busiest, _ = cost(n, one, chunks)
                     yield name, chunks, steps, max(path, busiest)
         case "all_gather" | "reduce_scatter":
-            # A ring all-reduce's halves.
+            # The two halves of a ring all-reduce.
             yield "ring", 1, n - 1, Fraction(n - 1, n)
             if n & (n - 1) == 0:
                 yield "recursive", 1, n.bit_length() - 1, Fraction(n - 1, n)
         case "all_to_all":
-            # log2 n rounds, rounded up, each with half of the data or less: Bruck et al. 1997.
+            # ceil(log2 n) rounds, each with at most half of the data: Bruck et al. 1997.
             rounds = [sum(1 for i in range(n) if i >> bit & 1) for bit in range((n - 1).bit_length())]
             yield "bruck", 1, len(rounds), Fraction(sum(rounds), n)
         case "broadcast" | "reduce":
             for chunks in CHUNKS:
-                # One way of a tree's two, see formulas.tree; an inner rank has two children, and its port
+                # One direction of a tree, see formulas.tree. An inner rank has two children, and its port
                 # carries the data to or from both.
                 steps = n.bit_length() - 1 + chunks - 1
                 yield "tree", chunks, steps, max(Fraction(steps, chunks), one if n == 2 else 2 * one)
@@ -173,7 +172,7 @@ def _flat(operation: Operation, n: int) -> Iterator[tuple[str, int, int, Any]]:
 
 
 def _hierarchical(route: Route, rounds: int) -> Line:
-    """Rings inside each level, and across it with what one unit of it has left: formulas.two_level, for any
+    """Rings inside each level, then across levels with the part that one unit holds: formulas.two_level, for any
     number of levels. rounds: 2 for an all-reduce, 1 for each of its halves.
     """
     fixed = byte = Fraction(0)

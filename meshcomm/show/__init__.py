@@ -1,1 +1,1 @@
-"""Plain facts -> what a person reads."""
+"""Renders plain facts for readers."""

@@ -1,4 +1,4 @@
-"""Times of collectives along every dim, as the model of meshcomm.predict.times has them and as they were measured."""
+"""Times of collectives along every dim: predicted by meshcomm.predict.times, and measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshcomm.show.units import seconds_text, size_text
 _NOTE: Final = """\
 time, torch (torch.distributed's): medians of the rounds; algbw, busbw: GB/s of
 the median time, busbw as nccl-tests counts it; ratio: the median of the rounds'
-ratios of meshcomm's time to torch's, not the ratio of the medians beside it;
+ratios of meshcomm's time to torch's, not the ratio of the medians next to it;
 below 1 meshcomm is faster"""
 
 
@@ -31,7 +31,7 @@ def bandwidths(operation: Operation, ranks: int, size_bytes: int, seconds: float
 
 
 def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], sizes: Sequence[int]) -> Facts:
-    """What `meshcomm costs` shows, as data that JSON can hold.
+    """The output of `meshcomm costs`, as JSON-serializable data.
 
     dims: an entry for each name with groups and each operation.
     """
@@ -71,7 +71,7 @@ def cost_view(facts: Facts) -> View:
     )
     call = f"; {facts['call_us']:g} us for each call" if facts["call_us"] else ""
     notes = (
-        "GB/s; busbw as nccl-tests counts it; what a model says, not what was measured; "
+        "GB/s; busbw as nccl-tests counts it; predicted by a model, not measured; "
         "by: the algorithm that the model finds fastest. A backend chooses its own: NCCL may take another"
     )
     head = Line(f"links: {'; '.join(facts['links'])}{call}")
@@ -89,9 +89,9 @@ def row_facts(
     calls: int,
     seconds: tuple[Sequence[float], Sequence[float]],
 ) -> Facts:
-    """One row. seconds: per call of each round, of the slowest rank; ours, and those of torch.
+    """One row. seconds: per call of each round, of the slowest rank, for meshcomm and for torch.
 
-    Times are medians over the rounds, ratio the median of the round-by-round ratios, bandwidths those of the median times.
+    Times are medians over the rounds, ratio is the median of the rounds' ratios, and bandwidths follow from the median times.
     """
     ratio = median(a / b for a, b in zip(*seconds, strict=True))
     facts: Facts = {"dim": dim, "operation": operation, "bytes": size_bytes, "calls": calls, "ratio": ratio}
@@ -103,7 +103,7 @@ def row_facts(
 
 
 def fit_facts(fitted: Fitted, notes: Sequence[str] = ()) -> Facts:
-    """Latency, bandwidth and how far the model is off: by dim, and by link class; notes to show with it."""
+    """Latency, bandwidth and the error of the model, by dim and by link class, with notes to show."""
     left = [dict(zip(("dim", "operation", "why"), each, strict=True)) for each in fitted.left_out]
     return {
         "dims": {name: _fit_facts(found) for name, found in fitted.dims.items()},
@@ -126,7 +126,7 @@ def _fit_facts(found: Fit) -> Facts:
 
 
 def bench_view(facts: Mapping[str, Any]) -> View:
-    """`measured_facts` for a rich console, with fit: that of `fit_facts`, or None."""
+    """`measured_facts` for a rich console. Its fit: the result of `fit_facts`, or None."""
     machine, mesh = facts["machine"], facts["mesh"]
     head = (
         f"mesh {coords_text(mesh['dims'])}: {mesh['world_size']} ranks on {machine['hosts']} host{'s' * (machine['hosts'] > 1)}, "

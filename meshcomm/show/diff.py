@@ -1,4 +1,4 @@
-"""What differs between two meshes: settings, groups, and who sits where."""
+"""The differences between two meshes: settings, groups, and the coords of ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from meshcomm.layout import Layout, Plan, Ranks
 from meshcomm.layout.sizes import coords_text, fold
 from meshcomm.show.page import Cells, Facts, Line, PagePart
 
-# Ranks, and groups of one name, that are listed as examples.
+# The number of ranks, and of groups of one name, listed as examples.
 _RANKS: Final = 8
 _GROUPS: Final = 3
 
 
 def diff_facts(a: Config, b: Config, plan_a: Plan, plan_b: Plan) -> Facts:
-    """What `meshcomm plan --diff` shows, as data that JSON can hold. a, b: with every -1 filled in.
+    """The output of `meshcomm plan --diff`, as JSON-serializable data. a, b: with every -1 filled in.
 
-    Pairs and rows end with the values of a and b, None where one side has none. groups: every name whose groups differ;
-    "also": the name that has the same groups on the other side, "reordered": groups of the same ranks in another order.
-    ranks: "moved" ones have other coords, by base dims and by views' dims that both have; a base dim that one side lacks
-    counts as one of size 1.
+    Pairs and rows end with the values of a and b; None if one side has none. groups: every name whose groups differ.
+    "also": the name that has the same groups on the other side. "reordered": groups of the same ranks in another order.
+    ranks: "moved" ranks have different coords, by base dims and by dims of views that both sides have. A base dim that one
+    side lacks counts as a dim of size 1.
     """
     settings = [*_differing(_given(a.model_dump()), _given(b.model_dump()), ())]
     sizes = {
@@ -46,7 +46,7 @@ def diff_facts(a: Config, b: Config, plan_a: Plan, plan_b: Plan) -> Facts:
 
 
 def _differing(one: Any, other: Any, path: tuple[str, ...]) -> Iterator[list[Any]]:
-    """The innermost settings that differ; a table that one side does not have is one of them."""
+    """The innermost settings that differ. A table that one side lacks counts as one setting."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in dict.fromkeys([*one, *other]):
             yield from _differing(one.get(key), other.get(key), (*path, key))
@@ -55,7 +55,7 @@ def _differing(one: Any, other: Any, path: tuple[str, ...]) -> Iterator[list[Any
 
 
 def _given(value: Any) -> Any:
-    """As plain data, without what is None or an empty table."""
+    """As plain data, without None values and empty tables."""
     if isinstance(value, Mapping):
         inside = {key: _given(item) for key, item in value.items()}
         return {key: item for key, item in inside.items() if item is not None and item != {}}
@@ -63,7 +63,7 @@ def _given(value: Any) -> Any:
 
 
 def _groups(a: Plan, b: Plan) -> list[Facts]:
-    """Names whose groups differ; the same groups in another order are nothing that a rank would notice."""
+    """Names whose groups differ. The order of the groups is ignored, because no rank depends on it."""
     ours, theirs = (
         {family.name: plan.layout.groups(family.name) for family in plan.families} for plan in (a, b)
     )
@@ -77,7 +77,7 @@ def _groups(a: Plan, b: Plan) -> list[Facts]:
 
 
 def _changed(name: str, a: Ranks | None, b: Ranks | None) -> Facts:
-    """What has become of the groups of one name; None: that side does not have it."""
+    """The change of the groups of one name. None: that side does not have the name."""
     ours, theirs = _by_members(a), _by_members(b)
     common = ours.keys() & theirs.keys()
     same = sum(bool((ours[key] == theirs[key]).all()) for key in common)
@@ -102,7 +102,7 @@ def _changed(name: str, a: Ranks | None, b: Ranks | None) -> Facts:
 
 
 def _by_members(groups: Ranks | None) -> dict[bytes, Ranks]:
-    """Groups by their sorted ranks; those of one rank are none."""
+    """Groups by their sorted ranks, without groups of one rank."""
     if groups is None or groups.shape[1] == 1:
         return {}
     return {key.tobytes(): row for key, row in zip(np.sort(groups, axis=1), groups, strict=True)}
@@ -161,7 +161,10 @@ def diff_page(facts: Facts) -> list[PagePart]:
         parts += [Line("groups"), Cells(columns, tuple(map(_group_row, facts["groups"])))]
     ranks = facts["ranks"]
     only = (f"{ranks[f'only_{side}']:,} ranks are only in {side}" for side in "ab" if ranks[f"only_{side}"])
-    parts += [*map(Line, only), Line(f"{ranks['moved']:,} of {ranks['common']:,} ranks have other coords")]
+    parts += [
+        *map(Line, only),
+        Line(f"{ranks['moved']:,} of {ranks['common']:,} ranks have different coords"),
+    ]
     if moved := tuple(map(_moved_row, ranks["examples"])):
         parts.append(Cells(("rank", "a", "b"), moved, right=("rank",)))
     rest = ranks["moved"] - len(moved)

@@ -1,4 +1,4 @@
-"""What a dry run found out, for a rich console: verdicts first, then memory, calls and the time of a step."""
+"""The results of a dry run for a rich console: verdicts first, then memory, calls and the time of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshcomm.layout.sizes import fold, times
 from meshcomm.show.page import Cells, Column, Facts, Line, PagePart, View, page_view
 from meshcomm.show.units import bytes_text, count, decimal_unit, seconds_text
 
-# Findings that are shown with their lines; the rest is counted.
+# The number of findings shown with their lines; the rest is counted.
 _SHOWN: Final = 12
 
 
@@ -30,7 +30,7 @@ def _page(facts: Facts) -> Iterator[PagePart]:
     yield from _verdicts(facts, whole)
     yield from _memory(facts["memory"])
     if facts["calls"]:
-        yield Line(f"calls of {facts['part']}, of the rank that moves most along each dim")
+        yield Line(f"calls of {facts['part']}, of the rank that moves the most along each dim")
         yield _calls(facts["calls"])
     yield from _step(facts["step"], facts["part"])
 
@@ -40,45 +40,45 @@ def _verdicts(facts: Facts, whole: bool) -> Iterator[PagePart]:
     if findings:
         yield Line(f"{count(len(findings), 'thing')} that would go wrong")
         for each in findings[:_SHOWN]:
-            more = f" (in {each['groups']} groups that were looked at)" if each["groups"] > 1 else ""
+            more = f" (in {each['groups']} of the examined groups)" if each["groups"] > 1 else ""
             lines = "".join(f"\n    {line}" for line in each["lines"])
             yield Line(f"{each['what']}{more}{lines}", drawing=True)
         if len(findings) > _SHOWN:
             yield Line(f"and {len(findings) - _SHOWN} more: --json has all")
     else:
-        met = "all calls meet: same operation, shape, dtype and root on the ranks of each group, nobody waits in vain"
+        met = "all calls match: same operation, shape, dtype and root on all ranks of each group, no rank waits forever"
         yield Line(
-            met + ("" if whole else "; every other rank is taken to call what the ranks of its stage do")
+            met + ("" if whole else "; ranks that were not run are assumed to make the calls of their stage")
         )
     if facts["unseen"]:
-        yield Line(f"not compared: {count(facts['unseen'], 'call')} on groups that are none of the mesh's")
+        yield Line(f"not compared: {count(facts['unseen'], 'call')} on groups outside the mesh")
     for text in facts["unlike"][:_SHOWN]:
-        yield Line(f"not alike: {text}")
+        yield Line(f"calls differ: {text}")
 
 
 def _memory(memory: Facts) -> Iterator[PagePart]:
     stages = memory["stages"]
     top = next(each for each in stages if each["stage"] == memory["largest_stage"])
     names = [name for name in top["parts"] if any(each["parts"][name] for each in stages)]
-    # Stages one after the other that hold as much have one row.
+    # Consecutive stages with equal memory share one row.
     rows: list[Facts] = []
     for _, (first, *others) in groupby(stages, itemgetter("parts")):
         last = f" to {others[-1]['stage']}" if others else ""
         rows.append({**first, "stages": f"{first['stage']}{last}"})
-    # In one unit: a column is no wider than its name.
+    # All cells use one unit, so that a column is no wider than its name.
     unit, size = decimal_unit(top["peak_bytes"])
     columns: dict[str, Column] = {">stage": "stages"} if len(stages) > 1 else {}
     columns |= {">rank": "rank", ">peak": ("peak_bytes", partial(_in_unit, size))}
     columns |= {f">{name}": (f"parts.{name}", partial(_in_unit, size)) for name in names}
-    most = "the rank that holds most" + ("" if len(stages) == 1 else " in each stage")
-    yield Line(f"memory at its peak in {unit}, of {most}")
+    most = "the rank that uses the most" + ("" if len(stages) == 1 else " in each stage")
+    yield Line(f"peak memory in {unit}, of {most}")
     yield Cells.of(rows, columns)
     told = (
         f"{bytes_text(top['peak_bytes'])} at most, during {top['during']} in {top['operator']} at {top['at']}; "
-        f"{memory['most']} above all: less by {memory['less_by']}"
+        f"mostly {memory['most']}; to reduce: {memory['less_by']}"
     )
     if memory["communicators_bytes"]:
-        told += f"; NCCL's communicators take some {bytes_text(memory['communicators_bytes'])} besides"
+        told += f"; NCCL's communicators take about {bytes_text(memory['communicators_bytes'])} more"
     if memory["limit_bytes"] is not None:
         fits = "fits in" if memory["fits"] else "does NOT fit in"
         told = f"it {fits} {bytes_text(memory['limit_bytes'])}; {told}"
@@ -99,7 +99,7 @@ def _calls(calls: list[Facts]) -> Cells:
             ">calls": "calls",
             ">bytes": ("bytes", bytes_text),
             ">exposed": partial(_seconds, "exposed_s"),
-            ">until others come": partial(_seconds, "late_s"),
+            ">until others arrive": partial(_seconds, "late_s"),
         },
         once=1,
     )
@@ -112,14 +112,14 @@ def _seconds(key: str, row: Facts) -> str:
 
 def _step(step: Facts | None, part: str) -> Iterator[PagePart]:
     if step is None:
-        yield Line("no times: they need calls that meet, and [topology] with ranks_per_node")
+        yield Line("no times: they need matching calls, and [topology] with ranks_per_node")
         return
     yield Line(f"time of {part}, predicted")
     exposed, late = sum(step["exposed_s"].values()), sum(step["late_s"].values())
-    until = f", {seconds_text(late)} until others come" if step["late_s"] else ""
+    until = f", {seconds_text(late)} until others arrive" if step["late_s"] else ""
     parts = [
-        f"{seconds_text(step['seconds'])}, on rank {step['rank']:,}: {seconds_text(step['compute_s'])} of products, "
-        f"{seconds_text(exposed)} of transfers that it stands still for{until}",
+        f"{seconds_text(step['seconds'])}, on rank {step['rank']:,}: {seconds_text(step['compute_s'])} of compute, "
+        f"{seconds_text(exposed)} of exposed transfers{until}",
     ]
     rate = [] if step["tokens_s"] is None else [f"{step['tokens_s']:,.0f} tokens/s"]
     if step["tflops"] is not None:
@@ -127,8 +127,8 @@ def _step(step: Facts | None, part: str) -> Iterator[PagePart]:
     if step["share_of_peak"] is not None:
         rate.append(
             f"{step['share_of_peak']:.1%} of the peak"
-            + (", what is computed again included" * step["computed_again"])
+            + (", including recomputation" * step["computed_again"])
         )
     parts.append(", ".join(rate))
-    parts.append(f"assumed: products at {step['assumed_tflops']:g} TFLOP/s; links {'; '.join(step['links'])}")
+    parts.append(f"assumed: compute at {step['assumed_tflops']:g} TFLOP/s; links {'; '.join(step['links'])}")
     yield Line("\n".join(parts), drawing=True)

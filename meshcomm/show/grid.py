@@ -1,7 +1,7 @@
-"""The rank grid: who sits where, in which group of one dim.
+"""The rank grid: the place of every rank, and its group along one dim.
 
-Two inner dims make a block of rows and columns, the outer ones lay out the blocks. `grid_facts` is the data, and
-`RankGrid` draws it for a rich console; every other form is made of that.
+Two inner dims make a block of rows and columns; the outer dims arrange the blocks. `grid_facts` is the data, and
+`RankGrid` draws it for a rich console. All other forms are made from that drawing.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ Piece: TypeAlias = tuple[int, str, str]
 Lines = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[np.int64]
 
-# Okabe and Ito's palette (Color Universal Design, 2008), a grey in place of its black: colours that tell eight
-# groups apart, also for people who do not see all colours.
+# Okabe and Ito's palette (Color Universal Design, 2008), with gray instead of black: eight colors that color-blind
+# readers can distinguish.
 PALETTE: Final = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#0072b2", "#d55e00", "#b3b3b3")
 _OUTSIDE, _LEFT_OUT = -1, -2
-# By which of up, down, left, right have a line, as bits 1, 2, 4, 8.
+# Index: which of up, down, left, right have a line, as bits 1, 2, 4, 8.
 _NODE_LINES: Final = " ┃┃┃━┛┓┫━┗┏┣━┻┳╋"
 _ASCII: Final = str.maketrans(_NODE_LINES + "…⋮", " |||-+++-+++-+++.:")
-# Groups in the legend at most.
+# The most groups in the legend.
 _LEGEND: Final = 16
 
 
 def grid_facts(
     plan: Plan, by: Dims | None = None, topology: TopologyConfig | None = None, rank: int | None = None
 ) -> Facts:
-    """The rank grid, with the groups along `by`, as data that JSON can hold.
+    """The rank grid, with the groups along `by`, as JSON-serializable data.
 
-    by: a dim, a merged dim, a view's dim, or a tuple of them. None: the innermost dim of the base. rank: one to mark.
+    by: a dim, a merged dim, a view's dim, or a tuple of them. If None, the innermost dim of the base. rank: a rank to mark.
 
-    ranks, group and node have an entry for each place of the grid, row-major over `dims` (those of `view`): its rank,
+    ranks, group and node have an entry for each place of the grid, row-major over `dims` (the dims of `view`): its rank,
     the index of the rank's group, its node. ranks_per_node, nodes and node are None if unknown.
-    Raises UnknownDim, and LayoutError where the mesh does not have `rank`.
+    Raises UnknownDim, and LayoutError if the mesh does not have `rank`.
     """
     layout = plan.layout
     chosen: Dims = list(layout.dims)[-1] if by is None else by
@@ -83,7 +83,7 @@ def grid_facts(
 
 
 class Room(NamedTuple):
-    """Columns or lines: all there are, of one rank, between ranks of a block, between blocks."""
+    """Columns or lines: in total, for one rank, between ranks of a block, between blocks."""
 
     total: int
     cell: int
@@ -108,7 +108,7 @@ class Axis(NamedTuple):
 class Slot(NamedTuple):
     """One row or column of the picture.
 
-    offset: its part of the place of a cell; below 0: coords are left out here. coord, block: labels.
+    offset: its part of the place of a cell; negative where coords are left out. coord, block: labels.
     """
 
     at: int
@@ -120,14 +120,14 @@ class Slot(NamedTuple):
 
 
 def _between(slots: Sequence[Slot]) -> list[int]:
-    """Where lines between slots go: one in the middle of each gap, one next to both ends."""
+    """The positions of lines between slots: in the middle of each gap, and next to both ends."""
     middles = [after.at - (after.at - before.at - before.size + 1) // 2 for before, after in pairwise(slots)]
     # A cell ends with a blank: the last line is there.
     return [slots[0].at - 1, *middles, slots[-1].at + slots[-1].size]
 
 
 def tag(index: int) -> str:
-    """Letters for a group's index, where colours do not tell groups apart.
+    """Letters for a group's index, used where colors do not distinguish groups.
 
     >>> tag(0), tag(25), tag(26), tag(16383)
     ('a', 'z', 'aa', 'xfd')
@@ -141,18 +141,18 @@ def tag(index: int) -> str:
 
 
 def _digits(sizes: Mapping[str, int], number: int) -> dict[str, int]:
-    """The coords, by dim, that a number stands for in row-major order."""
+    """The coords, by dim, of a row-major index."""
     return dict(zip(sizes, map(int, np.unravel_index(number, tuple(sizes.values()))), strict=True))
 
 
 def _directions(facts: Facts) -> list[dict[str, int]]:
-    """The dims of blocks downwards, of blocks across, of the rows and of the columns in a block."""
+    """The dims of four directions: blocks downwards, blocks across, rows in a block, columns in a block."""
     dims = [(name, size) for name, size in facts["dims"].items() if size > 1]
     return [dict(dims[:-3]), dict(dims[-3:-2]), dict(dims[-2:-1]), dict(dims[-1:])]
 
 
 def _axes(facts: Facts, width: Room, height: Room) -> tuple[Axis, Axis, Axis, Axis]:
-    """Blocks downwards, blocks across, rows, columns: as many coords as fit, those of the marked rank among them."""
+    """Blocks downwards, blocks across, rows, columns: as many coords as fit, including the marked rank's."""
     down, across, rows, columns = _directions(facts)
     sizes = prod(columns.values()), prod(across.values())
     if not down and _drawn(*sizes, width, 1) != sizes:
@@ -182,15 +182,15 @@ def _axis(sizes: dict[str, int], stride: int, drawn: int, place: int) -> Axis:
 
 
 def _drawn(inside: int, blocks: int, room: Room, gaps: int) -> tuple[int, int]:
-    """How many coords inside a block and how many blocks to draw: as many ranks as fit, at least one.
+    """The number of coords inside a block, and of blocks, to draw: as many ranks as fit, at least one.
 
-    gaps: the number of marks in place of omitted coords, one column or line each.
+    gaps: the number of marks for omitted coords, one column or line each.
     """
     best, score = (1, 1), (0, 0, 0)
     limit = max(1, room.total // room.cell)
     for inner, outer in product(range(1, min(inside, limit) + 1), range(1, min(blocks, limit) + 1)):
         block = _length(inner, inside - inner, room.cell, room.inner, gaps)
-        # First and last of each before more of one.
+        # Prefer the first and last of both directions over more of one.
         found = (min(inner, 2) + min(outer, 2), inner * outer, inner)
         if found > score and _length(outer, blocks - outer, block, room.outer, gaps) <= room.total:
             best, score = (inner, outer), found
@@ -226,11 +226,11 @@ def _parted(a: Numbers, b: Numbers) -> Lines:
 
 @final
 class RankGrid:
-    """Ranks as coloured blocks, a colour for each group along a dim, lines between nodes.
+    """Ranks as colored blocks, with a color for each group along a dim and lines between nodes.
 
-    Prints as text of 100 columns without colour, on a rich console in colour and as wide as that, with long dims
-    folded; in a notebook it is a picture. A group has a letter too where there are more groups than colours, or no
-    colours (NO_COLOR, TERM=dumb, no terminal). `facts`: see `grid_facts`.
+    Prints as text of 100 columns without color. A rich console shows it in color at the console's width, with long dims
+    folded. A notebook shows a picture. Groups also have letters if there are more groups than colors, or no
+    colors (NO_COLOR, TERM=dumb, no terminal). `facts`: see `grid_facts`.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -248,14 +248,14 @@ class RankGrid:
         yield Text(f"{coords_text(facts['dims'])}{view}, by {facts['by']}: {groups}")
         nodes, each = facts["nodes"], facts["ranks_per_node"]
         if nodes is None:
-            yield Text("nodes are not known: topology.ranks_per_node says which ranks share one")
+            yield Text("nodes are not known: set topology.ranks_per_node to show them")
         else:
             full = "" if nodes * each == facts["world_size"] else "up to "
-            yield Text(f"lines part nodes: {count(nodes, 'node')}, {full}{each:,} ranks on each")
+            yield Text(f"lines separate nodes: {count(nodes, 'node')}, {full}{each:,} ranks on each")
         for line in picture.lines():
             if options.ascii_only:
                 line.plain = line.plain.translate(_ASCII)
-            # A window of a few columns: cut rather than wrapped.
+            # In a very narrow window, lines are cut, not wrapped.
             line.truncate(options.max_width)
             line.no_wrap = True
             yield line
@@ -275,18 +275,18 @@ class RankGrid:
         """As one self-contained SVG file."""
         return svg_of(self)
 
-    # What notebooks ask for.
+    # Called by notebooks.
     _repr_svg_ = svg
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it as .svg. Raises ConfigError for another ending or an unwritable path; the file then is as it was."""
+        """Write it as .svg. Raises ConfigError for another suffix or an unwritable path; the file is then unchanged."""
         where = Path(fspath(path))
         check_ending(where, "--export", ".svg")
         write_whole(where, self.svg())
 
 
 class _Picture:
-    """Labels in the margin, ranks, and lines between nodes, in so much room; long dims are folded."""
+    """Labels in the margin, ranks, and lines between nodes, within a width; long dims are folded."""
 
     def __init__(self, facts: Facts, width: int, coloured: bool) -> None:
         self.facts = facts
@@ -297,7 +297,7 @@ class _Picture:
         labels = [coords_text({name: size - 1 for name, size in sizes.items()}) for sizes in labelled]
         self.left = 1 + max(map(len, [" ".join(innermost), *labels])) + edge
         letters = len(self.letters(facts["groups"] - 1))
-        # A bracket or a blank before and behind.
+        # A bracket or a blank before and after.
         cell = len(str(max(facts["ranks"]))) + letters + 2
         wide = Room(width - self.left - edge, cell, inner=1, outer=3)
         high = Room(40, 1, inner=edge, outer=1)
@@ -305,16 +305,16 @@ class _Picture:
         self.rows = _slots(self.down, self.inside_rows, high)
         self.columns = _slots(self.across, self.inside_columns, wide)
         self.bars = _between(self.columns)
-        # Index in the facts of what is drawn; below 0 where ranks are left out.
+        # Index of each drawn cell in the facts; negative where ranks are left out.
         rows, columns = np.ix_(*([slot.offset for slot in slots] for slots in (self.rows, self.columns)))
         self.places = np.where(np.minimum(rows, columns) < 0, _LEFT_OUT, rows + columns)
 
     def letters(self, group: int) -> str:
-        """A group's letters, where colours alone do not tell groups apart."""
+        """A group's letters, if colors alone do not distinguish groups."""
         return tag(group) if self.lettered else ""
 
     def style(self, group: int) -> str:
-        """A group's colour, and black or white for text on it."""
+        """A group's color, and black or white for text on it."""
         colour = PALETTE[group % len(PALETTE)]
         ink = "#ffffff" if colour == "#0072b2" else "#000000"
         return f"{ink} on {colour}" if self.coloured else "default"
@@ -343,7 +343,7 @@ class _Picture:
             yield self._border("", crossings[-1], above[-1])
 
     def legend(self) -> tuple[list[tuple[int, str]], list[str]]:
-        """Index, and name and ranks in coord order, of the first groups that are drawn; and notes on what is not."""
+        """Index, name and ranks in coord order of the first drawn groups, and notes on omissions."""
         facts = self.facts
         drawn = {facts["group"][place]: place for place in self.places[self.places >= 0].tolist()}
         ranks, groups = np.array(facts["ranks"]), np.array(facts["group"])
@@ -355,7 +355,7 @@ class _Picture:
         rest = facts["groups"] - len(entries)
         notes = [f"and {rest:,} more groups"] if rest else []
         if len(self.down.sizes) > 1:
-            notes.append(f"more than four dims: {self.down.name} go downwards as one")
+            notes.append(f"more than four dims: {self.down.name} are merged downwards")
         axes = (self.down, self.across, self.inside_rows, self.inside_columns)
         hidden = {
             axis.name: (axis.size - sum(c is not None for c in axis.coords), axis.size) for axis in axes
@@ -364,7 +364,7 @@ class _Picture:
         return entries, [*notes, f"not drawn: {'; '.join(left_out)}"] if left_out else notes
 
     def _row_labels(self, row: Slot) -> tuple[str, str]:
-        """Left of a row: the name of the block that begins there, or "", and the row's own label."""
+        """The labels left of a row: the name of the block that begins there, or "", and the row's label."""
         if row.offset < 0:
             return "", "⋮"
         if self.inside_rows.size == 1:
@@ -382,10 +382,10 @@ class _Picture:
         return column.at, f"{name} ".rjust(width), self.style(group)
 
     def _node_lines(self) -> tuple[Lines, Lines]:
-        """Whether a line is left of [row + 1, column], and whether one is above [row, column + 1].
+        """Whether there is a line left of [row + 1, column], and above [row, column + 1].
 
-        Lines part ranks of different nodes, and surround all of them; none where nodes are not known.
-        Next to coords that are left out a line is only at the edge of the picture.
+        Lines separate ranks of different nodes, and surround the grid. There are none if nodes are not known.
+        Next to omitted coords, lines are only at the edge of the picture.
         """
         known = self.facts["node"]
         drawn = np.full_like(self.places, _LEFT_OUT)

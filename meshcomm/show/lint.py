@@ -15,7 +15,7 @@ from meshcomm.show.units import count
 def lint_facts(
     settings: Config, plan: Plan, topology: TopologyConfig, findings: Sequence[LintFinding]
 ) -> Facts:
-    """What `meshcomm lint` shows, as data that JSON can hold: levels, footprint of a rank, findings."""
+    """The output of `meshcomm lint`, as JSON-serializable data: levels, footprint of a rank, findings."""
     where = machine(topology)
     return {
         "world_size": plan.layout.world_size,

@@ -1,4 +1,4 @@
-"""Lines and tables as values, and what becomes of them: text of any width, or a picture."""
+"""Lines and tables as values, rendered as text of any width or as a picture."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from xml.sax.saxutils import escape
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 
-# Columns of what does not go to a terminal, and of a picture at most.
+# Width of output that does not go to a terminal, and the maximum width of a picture.
 _WIDTH: Final = 100
 _PICTURE: Final = 150
-# A table that would be folded to less than its width over this is shown as records instead.
+# A table that would be folded to less than its width divided by this is shown as records.
 _SQUEEZE = 1.4
-# rich's picture of a console, without the window around it, and light or dark as the reader's.
+# rich's picture of a console, without the window frame, light or dark as the reader's system.
 _SVG: Final = """\
 <svg xmlns="http://www.w3.org/2000/svg" class="{unique_id}" role="img" width="{width}" height="{height:.0f}" viewBox="0 0 {width} {height:.0f}">
 <style>
@@ -34,21 +34,21 @@ _SVG: Final = """\
 </svg>
 """
 
-# What is shown, as data that JSON can hold.
+# Shown data, JSON-serializable.
 Facts: TypeAlias = dict[str, Any]
-# A column of a table: the key of a cell in its item ("a.b" is inside of "a"), a template with keys in braces, a key and
-# how its value is written, or how the cell follows from the item.
+# A column of a table: the key of a cell in its item ("a.b" is inside "a"), a template with keys in braces, a key with
+# a formatter, or a function from the item to the cell.
 Column: TypeAlias = str | tuple[str, Callable[[Any], str]] | Callable[[Any], object]
-# What stands before the text of a line of an error.
+# The prefix of a line of an error.
 _LABEL: Final = re.compile(r" *(?:(?:given|expected|try): +)?")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Text that is folded between words if the console is narrower, indented as its lines begin.
+    """Text that is folded between words on a narrow console; continuation lines keep the indentation.
 
-    drawing: it is not; its blanks and line breaks stay.
+    drawing: not folded; blanks and line breaks are kept.
     """
 
     text: str
@@ -75,11 +75,11 @@ class Line:
 @final
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """A table: columns' names, rows of as many texts, and which columns hold numbers.
+    """A table: the names of columns, rows of as many texts, and the columns that hold numbers.
 
-    For a rich console it is a table where it fits without breaking a word, and a record for each row
-    where it does not: the first column as the record's name, then the others, without those that say "-".
-    once: how many of the first columns a table leaves blank where they say what the row above says.
+    A rich console shows a table if it fits without breaking a word. Otherwise it shows a record for each row: the
+    first column as the record's name, then the other columns, without cells that are "-".
+    once: the number of first columns that are left blank where they repeat the row above.
     """
 
     columns: tuple[str, ...]
@@ -89,7 +89,7 @@ class Cells:
 
     @classmethod
     def of(cls, items: Iterable[Any], columns: Mapping[str, Column], once: int = 0) -> Self:
-        """A row for each item. columns: as `Column` says; ">name" is a column of numbers.
+        """A row for each item. columns: see `Column`; ">name" is a column of numbers.
 
         None is shown as "-", an int with commas.
         """
@@ -107,7 +107,7 @@ class Cells:
 
         columns = list(zip(self.columns, *self.rows, strict=True))
         widths = [max(map(cell_len, column)) for column in columns]
-        # Numbers are not parted from their units.
+        # Numbers stay with their units.
         words = [texts if texts[0] in self.right else " ".join(texts).split() for texts in columns]
         least = [max(map(cell_len, column), default=0) for column in words]
         gaps = 2 * (len(columns) - 1)
@@ -120,7 +120,7 @@ class Cells:
                 for line in _packed(items, options.max_width - 2):
                     yield Padding(Text(line), (0, 0, 0, 2), expand=False)
             return
-        # Folded: the widest first, none below its longest word.
+        # Narrow the widest columns first, but none below its longest word.
         for _ in range(sum(widths) - room):
             widths[max((i for i, w in enumerate(widths) if w > least[i]), key=widths.__getitem__)] -= 1
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
@@ -135,7 +135,7 @@ class Cells:
 
 
 PagePart: TypeAlias = Line | Cells
-# What views return: for a rich console.
+# The result of views, for a rich console.
 View: TypeAlias = "Group"
 
 
@@ -152,7 +152,7 @@ def _value(column: str, item: Any) -> Any:
 
 
 def _packed(items: Sequence[str], width: int) -> list[str]:
-    """Items on as few lines as hold them; one that is longer than a line has one of its own."""
+    """Items on as few lines as possible; an item longer than a line gets a line to itself."""
     lines: list[str] = []
     for item in items:
         if lines and len(lines[-1]) + 2 + len(item) <= width:
@@ -178,10 +178,10 @@ def terminal(width: int = _WIDTH) -> Console:
 
 
 def as_text(what: RenderableType, width: int = _WIDTH) -> str:
-    """What a console of `width` columns without colour would show, without blanks at the ends of lines."""
+    """The text on a console of `width` columns without color, without trailing blanks."""
     from rich.console import Console
 
-    # In a notebook, rich displays an output of its own at the end of a capture.
+    # In a notebook, rich displays additional output at the end of a capture.
     console = Console(width=width, color_system=None, force_jupyter=False)
     with console.capture() as capture:
         console.print(what, crop=False)
@@ -189,20 +189,20 @@ def as_text(what: RenderableType, width: int = _WIDTH) -> str:
 
 
 def svg_of(what: RenderableType) -> str:
-    """What a wide console shows, in colours, as a picture, light or dark, that needs nothing else."""
+    """The output of a wide console, in color, as a self-contained picture, light or dark."""
     from rich.cells import cell_len
     from rich.console import Console
     from rich.terminal_theme import SVG_EXPORT_THEME
 
     lines = as_text(what, _PICTURE).splitlines()
     widest = max(map(cell_len, lines))
-    # The environment has no say: a picture has colours.
+    # A picture has colors whatever the environment.
     options: dict[str, Any] = {"color_system": "truecolor", "no_color": False, "force_jupyter": False}
     console = Console(width=widest, file=StringIO(), record=True, **options)
     console.print(what)
-    # Every rule and id begins with rich's hash of the content: pictures in one page leave each other alone.
+    # Every rule and id begins with rich's hash of the content, so pictures in one page do not conflict.
     picture = console.export_svg(code_format=_SVG, theme=SVG_EXPORT_THEME)
     picture = picture.replace(f"fill: {SVG_EXPORT_THEME.foreground_color.hex}", "fill: var(--ink)")
-    # Nothing is wider than the picture.
+    # No content is wider than the picture, so clipping is not needed.
     picture = re.sub(r' clip-path="[^"]*"', "", picture)
     return picture.replace("<style>", f"<title>{escape(lines[0])}</title>\n<style>", 1)

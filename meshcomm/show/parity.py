@@ -1,4 +1,4 @@
-"""Whether a mesh computes what one process computes, as a table."""
+"""A table that shows whether a mesh computes the same as one process."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def parity_view(facts: Mapping[str, Any]) -> View:
             ">rank": ("rank", str),
         },
     )
-    head = f"{coords_text(facts['dims'])} beside one process: the first {facts['steps']} steps, float64"
-    notes = [f"changed for it: {note}" for note in facts["notes"]]
+    head = (
+        f"{coords_text(facts['dims'])} compared with one process: the first {facts['steps']} steps, float64"
+    )
+    notes = [f"changed for the comparison: {note}" for note in facts["notes"]]
     notes += [f"the model: {facts['original']}"] if facts["original"] else []
     verdict = [_verdict(facts)] + ([] if facts["blame"] is None else [facts["blame"]["words"]])
     return page_view([Line("\n".join([head, *notes])), table, Line("\n".join(verdict))])

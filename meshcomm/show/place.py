@@ -13,7 +13,7 @@ from meshcomm.show.units import bytes_text, count, seconds_text
 
 
 def place_facts(ranking: Ranking, names: Mapping[ParallelRole, str]) -> Facts:
-    """What `meshcomm tune` shows, as data that JSON can hold. names: the dim of each part."""
+    """The output of `meshcomm tune`, as JSON-serializable data. names: the dim of each part."""
     return {
         "world_size": ranking.world,
         "meshes": ranking.meshes,
@@ -59,12 +59,12 @@ def _call(share: Share, along: Mapping[str, str]) -> Facts:
 
 
 def place_view(facts: Facts) -> View:
-    """`place_facts` for a rich console: the ranking, then why the first one takes what it takes."""
+    """`place_facts` for a rich console: the ranking, then the parts of the first mesh's time."""
     left = f" ({facts['too_large']:,} of them too large for memory)" if facts["too_large"] else ""
     assumed = {key: f" (of an H100, as topology.{key} is not set)" for key in facts["assumed"]}
     head = (
         f"{facts['meshes']:,} meshes of {facts['world_size']:,} ranks ranked: "
-        f"{count(facts['sizes'], 'legal factorisation')}{left} in all orders of their dims\n"
+        f"{count(facts['sizes'], 'legal factorization')}{left} in all orders of their dims\n"
         f"links: {'; '.join(facts['links'])}\n"
         f"a rank: {facts['tflops']:g} TFLOP/s{assumed.get('tflops', '')}, "
         f"{facts['memory_gbytes']:g} GB{assumed.get('memory_gbytes', '')}\n"
@@ -94,7 +94,7 @@ def _peak(exact: Facts) -> str:
 
 
 def _crossing(calls: list[Facts]) -> str:
-    """What crosses links beyond the node: dim and seconds."""
+    """The calls that cross links beyond the node: dim and seconds."""
     by_dim: dict[str, float] = {}
     for call in calls:
         if call["link"] != "node":

@@ -1,4 +1,4 @@
-"""A plan as plain facts, and the facts as tables: dims, groups, and one rank's place among them."""
+"""A plan as plain facts, and the facts as tables: dims, groups, and the groups of one rank."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from meshcomm.show.units import count
 
 
 def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | None = None) -> Facts:
-    """All that `meshcomm plan` shows, as data that JSON can hold.
+    """The output of `meshcomm plan`, as JSON-serializable data.
 
-    dims: one entry for each dim, merged dim and view's dim, in plan order. With ranks_per_node it has nodes (fewest and
-    most that one of its groups lies on), crosses (link class -> number of groups whose slowest link it is) and link, the
-    slowest of all. backend is "auto" only if the device is too: then each process finds out.
-    Time and memory grow with the number of ranks as one array of integers, never as groups.
-    Raises LayoutError where the mesh does not have `rank`.
+    dims: one entry for each dim, merged dim and view's dim, in plan order. With ranks_per_node it has nodes (the fewest and
+    most nodes that one of its groups spans), crosses (link class -> number of groups whose slowest link it is) and link,
+    the slowest of all. backend is "auto" only if the device is too: each process then decides.
+    Time and memory grow like one array of integers over the ranks, independent of the number of groups.
+    Raises LayoutError if the mesh does not have `rank`.
     """
     plan = _on_its_device(plan)
     created = [family for family in plan.families if family.creates]
@@ -64,7 +64,7 @@ def _dim_facts(layout: Layout, family: Family, where: Machine | None) -> Facts:
 
 
 def _stride(layout: Layout, family: Family) -> int | None:
-    """Ranks from one coord to the next, where that is the same everywhere in the mesh."""
+    """The rank distance from one coord to the next, if it is the same everywhere in the mesh."""
     if family.size == 1:
         return None
     digits = layout.digits(family.name).canonical()
@@ -75,7 +75,7 @@ def _stride(layout: Layout, family: Family) -> int | None:
 
 
 def _link(level: Level) -> Facts:
-    """A link class with its speed; None where nobody has said it."""
+    """A link class with its speed; None if the speed was not configured."""
     speeds = {"latency_us": level.alpha_s * 10**6, "bandwidth_gbytes_s": 1 / level.beta_s / 10**9}
     return {"name": level.name, **{key: None if level.assumed else float(n) for key, n in speeds.items()}}
 
@@ -85,7 +85,7 @@ def _on_its_device(plan: Plan) -> Plan:
 
 
 def read_rank(text: str, layout: Layout) -> int:
-    """A rank as it is typed: 5, or its coords in the base or in a view, as in pp=1,dp=0,tp=1.
+    """Parse a rank: 5, or its coords in the base or in a view, as in pp=1,dp=0,tp=1.
 
     Raises LayoutError; UnknownDim for a dim that the layout does not have.
     """
@@ -108,10 +108,10 @@ def read_rank(text: str, layout: Layout) -> int:
 
 
 def rank_facts(plan: Plan, rank: int, topology: TopologyConfig | None = None) -> Facts:
-    """What `plan_facts` says of one rank: its coords, and of each name its group, as seen from it.
+    """The part of `plan_facts` for one rank: its coords, and its group for each name.
 
     machine: its node, rack, local_rank and the ranks on its node; None without ranks_per_node.
-    Raises LayoutError where the mesh does not have `rank`.
+    Raises LayoutError if the mesh does not have `rank`.
     """
     layout, seen = plan.layout, _on_its_device(plan).for_rank(rank)
     groups = {group.name: list(group.ranks) for group in seen.groups}
@@ -166,7 +166,7 @@ def plan_view(
     topology: TopologyConfig | None = None,
     existing: Mapping[str, Facts] = MappingProxyType({}),
 ) -> View:
-    """Everything that `plan_facts` says, for a rich console. existing: backend and timeout_s of groups that the program made, by name."""
+    """`plan_facts` for a rich console. existing: backend and timeout_s of groups made by the program, by name."""
     facts = plan_facts(plan, rank, topology)
     for dim in facts["dims"]:
         if dim["name"] in existing:
@@ -176,7 +176,7 @@ def plan_view(
 
 
 def plan_page(facts: Facts) -> list[PagePart]:
-    """`plan_facts` as lines and tables: a headline, the dims, and the rank where there is one."""
+    """`plan_facts` as lines and tables: a headline, the dims, and the rank if there is one."""
     headline = (
         f"mesh of {count(facts['world_size'], 'rank')}, plan {facts['fingerprint']}: "
         f"{count(facts['groups'], 'group')}, {facts['groups_per_rank']} created per rank"
@@ -190,7 +190,7 @@ def plan_page(facts: Facts) -> list[PagePart]:
 
 
 def _rank_page(rank: Facts) -> list[PagePart]:
-    """One rank's coords, in the base and in every view; its node; a row for each name: its group and ring neighbours."""
+    """One rank's coords, in the base and in every view; its node; a row for each name with its group and ring neighbors."""
     text = f"rank {rank['rank']}: {coords_text(rank['coords'])}"
     for view, coords in rank["views"].items():
         text += f"; {view}: {coords_text(coords)}"
@@ -239,7 +239,7 @@ def _dims_table(dims: list[Facts]) -> Cells:
 
 
 def _backend(dim: Facts) -> str:
-    """Its name and its options: first the options with a value, then the names of the others that are on."""
+    """The backend's name and options: first options with a value, then the names of enabled options."""
     extra = dim["extra"].items()
     valued = [f"{name}={value}" for name, value in extra if value is not True]
     return " ".join([dim["backend"], *valued, *(name for name, value in extra if value is True)])
@@ -263,6 +263,6 @@ def _link_text(link: Facts | None, crosses: dict[str, int]) -> str | None:
 
 
 def _percent(part: int, whole: int) -> str:
-    """Never 0 or 100 where it is not all or nothing."""
+    """Shows 0 and 100 only for exactly none and all."""
     share = 100 * part / whole
     return "below 1%" if share < 1 else "above 99%" if share > 99 else f"{share:.0f}%"

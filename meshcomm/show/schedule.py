@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
-# Bands of a long schedule that are drawn.
+# The number of bands drawn of a long schedule.
 _BANDS: Final = 6
-# Passes of a step that are worked out one by one.
+# The most passes of a step that are computed one by one.
 _PASSES: Final = 1_000_000
 
 
 def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
-    """What one step of the pipeline looks like, as data that JSON can hold.
+    """One step of the pipeline, as JSON-serializable data.
 
     Times are in slots: 1 for a forward pass, 1 for each half of a backward pass, messages free. slots: length of the
     step; bubble: share of it in which a rank waits; held: the most activations that each rank keeps, in microbatches of
     one stage; passes: for each rank [kind, stage, microbatch, start, end], kind F forward, B backward, I backward for
     inputs, W for weights.
 
-    world_size: needed where a size is -1. Raises ConfigError where no pipeline is configured.
+    world_size: needed if a size is -1. Raises ConfigError if no pipeline is configured.
     """
     parallel, model, data, train = config.parallel, config.model, config.data, config.train
     sizes = config.mesh.sizes(world_size)
@@ -48,10 +48,10 @@ def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
     microbatches = train.global_batch_size // (parallel.copies(sizes) * train.micro_batch_size)
     if max(microbatches * ranks * each, model.num_layers) > _PASSES:
         raise ConfigError(
-            f"{config.source}: a schedule of so many passes is not drawn",
+            f"{config.source}: the schedule has too many passes to draw",
             given=f"{microbatches} micro-batches through {ranks * each} stages, num_layers = {model.num_layers}",
             expected=f"at most {_PASSES:,} passes, and as many layers",
-            hint="a smaller train.global_batch_size, with which the drawing looks the same",
+            hint="a smaller train.global_batch_size, which gives the same drawing",
         )
     times = timeline(orders(parallel.options.schedule, ranks, each, microbatches))
     parts = model_stages(model, data.seq_len, ranks * each)
@@ -84,10 +84,10 @@ def _nothing(given: str, expected: str) -> ConfigError:
 
 @final
 class ScheduleView:
-    """`schedule_facts` for a rich console: as wide as that, folded into bands where time is longer.
+    """`schedule_facts` for a rich console, folded into bands if the time axis is wider than the console.
 
     A cell is one slot: F3 the forward pass of microbatch 3, - the second slot of the same pass, . a slot in which the
-    rank waits. A letter behind says which of the rank's stages, if it has several.
+    rank waits. If a rank has several stages, a letter after the cell gives the stage.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -99,7 +99,7 @@ class ScheduleView:
 
         facts = self._facts
         ranks, slots, dim = facts["ranks"], facts["slots"], facts["dim"]
-        # What the longest label needs, and a space.
+        # The width of the longest label, and a space.
         cell = 2 + len(str(facts["microbatches"] - 1)) + (facts["stages_per_rank"] > 1)
         yield Text(
             f"{facts['name']} along {dim}: {ranks} ranks, {ranks * facts['stages_per_rank']} stages, "
@@ -133,7 +133,7 @@ class ScheduleView:
         return cells
 
     def _letter(self, stage: int) -> str:
-        """The rank's first stage is a; after z come A to Z, and then none is told from another."""
+        """The letter of a stage: a for the rank's first stage, A to Z after z. Later stages share one letter."""
         turn = stage // self._facts["ranks"]
         return "" if self._facts["stages_per_rank"] == 1 else (ascii_letters[turn : turn + 1] or "+")
 
@@ -144,7 +144,7 @@ class ScheduleView:
         kinds = "F forward 1 slot, B backward 2"
         if any(kind in "IW" for row in facts["passes"] for kind, *_ in row):
             kinds = "F forward 1 slot, I backward for inputs 1, W for weights 1, B both 2"
-        yield Text(f"{kinds}; - goes on, . waits; messages take no time")
+        yield Text(f"{kinds}; - continues, . waits; messages take no time")
         held = " ".join(map(str, facts["held"]))
         yield Text(f"kept at once, in microbatches of one stage, by rank: {held}")
         for number, stage in enumerate(facts["stages"]):

@@ -1,4 +1,4 @@
-"""Calls, bytes and time by dim and call, counted in a run, as tables."""
+"""Tables of the calls, bytes and time of a run, by dim and call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Facts = Mapping[str, Any]
 def stats_page(facts: Facts, steps: int | None = None) -> list[PagePart]:
     """A line for each call of each dim of one rank, from `Stats.facts`.
 
-    steps: show calls, bytes and seconds of one of so many steps.
+    steps: divide calls, bytes and seconds by this number of steps.
     """
     rows, each, whole = facts["rows"], steps or 1, facts["seconds"] or 1.0
     spent = "in each step" if steps else f"in {seconds_text(facts['seconds'])}"
@@ -32,11 +32,13 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[PagePart]:
         columns[">ratio"] = ("ratio", _ratio)
     notes = []
     if any(row["call"].endswith("(torch)") for row in rows):
-        notes.append("(torch): calls outside the mesh, by hand or by FSDP, DDP, DTensor and pipelining")
+        notes.append("(torch): calls outside the mesh, made directly or by FSDP, DDP, DTensor and pipelining")
     if any(row["seconds"] is None for row in rows):
-        notes.append("-: not known, as these calls return before they are over, or were not the mesh's")
+        notes.append(
+            "-: unknown, because these calls return before they complete, or were made outside the mesh"
+        )
     if any(row["async_op"] and row["seconds"] is not None for row in rows):
-        notes.append("async: inside is what the program spent on starting and waiting")
+        notes.append("async: inside is the time that the program spent on starting and waiting")
     head = Line(f"communication of {facts['rank']} {spent}")
     return [head, _table(columns, rows), Line("\n".join(notes))]
 

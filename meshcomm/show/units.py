@@ -1,4 +1,4 @@
-"""Bytes, seconds and counts in a few digits, and back from what a person types."""
+"""Format bytes, seconds and counts in a few digits, and parse typed sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BINARY = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 
 def decimal_unit(number: float) -> tuple[str, float]:
-    """The unit in which so many bytes have few digits, and its size."""
+    """The unit in which `number` bytes have few digits, and its size."""
     return next((unit, size) for unit, size in _DECIMAL.items() if number >= 0.9995 * size or unit == "B")
 
 
@@ -27,7 +27,7 @@ def bytes_text(number: float) -> str:
 
 
 def size_text(number: int) -> str:
-    """A size as people choose it: in binary units where it is a whole number of up to 1,023 of them, else as
+    """A size as people write it: in binary units if it is an integer number of up to 1,023 of them, otherwise as
     `bytes_text`.
 
     >>> size_text(65536), size_text(64_000_000), size_text(4092)
@@ -40,7 +40,7 @@ def size_text(number: int) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """A number of things.
+    """A number and a noun, in the plural where needed.
 
     >>> count(1, "rank"), count(1024, "rank")
     ('1 rank', '1,024 ranks')
@@ -49,7 +49,7 @@ def count(number: int, what: str) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Milliseconds and microseconds where that is shorter.
+    """Seconds, or milliseconds and microseconds where shorter.
 
     >>> seconds_text(0.00025), seconds_text(12.0)
     ('250 us', '12 s')
@@ -64,7 +64,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def read_bytes(text: str) -> int:
-    """A size as it is typed. Raises ConfigError.
+    """Parse a typed size. Raises ConfigError.
 
     >>> read_bytes("64MB"), read_bytes("1.5 MiB"), read_bytes("4096")
     (64000000, 1572864, 4096)
@@ -77,7 +77,7 @@ def read_bytes(text: str) -> int:
         raise ConfigError(
             f"{text!r} is not a number of bytes",
             given=text,
-            expected="a whole number of 1 or more, in B, kB, MB, GB, TB, KiB, MiB or GiB",
+            expected="an integer of 1 or more, in B, kB, MB, GB, TB, KiB, MiB or GiB",
             hint="--bytes 64MB",
         )
     return int(size)

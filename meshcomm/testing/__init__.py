@@ -1,4 +1,4 @@
-"""Tests on every rank without the price of starting processes: a pool of warm ranks, and a pytest plugin.
+"""Run tests on every rank without starting processes for each: a pool of warm ranks, and a pytest plugin.
 
 The plugin is `meshcomm.testing.plugin`; pytest loads it by its entry point.
 """
@@ -16,7 +16,7 @@ __all__ = ["Pool", "RankFailure"]
 
 
 def __getattr__(name: str) -> Any:
-    # pytest loads the plugin for every suite, also for suites that never start a rank.
+    # Lazy, because pytest loads the plugin for every suite, including suites that never start a rank.
     if name not in __all__:
         raise AttributeError(f"module 'meshcomm.testing' has no attribute {name!r}")
     return getattr(import_module("meshcomm.testing.pool"), name)

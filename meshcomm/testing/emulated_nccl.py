@@ -1,15 +1,15 @@
-"""A backend for tests that orders calls, and loses control, as NCCL does; on CPU memory, carried by Gloo.
+"""A backend for tests that orders calls and returns control like NCCL, on CPU memory, with Gloo as the transport.
 
     with emulated_nccl(), meshcomm.init(dims={"dp": 4}, backend=NAME, device="cpu") as mesh: ...
 
-What is as on a GPU (docs/design/emulated_nccl.md has every rule with its source): a communicator is a queue that runs
-what it was given in order; a call returns when it is queued; `wait` orders what comes later behind the call and does
-not block the host, reading a value does. A message is over when its other end has come; messages that were not put
-into one group run one after the other. A dead peer is not noticed. A watchdog finds a queue that does not move, and
-ends the process by SIGABRT. `abort` lets everything go, with whatever is in memory by then.
+It behaves like a GPU as follows (docs/design/emulated_nccl.md has every rule with its source). A communicator is a
+queue that runs its calls in order, and a call returns when it is queued. `wait` orders later work after the call and
+does not block the host; reading a value does. A message is complete when its peer has arrived. Messages outside a
+group run one after the other. A dead peer is not detected. A watchdog detects a queue that makes no progress, and ends
+the process by SIGABRT. `abort` drops all calls and leaves memory in its current state.
 
-Where the device would wait, the host does here, at the first operator that touches the tensor. An operator that
-touches it before the call was waited for, a race on a GPU, raises UnorderedAccess.
+Where the device would wait, the host waits here, at the first operator that touches the tensor. An operator that
+touches it before the call was waited for raises UnorderedAccess, because it would be a race on a GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from meshcomm.transport.torch_private import (
 
 NAME: Final = "emulated_nccl"
 
-# Methods of ProcessGroup, also of older torch: the name in hooks, and the index of the argument with the inputs.
+# Methods of ProcessGroup, including older torch: the name in hooks, and the index of the argument with the inputs.
 _METHODS: Final = {
     **{
         name: (row.hooks[0], 0 if row.in_place else 1)
@@ -77,7 +77,7 @@ _LACKING: Final = tuple(
     getattr(dist.ReduceOp, op.reduce_op) for op in WIRE_OPS.values() if "nccl" in op.lacking
 )
 
-# Operators that do not touch the memory of what they are given.
+# Operators that do not touch the memory of their arguments.
 _UNTOUCHED: Final = frozenset(
     (
         "aten::empty_like", "aten::new_empty", "aten::new_empty_strided", "aten::new_zeros", "aten::new_ones",
@@ -89,15 +89,15 @@ _UNTOUCHED: Final = frozenset(
 
 
 class UnorderedAccess(AssertionError):
-    """An operator touches memory that a call, not waited for, still reads or writes: a race on a GPU."""
+    """An operator touches memory of a pending call that was not waited for: a race on a GPU."""
 
 
 class HostSync(RuntimeError):
-    """The host asked for a value while a graph is captured, or where `no_host_sync` forbids it."""
+    """The host read a value during graph capture, or where `no_host_sync` forbids it."""
 
 
 class _Call(NamedTuple):
-    """What a method of the group was asked for. in_place: the inputs are written; blocking: by a caller without a Work."""
+    """A call of a method of the group. in_place: it writes its inputs. blocking: the caller gets no Work."""
 
     kind: str
     run: Callable[[], Any]
@@ -109,13 +109,13 @@ class _Call(NamedTuple):
 
     @property
     def memory(self) -> list[tuple[Tensor, bool]]:
-        """Its tensors, and whether it writes them."""
+        """The call's tensors, each with whether the call writes it."""
         return [*((x, True) for x in self.outputs), *((x, self.in_place) for x in self.inputs)]
 
 
 @final
 class _Item:
-    """One call in a queue. over: it has run, or abort has dropped it."""
+    """One call in a queue. over: set when it has run or abort has dropped it."""
 
     def __init__(
         self, queue: EmulatedNCCL, name: str, run: Callable[[], Any], tensors: Sequence[tuple[Tensor, bool]]
@@ -133,16 +133,16 @@ class _Item:
 
     @property
     def ordered(self) -> bool:
-        """Whether the program's next operators are ordered behind this call."""
+        """Whether the program's next operators are ordered after this call."""
         return self.waited or self.number <= self.queue.waited
 
     def meets(self, begin: int, end: int, writes: bool) -> bool:
-        """Whether what reads or writes this memory would have to come after this."""
+        """Whether a read or write of this memory must come after this call."""
         return any(begin < last and first < end and (writes or wrote) for first, last, wrote in self.memory)
 
 
 class EmulatedWork(Work):  # type: ignore[misc]
-    """As WorkNCCL: `wait` blocks the host for a barrier only, or where a timeout is given."""
+    """Like WorkNCCL: `wait` blocks the host only for a barrier, or if a timeout is given."""
 
     def __init__(self, items: Sequence[_Item], host_waits: bool = False) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class EmulatedWork(Work):  # type: ignore[misc]
         for item in self._items:
             item.queue.order(item)
         if timeout.total_seconds() > 0:
-            # TORCH_NCCL_BLOCKING_WAIT's path: who runs out of it aborts the communicator.
+            # The path of TORCH_NCCL_BLOCKING_WAIT: an expired timeout aborts the communicator.
             ends = time.monotonic() + timeout.total_seconds()
             for item in self._items:
                 if not item.over.wait(max(0.0, ends - time.monotonic())):
@@ -162,7 +162,7 @@ class EmulatedWork(Work):  # type: ignore[misc]
         elif self._host_waits:
             for item in self._items:
                 _block(item)
-        # Also of a call that was aborted: its event is reached, and no error is looked for any more.
+        # An aborted call returns True too: its event completes, and errors are no longer checked.
         return True
 
     def synchronize(self) -> None:
@@ -172,9 +172,7 @@ class EmulatedWork(Work):  # type: ignore[misc]
 
     def is_completed(self) -> bool:
         if _emulation().graph is not None:
-            raise HostSync(
-                "a Work was asked whether it is over while a graph is captured, which ends the capture"
-            )
+            raise HostSync("is_completed of a Work was called during graph capture, which ends the capture")
         return all(item.over.is_set() for item in self._items)
 
     def is_success(self) -> bool:
@@ -188,7 +186,7 @@ class EmulatedWork(Work):  # type: ignore[misc]
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        # Completed when queued, as with NCCL: the value is used behind the call on the current stream.
+        # Completed when queued, as with NCCL: the value is used after the call on the current stream.
         self.wait()
         future.set_result(self.result())
         return future
@@ -199,9 +197,9 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 @final
 class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
-    """One communicator. It is connected by its first call, which waits for its peers, as without a bound device."""
+    """One communicator. Its first call connects it and waits for the peers, like NCCL without a bound device."""
 
-    # torch's batch_isend_irecv asks: with it, a batch is one group.
+    # Read by torch's batch_isend_irecv: a batch becomes one group.
     supports_coalescing = True
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -263,10 +261,10 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._after.pop(hook_id, None)
 
     def abort(self) -> None:
-        """Let everything go that is queued or under way; memory stays as it is. From any thread.
+        """Drop all queued and running calls, and leave memory unchanged. Callable from any thread.
 
-        Nothing happens to a communicator that no call has connected yet. It returns when no kernel runs any more, those of
-        other communicators too.
+        A communicator that is not connected yet is not affected. Returns when no kernel is running, including kernels of
+        other communicators.
         """
         if self._connected is None or self.aborted.is_set():
             return
@@ -274,13 +272,13 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._items.put(None)
         for item in _emulation().pending_of(self):
             _emulation().is_over(item)
-        # Gloo ends a call that is under way for nothing else.
+        # Closing its sockets is the only way to end a running call of Gloo.
         self._sockets.cut()
         while any(not item.queue.aborted.is_set() for item in list(_emulation().pending)):
             time.sleep(0.01)
 
     def shutdown(self) -> None:
-        """Wait for all that is queued, without a limit, as ncclCommFinalize does, and for graphs; then close."""
+        """Wait for all queued calls without a limit, like ncclCommFinalize, and for graphs; then close."""
         while _active and any(graph.holds(self) for graph in list(_emulation().graphs)):
             time.sleep(0.05)
         if not self.aborted.is_set():
@@ -289,14 +287,14 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._items.put(None)
         self.join()
         if self.aborted.is_set():
-            # Its destructor would wait for a call that Gloo has forgotten.
+            # Its destructor would wait forever for a call that Gloo has dropped.
             keep_for_good([self._connected])
         self._connected = None
         if self in _emulation().queues:
             _emulation().queues.remove(self)
 
     def join(self) -> None:
-        """Wait for the thread: one that is inside Gloo when Python ends would take the process down."""
+        """Wait for the thread. A thread inside Gloo at the end of Python would crash the process."""
         if self._thread is not None:
             self._thread.join(10.0 if self.aborted.is_set() else None)
 
@@ -313,7 +311,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
         def run() -> None:
             self._expect(kind, [x.numel() for x in (outs if kind.startswith("ALLGATHER") else ins)], root)
-            # Gloo may have a call under its older name only (torch 2.13), or for one tensor at a time (torch 2.11).
+            # Gloo may have a call only under its older name (torch 2.13), or only for one tensor at a time (torch 2.11).
             names = [method, *(each for each, (other, _) in _METHODS.items() if other == kind)]
             name = next((each for each in names if hasattr(self._connected, each)), None)
             if name is not None:
@@ -332,7 +330,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         return self._call(_Call("BARRIER", self._run_barrier, blocking=blocking))
 
     def _expect(self, kind: str, sizes: Sequence[int], root: int) -> None:
-        """Raise where the ranks run different kernels: on a GPU these wait for each other, or take wrong data."""
+        """Raise if the ranks run different kernels. On a GPU these would wait for each other, or move wrong data."""
         mine = torch.tensor([_KINDS.index(kind), root, sum(sizes)], dtype=torch.int64)
         if kind in ("GATHER", "SCATTER") or "ALLTOALL" in kind:
             mine[2] = 0
@@ -356,7 +354,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
     def _message(self, kind: str, tensors: list[Tensor], peer: int) -> EmulatedWork | None:
         def start() -> SimpleNamespace:
-            # NCCL knows no tags: messages of two ranks meet in order. The size goes first.
+            # NCCL has no tags: messages between two ranks match in order. The size is sent first.
             size = torch.tensor([sum(x.numel() for x in tensors)])
             come = size.clone()
             first = getattr(self._connected, kind.lower())([come], peer, 0)
@@ -378,13 +376,13 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._together = []
 
     def _end_coalescing(self, device: torch.device) -> EmulatedWork:
-        """Queue what came since `_start_coalescing` as one kernel: its messages wait for each other in no order."""
+        """Queue the calls since `_start_coalescing` as one kernel, whose messages do not block each other."""
         items, self._together = self._together or [], None
         runs = [(item.name == "SEND", item.run) for item in items]
 
         def run() -> None:
             begun = [(sends, start()) for sends, start in runs]
-            # What is received first: a sender waits until the other side has asked for the data.
+            # Wait for receives first: a sender waits until its peer has requested the data.
             for _, work in sorted(begun, key=itemgetter(0)):
                 if work is not None:  # a message
                     work.wait()
@@ -394,7 +392,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         return EmulatedWork([whole])
 
     def _call(self, call: _Call) -> EmulatedWork | None:
-        """Queue it, or keep it for `_end_coalescing`; between the hooks that torch calls. A blocking call has no Work."""
+        """Queue a call, or keep it for `_end_coalescing`, and call the hooks around it as torch does. A blocking call has no Work."""
         number = HOOK_NUMBERS.get(call.kind, -1)
         told = SimpleNamespace(
             name=number,
@@ -426,7 +424,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def order(self, item: _Item) -> None:
-        """What the program does from now on comes after `item`, and after all that this queue was given before it."""
+        """Order the program's later work after `item` and after all earlier items of this queue."""
         item.waited = True
         self.waited = max(self.waited, item.number)
 
@@ -442,7 +440,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self.submit(item)
 
     def submit(self, item: _Item) -> None:
-        """Give the queue one more item."""
+        """Add an item to the queue."""
         item.queued_at, item.record = time.monotonic(), next(_emulation().records)
         _emulation().pending.append(item)
         self._items.put(item)
@@ -450,8 +448,8 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
     def _connect(self) -> None:
         if self._connected is not None:
             return
-        # A dead peer and a slow one look alike, so that Gloo's own timeout has no say.
-        # A large group of Gloo would wait for its peers later, in its thread.
+        # Dead and slow peers cannot be distinguished, so Gloo's timeout must not apply.
+        # Wait here, because a large group of Gloo would wait for its peers later, in its thread.
         self._store.set(f"connects/{self._rank}", "")
         self._store.wait([f"connects/{rank}" for rank in range(self._size)], timedelta(days=1))
         with self._sockets.making():
@@ -464,11 +462,11 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             for other in item.after:
                 other.over.wait()
             try:
-                # A kernel asks nobody whether a tensor was made in inference mode.
+                # A kernel does not check whether a tensor was made in inference mode.
                 with torch.inference_mode():
                     item.run()
             except RuntimeError:
-                # Within a host, NCCL does not notice that a peer has died or made another call.
+                # Within a host, NCCL does not detect that a peer has died or made a different call.
                 self.aborted.wait()
             _emulation().is_over(item)
 
@@ -483,13 +481,13 @@ for _method in _METHODS:
 
 @final
 class Graph:
-    """The calls of one capture; `replay` queues them again. No communicator of these closes before `reset`, or the end."""
+    """The calls of one capture; `replay` queues them again. Their communicators do not close before `reset` or the end."""
 
     def __init__(self) -> None:
         self.items: list[_Item] = []
 
     def holds(self, queue: EmulatedNCCL) -> bool:
-        """Whether it has captured a call of this communicator."""
+        """Whether the graph has a call of this communicator."""
         return any(item.queue is queue for item in self.items)
 
     def reset(self) -> None:
@@ -505,7 +503,7 @@ class Graph:
 
 @final
 class _Emulation(DispatchMode):  # type: ignore[misc]
-    """What all communicators of this process share: who still needs which memory, and the watchdog."""
+    """State shared by all communicators of this process: the memory of pending calls, and the watchdog."""
 
     def __init__(self, dump_s: float) -> None:
         super().__init__()
@@ -524,9 +522,9 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(each, FakeTensor) for each in types):
-            return func(*args, **kwargs)  # without memory, as DTensor asks for shapes
+            return func(*args, **kwargs)  # fake tensors, with which DTensor infers shapes
         if any(each not in (Tensor, torch.nn.Parameter) for each in types):
-            return NotImplemented  # a subclass: what it holds comes here later
+            return NotImplemented  # a subclass: its inner tensors arrive here later
         traced = modes_left() > 0
         if not traced:
             with self:  # such as reshape, which copies or does not
@@ -548,15 +546,15 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         if func.namespace not in ("meshcomm", "_c10d_functional"):
             return func(*args, **kwargs)
         if traced or _in_a_graph():
-            # A tracer takes the operator whole; what a compiler has made touches memory without operators.
+            # A tracer records the operator as one; compiled code touches memory without operators.
             return self._at_once(func, args, kwargs)
         if func.namespace == "meshcomm":
-            with self:  # written in Python: the operators in it come here too
+            with self:  # written in Python: its inner operators arrive here too
                 return explicit_kernel(func, *args, **kwargs)
         return func(*args, **kwargs)
 
     def _at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator that communicates, with the host waiting for what it waits for."""
+        """Run an operator that communicates; the host waits for its calls."""
         before, self.at_once = self.at_once, True
         try:
             result = func(*args, **kwargs)
@@ -569,7 +567,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """A function is compiled as if this mode were off; the compiled code runs under the mode."""
+        """Compile functions as if this mode were off; the compiled code runs under the mode."""
         return True
 
     def _touch(self, argument: Any, writes: bool, name: str) -> None:
@@ -578,18 +576,20 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
                 self.touch(x, writes, name)
 
     def touch(self, x: Tensor, writes: bool, name: str) -> None:
-        """An operator is about to read or write `x`: wait for the calls that it is ordered behind."""
+        """An operator is about to read or write `x`: wait for the calls that it is ordered after."""
         begin, end = span_of(x) if x.numel() else (x.data_ptr(), x.data_ptr())
         for item in list(self.pending):
             if item.meets(begin, end, writes):
                 if not item.ordered:
-                    raise UnorderedAccess(f"{name} touches what {item.name} has not been waited for")
+                    raise UnorderedAccess(
+                        f"{name} touches memory of {item.name}, which has not been waited for"
+                    )
                 _block(item)
 
     def check(self, item: _Item) -> None:
-        """A call is about to be queued: it runs after the calls on other communicators that it is ordered behind.
+        """A call is about to be queued. It runs after the calls on other communicators that it is ordered after.
 
-        These are all that the program's stream runs or has waited for: a call comes after what its stream has so far.
+        These are all calls that the program's stream runs or has waited for, because a call follows all earlier work of its stream.
         """
         for other in list(self.pending):
             if other.queue is item.queue:
@@ -598,11 +598,11 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
                 item.after.append(other)
             elif any(other.meets(*own) for own in item.memory):
                 raise UnorderedAccess(
-                    f"{item.name} uses what {other.name} of another group has not been waited for"
+                    f"{item.name} uses memory of {other.name} of another group, which has not been waited for"
                 )
 
     def trace(self, **given: bool) -> str:
-        """What torch's flight recorder says of NCCL's calls that are not over, with the keys that meshcomm reads."""
+        """The pending calls as in a dump of torch's flight recorder for NCCL, with the keys that meshcomm reads."""
         entries = [
             {
                 "process_group": [item.queue.group_name, ""],
@@ -616,15 +616,15 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         return json.dumps({"entries": entries})
 
     def sync(self, name: str) -> None:
-        """The host asks for a value."""
+        """The host reads a value."""
         if self.graph is not None:
-            raise HostSync(f"{name} while a graph is captured")
+            raise HostSync(f"{name} during graph capture")
         if self.strict:
             raise HostSync(f"{name}: the host waits for the device")
         self.syncs += 1
 
     def is_over(self, item: _Item) -> None:
-        """Nothing has to wait for `item` any more."""
+        """`item` is over: nothing needs to wait for it."""
         with suppress(ValueError):  # abort comes from another thread
             self.pending.remove(item)
         item.over.set()
@@ -647,7 +647,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
             f"{(time.monotonic() - item.queued_at) * 1000:.0f} milliseconds before timing out.",
             file=sys.stderr,
         )
-        # The time of the flight recorder's dump, in which the process lives on.
+        # The time of the flight recorder's dump, during which the process stays alive.
         if self._ended.wait(self._dump_s):
             return
         if not item.over.is_set():
@@ -667,7 +667,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
             thread.join()
         for queue in list(self.queues):
             queue.join()
-        # It may be the last to hold a tensor, which Python cannot free from a thread while it ends.
+        # The thread may hold the last reference to a tensor, which Python cannot free from a thread at exit.
         self._watchdog.join()
 
 
@@ -682,7 +682,7 @@ def _emulation() -> _Emulation:
 
 @contextmanager
 def emulated_nccl(dump_s: float = 1.0) -> Iterator[None]:
-    """Make the backend "emulated_nccl" usable, and order this thread's operators behind its calls.
+    """Make the backend "emulated_nccl" usable, and order this thread's operators after its calls.
 
     dump_s: seconds between the watchdog's message and SIGABRT; torch's own takes up to 60.
     """
@@ -718,7 +718,7 @@ def capture() -> Iterator[Graph]:
 
 @contextmanager
 def no_host_sync() -> Iterator[None]:
-    """Raise HostSync where the host asks for a value, as torch.cuda.set_sync_debug_mode("error") does."""
+    """Raise HostSync if the host reads a value, like torch.cuda.set_sync_debug_mode("error")."""
     emulation = _emulation()
     emulation.strict = True
     try:
@@ -728,7 +728,7 @@ def no_host_sync() -> Iterator[None]:
 
 
 def host_syncs() -> int:
-    """How often the host has asked for a value since `emulated_nccl` began."""
+    """The number of values that the host has read since `emulated_nccl` began."""
     return _emulation().syncs
 
 
@@ -749,15 +749,15 @@ def _reads(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _block(item: _Item) -> None:
-    """The host waits; in turns, so that signals come through."""
+    """The host waits in short intervals, so that signals are handled."""
     if _emulation().graph is not None:
-        raise HostSync(f"the host waits for {item.name} while a graph is captured")
+        raise HostSync(f"the host waits for {item.name} during graph capture")
     while not item.over.wait(0.2):
         pass
 
 
 def _in_a_graph() -> bool:
-    """Whether what runs was made by torch.compile."""
+    """Whether code compiled by torch.compile is running."""
     frame: FrameType | None = sys._getframe(2)
     made = compiled_files()
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Which mesh does a test ask for? `@pytest.mark.mesh(dp=2, tp=2, ...)` read and checked, without torch."""
+"""Reads and checks the marker `@pytest.mark.mesh(dp=2, tp=2, ...)`, without torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _EXAMPLE = "@pytest.mark.mesh(dp=2, tp=2)"
 @final
 @dataclass(frozen=True)
 class MeshRequest:
-    """What the marker says. Fixtures see it in place of the mesh, which exists only on the ranks.
+    """The contents of a marker. Fixtures get it instead of the mesh, which exists only on the ranks.
 
-    config: for `meshcomm.init`. world_size: ranks that run the test's body. skip: why they do not, where the marker
-    says that the test is nothing for `via`.
+    config: for `meshcomm.init`. world_size: the number of ranks that run the test's body. skip: the reason if the marker
+    excludes the test from `via`.
     """
 
     via: str
@@ -36,7 +36,7 @@ class MeshRequest:
         if name.startswith("__"):
             raise AttributeError(name)
         raise MeshTestError(
-            f"mesh.{name} is asked for in the main process, where no mesh is open",
+            f"mesh.{name} is used in the main process, where no mesh is open",
             given=f"mesh.{name} in a fixture or a hook",
             expected="mesh used in the body of the test, which runs on every rank",
             hint="move it into the test; a fixture's value is made once and given to every rank",
@@ -44,9 +44,9 @@ class MeshRequest:
 
 
 def vias(marker_via: object, override: str | None) -> tuple[str, ...]:
-    """What a test runs through, one after the other; raises MeshTestError for what is not there.
+    """The ways to run a test, one after the other. Raises MeshTestError for an unknown one.
 
-    marker_via: the marker's `via`, None where it has none. override: `--mesh-via`.
+    marker_via: the marker's `via`, or None. override: `--mesh-via`.
     """
     if override is not None:
         return (override,)
@@ -69,9 +69,9 @@ def vias(marker_via: object, override: str | None) -> tuple[str, ...]:
 
 
 def read(args: Sequence[Any], keywords: Mapping[str, Any], via: str) -> MeshRequest:
-    """The marker's arguments as a request. Raises MeshTestError, or ConfigError for a mesh that cannot be.
+    """The marker's arguments as a request. Raises MeshTestError, or ConfigError for an invalid mesh.
 
-    args: nothing, or one mapping of dims for names that are no Python names or are keywords here.
+    args: empty, or one mapping of dims, for names that are not Python names or are keywords of the marker.
     """
     from meshcomm.config import MeshConfig
 
@@ -88,11 +88,11 @@ def read(args: Sequence[Any], keywords: Mapping[str, Any], via: str) -> MeshRequ
         )
     mesh = {
         "device": "cpu",
-        # A test that hangs must not leave a folder of reports: all they say is in the test's own.
+        # A test that hangs must not leave a folder of reports. The test's report has the same information.
         "reports": "",
         **{name: value for name, value in keywords.items() if name in keys},
         "dims": dims,
-        # The groups give up a little before the test, so that they can still say who has not come.
+        # The groups time out shortly before the test, so that they can report the missing ranks.
         "timeout_s": max(timeout_s - 5.0, timeout_s * 0.7),
     }
     skip = _not_via(keywords, via)
@@ -114,7 +114,7 @@ def read(args: Sequence[Any], keywords: Mapping[str, Any], via: str) -> MeshRequ
 
 
 def _not_via(keywords: Mapping[str, Any], via: str) -> str:
-    """Why the test is not run through `via`; "" where it is."""
+    """The reason why the test is not run through `via`; "" if it is run."""
     refused = keywords.get("not_via", {})
     named = keywords.get("via")
     wanted = (named,) if isinstance(named, str) else named or (VIAS[0],)
@@ -136,7 +136,7 @@ def _dims(args: Sequence[Any], keywords: Mapping[str, Any], known: set[str]) -> 
             "the marker mesh takes its dims by name",
             given=", ".join(map(repr, args)),
             expected=f"{_EXAMPLE}, or one mapping of dims",
-            hint='@pytest.mark.mesh({"dp": 2, "tp": 2}) for names that are no Python names',
+            hint='@pytest.mark.mesh({"dp": 2, "tp": 2}) for names that are not Python names',
         )
     dims: dict[str, int] = dict(args[0]) if args else {}
     for name, value in keywords.items():
@@ -150,7 +150,7 @@ def _dims(args: Sequence[Any], keywords: Mapping[str, Any], known: set[str]) -> 
                 expected=f"dims with their sizes, or one of {', '.join(sorted(known))}",
                 hint=f'{near[0]}=..., or {{"{name}": size}} as first argument where a dim has that name'
                 if near
-                else f"{_EXAMPLE}: the size of a dim is a whole number",
+                else f"{_EXAMPLE}: the size of a dim is an integer",
             )
         if name in dims:
             raise MeshTestError(
@@ -162,7 +162,7 @@ def _dims(args: Sequence[Any], keywords: Mapping[str, Any], known: set[str]) -> 
         dims[name] = value
     if not dims:
         raise MeshTestError(
-            "the test takes mesh, but no marker says which",
+            "the test uses the fixture mesh, but has no marker mesh",
             given="no dims",
             expected=_EXAMPLE,
             hint="above the test, on its class, or pytestmark = pytest.mark.mesh(dp=2, tp=2) in the module",

@@ -1,7 +1,7 @@
 """The pytest plugin: tests marked `mesh` run on every rank of a mesh. docs/guide/simulator.md shows the use.
 
-pytest loads this file for every suite where meshcomm is installed, so it imports nothing but pytest, and it
-does nothing to tests that take no `mesh` of this file.
+pytest loads this file for every suite where meshcomm is installed. So it imports only pytest, and does not affect
+tests that do not use the fixture `mesh` of this file.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def mesh(request: pytest.FixtureRequest) -> MeshRequest:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """via=("simulator", "gloo") makes a test of each."""
+    """Make one test for each entry of via, such as via=("simulator", "gloo")."""
     marker = metafunc.definition.get_closest_marker("mesh")
     if marker is None or "mesh" not in metafunc.fixturenames:
         return
@@ -91,7 +91,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     if "mesh" not in pyfuncitem.funcargs:
         return _without_mesh(pyfuncitem)
     request = pyfuncitem.funcargs["mesh"]
-    # A fixture of this name may be somebody else's. Ours has loaded the file that it comes from.
+    # Another plugin may have a fixture of this name. Only ours has loaded the module of MeshRequest.
     marker = sys.modules.get("meshcomm.testing.marker")
     if marker is None or not isinstance(request, marker.MeshRequest):
         return None
@@ -116,7 +116,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
 
 
 def _without_mesh(item: pytest.Function) -> Any:
-    """A marker with dims on the test itself, where nothing takes the mesh, would be without effect."""
+    """Reject a marker with dims on a test that does not use the mesh, because it would have no effect."""
     for node, marker in item.iter_markers_with_node("mesh"):
         if node is item and marker.kwargs:
             pytest.fail(

@@ -25,9 +25,9 @@ from typing import Any, Final, Literal, NamedTuple, final
 
 from meshcomm.launch.reaper import signal_text
 
-# Loading torch takes seconds, on a busy machine many.
+# Loading torch takes seconds, or much longer on a busy machine.
 _START_S: Final = 120.0
-# How long the ranks may take to write their stacks.
+# The time for ranks to write their stacks.
 _STACKS_S: Final = 2.0
 
 
@@ -52,9 +52,9 @@ class RankFailure(AssertionError):
 class Ended:
     """How one rank's call ended.
 
-    value: what it returned or raised. text: what went wrong; empty for "returned".
-    stack: what the main thread did when the time was up, or all threads at a fault such as SIGSEGV, as
-        faulthandler writes it; empty if never asked.
+    value: its result or exception. text: the failure; empty for "returned".
+    stack: of the main thread when the time was up, or of all threads at a fault such as SIGSEGV, as faulthandler
+        writes it; empty if not requested.
     reusable: whether the rank may take another call.
     """
 
@@ -90,7 +90,7 @@ class Limits(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """Where one rank writes: its stack, when it is asked or dies of a fault; its stdout and stderr."""
+    """The files of one rank: its stack, written on request or at a fault, its stdout and its stderr."""
 
     stacks: Path
     out: Path
@@ -120,8 +120,8 @@ class Pool:
         # A process that has run threads cannot be forked safely; the fork server never runs any.
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload([*preload, "meshcomm.testing.pool"])
-        # By rank: torch keeps what it once found out about a DeviceMesh, and a process that were
-        # another rank of an equal one later would get the groups of the first.
+        # By rank: torch caches DeviceMeshes, and a process that later had another rank of an equal
+        # DeviceMesh would get the groups of the first.
         self._idle: dict[int, _Worker] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="meshcomm-pool-")
         self._started = 0
@@ -186,7 +186,7 @@ class Pool:
                     worker.pipe.send((function, variables, capture))
             ended = self._collect(workers, limits, failed)
         except BaseException:
-            # Interrupted: nobody knows where the ranks are.
+            # Interrupted: the state of the ranks is unknown.
             _end_all(workers)
             raise
         if capture:
@@ -221,8 +221,8 @@ class Pool:
             taken.append(_Worker(process, ours, files))
             fresh.append(taken[-1])
         for worker in fresh:
-            # The first ones wait until the fork server has loaded torch; no test's time runs yet.
-            # A pipe that ends here is readable too.
+            # The first ranks wait until the fork server has loaded torch; the time of no test is running yet.
+            # A closed pipe is readable too.
             ready = worker.pipe.poll(_START_S)
             with contextlib.suppress(EOFError, ConnectionResetError):
                 if ready and worker.pipe.recv():
@@ -251,7 +251,7 @@ class Pool:
                 rank = waiting.pop(pipe)
                 one = ended[rank] = _ended(workers[rank], stacks.get(rank, ""))
                 if not stacks and (one.state != "returned" or failed(one.value)):
-                    # The others often wait for this one; give them a moment, then take stacks.
+                    # The others often wait for this rank. Give them a moment, then take stacks.
                     deadline = min(deadline, time.monotonic() + limits.settle_s)
         for rank in waiting.values():
             text = f"did not return within {limits.timeout_s:g} s\n" + stacks[rank]
@@ -260,13 +260,13 @@ class Pool:
 
 
 def _failure_text(one: Ended) -> str:
-    """What went wrong, with the stacks that a rank wrote as it died of a fault such as SIGSEGV."""
+    """The failure, with the stacks that a rank wrote when it died of a fault such as SIGSEGV."""
     fault = one.stack.strip() if one.state == "died" else ""
     return f"{one.text}\n{fault}".rstrip()
 
 
 def _ended(worker: _Worker, stack: str) -> Ended:
-    """How the rank that has something to say ended."""
+    """How a rank with a message or a closed pipe ended."""
     try:
         answer: Ended = worker.pipe.recv()
         return replace(answer, stack=stack)
@@ -294,7 +294,7 @@ def _dump(workers: list[_Worker]) -> list[str]:
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.process.pid or 0, signal.SIGUSR1)
-    # The text has no end mark: it is whole when it has begun everywhere and stopped growing.
+    # The text has no end mark. It is complete when all files have text and have stopped growing.
     deadline, last, sizes = time.monotonic() + _STACKS_S, [-1], before
     while time.monotonic() < deadline and (sizes != last or any(map(int.__eq__, sizes, before))):
         time.sleep(0.05)
@@ -323,14 +323,14 @@ def _serve(pipe: Connection, files: _Files) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent.sentinel,), name="meshcomm-parent", daemon=True).start()
-    # A test may start processes of its own, a DataLoader's workers say; daemons may not.
+    # A test may start processes, such as the workers of a DataLoader; daemons may not.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     stacks = open(files.stacks, "w")  # noqa: SIM115 - faulthandler needs it open for life
     faulthandler.enable(file=stacks, all_threads=True)
     import torch
 
     torch.set_num_threads(1)
-    # A collection would touch, and so copy, every page that the ranks share since the fork.
+    # A garbage collection would write to, and so copy, every page shared since the fork.
     gc.freeze()
     clean = dict(os.environ)
     held: Any = None
@@ -343,16 +343,16 @@ def _serve(pipe: Connection, files: _Files) -> None:
         os.environ.clear()
         os.environ.update({**clean, **variables})
         del held
-        # Anew for each call, as a training handles the signal itself. The main thread alone, which the kernel prefers for
-        # a signal: with all_threads, faulthandler reads the state of threads that C++ is just making, and a healthy rank
-        # dies of it now and then.
+        # Registered again for each call, because a training handles the signal itself. Only the main thread, which the
+        # kernel prefers for a signal: with all_threads, faulthandler reads the state of threads that C++ is just creating,
+        # which sometimes kills a healthy rank.
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         with _written_to(files.out, files.err) if capture else contextlib.nullcontext():
             answer, held = _make(function)
         try:
             pipe.send(answer)
-        except Exception as error:  # what was returned or raised cannot be pickled
+        except Exception as error:  # the result or exception cannot be pickled
             note = f"{type(answer.value).__name__} cannot cross to the test: {error}\n{answer.text}"
             pipe.send(Ended("raised", RuntimeError(note), note, reusable=True))
 
@@ -371,14 +371,14 @@ def _make(function: Callable[[], Any]) -> tuple[Ended, Any]:
 
 @contextlib.contextmanager
 def _written_to(*paths: Path) -> Iterator[None]:
-    """Send the process's stdout and stderr to files, also what C libraries write."""
+    """Redirect the process's stdout and stderr to files, including output of C libraries."""
     kept = [os.dup(number) for number in (1, 2)]
     for number, path in zip((1, 2), paths, strict=True):
         file = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
     for stream in (sys.stdout, sys.stderr):
-        # A rank that is killed must not take the lines with it that it has printed.
+        # Lines that a rank has printed must survive if it is killed.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
     try:
@@ -390,6 +390,6 @@ def _written_to(*paths: Path) -> Iterator[None]:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the one that made the pool has ended, however it ended."""
+    """End this process when the process that made the pool has ended, for any reason."""
     wait([parent])
     os._exit(1)

@@ -1,7 +1,7 @@
-"""A test's body on processes of the pool: how it gets there with its fixtures and parameters, and how a rank runs it.
+"""Runs a test's body on processes of the pool: sends it with its fixtures and parameters, and runs it on each rank.
 
-pytest imports test modules by its own rules (rootdir, import modes), rewrites their asserts, and keeps both
-to its process. Each rank makes a pytest.Config, which brings pytest's import hook, and finds files by a table.
+pytest imports test modules by its own rules (rootdir, import modes) and rewrites their asserts, both only in its
+process. Each rank makes a pytest.Config, which installs pytest's import hook, and finds files by a table.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from meshcomm.testing.report import Ends, last_stack, outcome_of, stack_text
 
 POOL: pytest.StashKey[Pool] = pytest.StashKey()
 
-# What the others get to say by themselves after one rank has failed.
+# Seconds for the other ranks to report by themselves after one rank has failed.
 _SETTLE_S: Final = 2.0
-# What ranks get to report a verdict after the test's time is up and their stacks are taken.
+# Seconds for ranks to report a verdict after the test's time is up and their stacks are taken.
 _GRACE_S: Final = 2.0
-# What a launcher says to its ranks; everything else in the environment is the main process's.
+# Variables that a launcher sets for its ranks. All other variables are the main process's.
 _LAUNCHER: Final = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_USE_AGENT_STORE",
@@ -104,7 +104,7 @@ def pack(test: str, values: Values) -> bytes:
 
 
 def _uncrossed(test: str, named: Mapping[str, object], error: Exception) -> MeshTestError:
-    """Names the value that cannot be pickled, or all where each can by itself."""
+    """An error that names the value that cannot be pickled, or all values if each can be pickled by itself."""
     culprit = ", ".join(named)
     hint = "values that can be pickled together"
     for name, value in named.items():
@@ -125,14 +125,14 @@ def _uncrossed(test: str, named: Mapping[str, object], error: Exception) -> Mesh
 
 def _hint(name: str, value: object) -> str:
     if type(value).__module__.partition(".")[0] in ("pytest", "_pytest"):
-        return f"{name} is pytest's own and stays in the main process; use it in a fixture, not in the test"
+        return f"{name} belongs to pytest and stays in the main process; use it in a fixture, not in the test"
     if callable(value):
         return "a function at the top of a module, or functools.partial of one; lambdas cannot be pickled"
     return "make it inside the test, or let the fixture return what it is made from"
 
 
 class Source(NamedTuple):
-    """Where one module comes from. search: a package's folders. rewritten: whether its asserts are."""
+    """The source of one module. search: a package's folders. rewritten: whether its asserts are rewritten."""
 
     file: str | None
     search: tuple[str, ...] | None
@@ -142,7 +142,7 @@ class Source(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Task:
-    """A test in the form in which every rank receives it.
+    """A test as every rank receives it.
 
     path: names from the module down to the function. full: show all frames.
     values: packed.
@@ -164,7 +164,7 @@ class Task:
 
 
 def pool_of(config: pytest.Config) -> Pool:
-    """The run's warm ranks, forked when they are first asked for."""
+    """The warm ranks of the run, forked at the first use."""
     if POOL not in config.stash:
         always = ("torch", "torch.distributed", "meshcomm.mesh", "meshcomm.testing.processes")
         config.stash[POOL] = Pool((*always, *config.getini("mesh_preload")))
@@ -172,7 +172,7 @@ def pool_of(config: pytest.Config) -> Pool:
 
 
 def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
-    """The body of `item` on every rank, each a process of the pool. Raises MeshTestError where it cannot be begun."""
+    """Run the body of `item` on every rank, each a process of the pool. Raises MeshTestError if it cannot start."""
     module, full = item.module.__name__, item.config.getoption("fulltrace")
     task = Task(
         module=module,
@@ -207,9 +207,9 @@ def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
 
 
 def sources(wanted: str) -> dict[str, Source]:
-    """The modules of this process that a rank could not import, or not with rewritten asserts.
+    """The modules of this process that a rank could not import, or could not import with rewritten asserts.
 
-    wanted: a module that is included in any case.
+    wanted: a module that is always included.
     """
     libraries = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), *meshcomm.__path__)
     names = {wanted}
@@ -230,7 +230,7 @@ def _source(module: ModuleType) -> Source:
     file, search = getattr(module, "__file__", None), getattr(module, "__path__", None)
     if file is not None and not Path(file).exists():
         file = None
-    # pytest makes up packages that have neither file nor folders; their modules come from the table alone.
+    # pytest creates packages without a file or folders; their modules come only from the table.
     folders = None if search is None and file is not None else tuple(search or ())
     return Source(file, folders, _is_rewritten(module))
 
@@ -242,7 +242,7 @@ def _filters() -> tuple[tuple[Any, ...], ...]:
         try:
             kind = pickle.dumps(category)
         except Exception:
-            continue  # a class that only this process has
+            continue  # a class that exists only in this process
         sent.append((action, _pattern(message), kind, _pattern(module), line))
     return tuple(sent)
 
@@ -260,16 +260,16 @@ def on_rank(data: bytes) -> Held:
     _refresh(task)
     opened: list[Mesh | ExitStack] = []
     with warnings.catch_warnings(record=True) as log:
-        # A broken connection or a call that did not end: most likely another rank has failed first.
+        # A broken connection or an unfinished call most likely means that another rank failed first.
         outcome = outcome_of(partial(_run, task, opened), task.full, CommunicationError)
     noted = dict.fromkeys((str(one.message), _known(one.category), one.filename, one.lineno) for one in log)
-    # A failed rank's mesh stays open: closing it would break what the others are in, and they would
-    # report that instead of what they had to say.
+    # The mesh of a failed rank stays open. Closing it would break the calls of the others, and they would
+    # report that instead of their own failures.
     return Held(replace(outcome, warnings=tuple(noted)), opened, reusable=not dist.is_initialized())
 
 
 def _known(category: type[Warning]) -> type[Warning]:
-    """A category of warnings that the test's process knows: one that a test has made is a UserWarning there."""
+    """A warning category that the test's process knows; a category defined by a test becomes UserWarning."""
     try:
         pickle.dumps(category)
     except Exception:
@@ -280,7 +280,7 @@ def _known(category: type[Warning]) -> type[Warning]:
 def _run(task: Task, opened: list[Mesh | ExitStack]) -> None:
     warnings.resetwarnings()
     for action, message, category, module, line in reversed(task.filters):
-        # A warning of a module that the ranks have not imported: none of it can come up here.
+        # Skip warnings of modules that the ranks have not imported: they cannot occur here.
         if (kind := _loaded(category)) is not None:
             warnings.filterwarnings(action, message, kind, module, line)
     owner: Any = importlib.import_module(task.module)
@@ -296,7 +296,7 @@ def _run(task: Task, opened: list[Mesh | ExitStack]) -> None:
         name: patch if isinstance(value, _OwnMonkeyPatch) else value
         for name, value in values.arguments.items()
     }
-    # Stays open, as the mesh does, if the body fails.
+    # Stays open if the body fails, like the mesh.
     stack = ExitStack()
     opened.append(stack)
     if task.config["mesh"].get("backend") == emulated_nccl.NAME:
@@ -322,7 +322,7 @@ def _refresh(task: Task) -> None:
     os.chdir(task.cwd)
     sys.path[:] = task.sys_path
     importlib.invalidate_caches()
-    # This rank's finder; sys.meta_path is where finders live.
+    # This rank's finder in sys.meta_path.
     finder = next((each for each in sys.meta_path if isinstance(each, Modules)), None)
     if finder is None:
         finder = Modules()
@@ -335,7 +335,7 @@ def _refresh(task: Task) -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
-    if torch.are_deterministic_algorithms_enabled():  # to ask costs nothing, to set imports the compiler
+    if torch.are_deterministic_algorithms_enabled():  # reading is free; setting imports the compiler
         torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
 
@@ -361,7 +361,7 @@ class Modules(MetaPathFinder):
         self._table: Mapping[str, Source] = {}
 
     def use(self, table: Mapping[str, Source]) -> None:
-        """Take a new table; a module that came from elsewhere is imported again when asked for."""
+        """Use a new table. A module that was loaded from another place is imported again when needed."""
         for name, source in table.items():
             spec = getattr(sys.modules.get(name), "__spec__", None)
             if spec and source.rewritten and (spec.loader, spec.origin) != (self._hook, source.file):

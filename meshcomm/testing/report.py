@@ -1,4 +1,4 @@
-"""How did a test's body end on every rank, and what is shown of it? Each failure once, with its ranks and their coords."""
+"""Reports how a test's body ended on every rank. Each failure is shown once, with its ranks and their coords."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SPECS: Final = map(importlib.util.find_spec, ("torch", "pytest", "_pytest", "pl
 _ORIGINS: Final = [spec.origin for spec in _SPECS if spec is not None and spec.origin is not None]
 _STANDARD: Final = f"{Path(traceback.__file__).parent}/"
 _LIBRARIES: Final = (_MESHCOMM, "<frozen ", *(f"{Path(each).parent}/" for each in _ORIGINS))
-# As faulthandler writes them.
+# Frames in the format of faulthandler.
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
@@ -38,8 +38,8 @@ _FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 class Outcome:
     """How the body ended on one rank.
 
-    reason: of a skip, xfail or exit; of a failure, the exception in short. text: the failure's traceback.
-    after:  the failure only followed from another rank's.
+    reason: of a skip, xfail or exit; for a failure, the exception in short. text: the failure's traceback.
+    after:  the failure is only a consequence of another rank's failure.
     """
 
     kind: Literal["passed", "skipped", "xfailed", "exited", "failed"]
@@ -50,9 +50,9 @@ class Outcome:
 
 
 class Ends(NamedTuple):
-    """How a test's body ended on every rank, and a verdict on all ranks together, such as a deadlock.
+    """How a test's body ended on every rank, and a verdict on all ranks, such as a deadlock.
 
-    The value of a rank that returned is its Outcome; any other rank has a text. `stack` is what the rank was doing
+    The value of a rank that returned is its Outcome; every other rank has a text. `stack` is the stack of the rank
     when the time was up or the others had failed.
     """
 
@@ -66,7 +66,7 @@ class Ends(NamedTuple):
 
     @property
     def failed(self) -> dict[int, Outcome]:
-        """Failures by rank; those that only followed from another rank's stand last."""
+        """Failures by rank; consequences of another rank's failure are last."""
         failed = [(rank, outcome) for rank, outcome in self.returned.items() if outcome.kind == "failed"]
         return dict(sorted(failed, key=lambda item: item[1].after))
 
@@ -80,9 +80,9 @@ class Ends(NamedTuple):
 
 
 def outcome_of(body: Callable[[], object], full: bool, follows: type[BaseException] | None = None) -> Outcome:
-    """Run `body` and say how it ended; raises nothing.
+    """Run `body` and return how it ended. Raises nothing.
 
-    full: show all frames of a traceback. follows: an exception that only says that another rank has failed.
+    full: show all frames of a traceback. follows: an exception type that only means that another rank has failed.
     """
     try:
         body()
@@ -104,7 +104,7 @@ def _traceback(error: BaseException, full: bool) -> str:
         return str(error)
     shown = traceback.TracebackException.from_exception(error)
     shown.stack = _users(shown.stack, full)
-    # A MeshcommError has the backend's words in its own text.
+    # The text of a MeshcommError includes the backend's message.
     return "".join(shown.format(chain=full or not isinstance(error, MeshcommError))).rstrip()
 
 
@@ -114,14 +114,14 @@ def stack_text(frames: Iterable[FrameSummary], full: bool) -> str:
 
 
 def last_stack(text: str) -> list[FrameSummary]:
-    """The last stack that faulthandler wrote; of a fault that of its thread. Outermost frame first."""
+    """The last stack that faulthandler wrote; for a fault, the stack of its thread. Outermost frame first."""
     begins = max(text.rfind("Current thread"), text.rfind("Stack (most recent"))
     found = _FRAME.findall(text[begins:].partition("\n\n")[0]) if begins >= 0 else []
     return [FrameSummary(file, int(line.replace("???", "0")), name) for file, line, name in reversed(found)]
 
 
 def _users(frames: Iterable[FrameSummary], full: bool) -> StackSummary:
-    """The frames below the test that are of no library; all if `full`, or if there are none."""
+    """The frames below the test that are outside libraries; all frames if `full`, or if there are none."""
     shown = list(frames)
     if not full:
         testing = [at for at, f in enumerate(shown) if f.filename.startswith(f"{_MESHCOMM}testing/")]
@@ -131,7 +131,7 @@ def _users(frames: Iterable[FrameSummary], full: bool) -> StackSummary:
 
 
 def _is_library(file: str) -> bool:
-    """Whether a file is one of meshcomm, torch, pytest or Python, whose folder may also hold what the user installed."""
+    """Whether a file belongs to meshcomm, torch, pytest or Python. Python's folder may also have installed packages of the user."""
     return file.startswith(_LIBRARIES) or (file.startswith(_STANDARD) and "site-packages" not in file)
 
 
@@ -139,7 +139,7 @@ def _is_library(file: str) -> bool:
 
 
 def settle(request: MeshRequest, ends: Ends) -> None:
-    """Print what the ranks printed, and return, skip, xfail or fail as they did."""
+    """Print the output of the ranks, and return, skip, xfail or fail as they did."""
     __tracebackhide__ = True
     _print(request.layout, ends)
     by_kind = {outcome.kind: outcome for outcome in reversed(ends.returned.values())}
@@ -147,7 +147,7 @@ def settle(request: MeshRequest, ends: Ends) -> None:
         pytest.exit(by_kind["exited"].reason)
     own_failure = ends.died or not all(outcome.after for outcome in ends.failed.values())
     if "xfailed" in by_kind and not own_failure:
-        # Ranks that still waited did so for those that had given up.
+        # Ranks that were still waiting waited for the ranks that had ended.
         pytest.xfail(by_kind["xfailed"].reason)
     failure = failure_of(ends, request)
     if failure is not None:
@@ -183,8 +183,8 @@ def failure_of(ends: Ends, request: MeshRequest) -> str | None:
     for (_, state, _), same in sorted(groups.items(), key=lambda group: group[0][0]):
         header = _header([rank for rank, _ in same], request) + (f": {state}" if state else "")
         if len({text for _, text in same}) > 1:
-            # The texts differ in the names of the ranks.
-            header += f", in the words of rank {same[0][0]}"
+            # The texts differ only in the names of the ranks.
+            header += f", as reported by rank {same[0][0]}"
         parts.append(f"--- {header} ---\n{same[0][1]}".rstrip())
     rank, first = next(iter(failed.items()), (0, None))
     if ends.verdict is not None:
@@ -199,7 +199,7 @@ def failure_of(ends: Ends, request: MeshRequest) -> str | None:
 
 
 def _part(rank: int, ends: Ends, layout: Layout) -> tuple[int, str, str]:
-    """The place of a rank's text among those of all, its state in words, and the text."""
+    """The sort key of a rank's text, its state in words, and the text."""
     end, outcome = ends.ranks[rank], ends.failed.get(rank)
     if outcome is not None:
         late = f"\n\nwhen the time was up:\n{end.stack}" if end.stack else ""
@@ -212,13 +212,13 @@ def _part(rank: int, ends: Ends, layout: Layout) -> tuple[int, str, str]:
 
 
 def _without_rank(text: str, label: str) -> str:
-    """`text` without the rank's name, with coords or without, and without addresses."""
+    """`text` without the rank's name, its coords and addresses."""
     name = label.partition(" (")[0]
     return re.sub(r"\b0x[0-9a-f]+", "0x", re.sub(rf"\b{name}\b", "", text.replace(label, "")))
 
 
 def _header(ranks: Sequence[int], request: MeshRequest) -> str:
-    """Who they are: `rank 1 (dp=0 tp=1) of 4`, `ranks 1 3 (all with tp=1) of 4`."""
+    """The names of ranks: `rank 1 (dp=0 tp=1) of 4`, `ranks 1 3 (all with tp=1) of 4`."""
     world, layout = request.world_size, request.layout
     if len(ranks) == 1:
         return f"{layout.label(ranks[0])} of {world}"

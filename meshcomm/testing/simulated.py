@@ -28,19 +28,19 @@ from meshcomm.testing.pool import Ended
 from meshcomm.testing.processes import given
 from meshcomm.testing.report import Ends, Outcome, outcome_of, stack_text
 
-# How the simulator names the threads of its ranks.
+# The simulator's prefix for the threads of its ranks.
 _THREAD: Final = "meshcomm-rank-"
-# What a rank gets that was told to end because the time is up.
+# Seconds for a rank to end after it was interrupted because the time is up.
 _GRACE_S: Final = 2.0
 
 
 @final
 class TimeUp(BaseException):
-    """The test's time is up. No Exception: no test should catch it."""
+    """The test's time is up. Not an Exception, so that no test catches it."""
 
 
 def run(item: pytest.Function, request: MeshRequest) -> Ends:
-    """The body of `item` as every rank. Raises MeshTestError or ConfigError where it cannot be begun."""
+    """Run the body of `item` as every rank. Raises MeshTestError or ConfigError if it cannot start."""
     bodies = _Bodies(item)
     full = bodies.full
     out, err = _Streams(sys.stdout), _Streams(sys.stderr)
@@ -82,7 +82,7 @@ def run(item: pytest.Function, request: MeshRequest) -> Ends:
 
 @final
 class _Bodies:
-    """A test's body, run by each rank; by rank the outcomes, and the stacks of those that were told to end."""
+    """A test's body, run by each rank. Keeps outcomes by rank, and the stacks of interrupted ranks."""
 
     def __init__(self, item: pytest.Function) -> None:
         self.full: bool = item.config.getoption("fulltrace")
@@ -92,14 +92,14 @@ class _Bodies:
         self._values = given(item)
 
     def run(self, mesh: Mesh) -> None:
-        """The body on one rank. Raises what ends the rank."""
+        """Run the body on one rank. Raises the exception that ends the rank."""
         failed: list[BaseException] = []
         outcome = outcome_of(partial(self._call, mesh, failed), self.full)
         unwound = bool(failed) and isinstance(failed[0], (Unwound, TimeUp))
         if not unwound:
             self.outcomes[mesh.rank] = outcome
         if failed and (unwound or outcome.kind not in ("skipped", "exited")):
-            # The simulator lets the others go on as far as they can, and then says who waits for this one.
+            # The simulator lets the others continue as far as they can, and then reports which ranks wait for this one.
             raise failed[0]
 
     def _call(self, mesh: Mesh, failed: list[BaseException]) -> None:
@@ -121,10 +121,10 @@ class _Bodies:
 
 
 def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Each rank's own; what cannot be pickled is shared."""
+    """A copy for each rank; values that cannot be pickled are shared."""
     copied = dict(values)
     for name, value in values.items():
-        if not isinstance(value, pytest.MonkeyPatch):  # what it changes is the process, which all share
+        if not isinstance(value, pytest.MonkeyPatch):  # it changes the process, which all ranks share
             with contextlib.suppress(Exception):
                 copied[name] = pickle.loads(pickle.dumps(value))
     return copied
@@ -139,7 +139,7 @@ def _raising(error: BaseException) -> Callable[[], None]:
 
 @final
 class _Watch:
-    """Ends the ranks when the time is up; `stacks` is what they did then. Entered by the main thread."""
+    """Ends the ranks when the time is up. `stacks`: their stacks at that time. Entered by the main thread."""
 
     def __init__(self, timeout_s: float, full: bool) -> None:
         self.done = False
@@ -173,7 +173,7 @@ class _Watch:
             return
         for rank, _, frame in self._ranks():
             stack = traceback.extract_stack(frame)
-            # A rank that waits for its first turn has nothing to tell.
+            # A rank that waits for its first turn has nothing to report.
             begun = any(each.filename == __file__ for each in stack)
             self.stacks[rank] = stack_text(stack, self._full) if begun else ""
         self.done = True
@@ -186,8 +186,8 @@ class _Watch:
                         ctypes.c_ulong(ident), ctypes.py_object(TimeUp)
                     )
             if time.monotonic() > deadline and self._usual is not None:
-                # It is inside a call that no exception reaches. Leave it behind: the first interrupt
-                # asks the simulator to stop when the rank returns, the second no longer waits for that.
+                # The rank is inside a call that no exception interrupts. Abandon it: the first interrupt
+                # makes the simulator stop when the rank returns, the second stops without waiting for it.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _ranks(self) -> Iterator[tuple[int, int, Any]]:
@@ -199,7 +199,7 @@ class _Watch:
 
 @final
 class _Streams(io.TextIOBase):
-    """A text stream that keeps what ranks write apart; others write to the stream that was there."""
+    """A text stream that separates the output of ranks. Other threads write to the original stream."""
 
     def __init__(self, usual: TextIO) -> None:
         self.here = threading.local()
@@ -214,7 +214,7 @@ class _Streams(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        # The stream that was there may be closed by the time that this one is collected.
+        # The original stream may be closed when this one is garbage-collected.
         if getattr(self.here, "rank", None) is None and not self._usual.closed:
             self._usual.flush()
 

@@ -1,1 +1,1 @@
-"""A page in a browser: the mesh, turned by dim, what each dim carries, and how a run is doing. No torch."""
+"""A browser page that shows the mesh by dim, the traffic of each dim, and the progress of a run. Uses no torch."""

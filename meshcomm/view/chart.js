@@ -1,4 +1,4 @@
-// A curve over the steps that may have any number of points.
+// A curve over the steps, with any number of points.
 
 const HIGH = 150, PAD = { left: 52, right: 10, top: 10, bottom: 22 };
 
@@ -11,7 +11,7 @@ function ticks(low, high, many) {
   return range(Math.max(0, Math.floor(high / step + 1e-9) - first + 1)).map((i) => Number(((first + i) * step).toPrecision(12)));
 }
 
-// One point for each pixel column: the mean of what falls into it.
+// One point for each pixel column: the mean of its values.
 function thinned(xs, ys, columns) {
   if (xs.length <= columns) return xs.map((x, i) => [x, ys[i]]);
   const first = xs[0], scale = (columns - 1) / (xs.at(-1) - first || 1);

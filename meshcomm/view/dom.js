@@ -1,8 +1,8 @@
-// Elements, and numbers as a person reads them.
+// Elements, and numbers in readable form.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-// style: custom properties only. A page whose policy allows no style attributes sets them one by one.
+// style: custom properties only. The page's policy forbids style attributes, so they are set one by one.
 function fill(made, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) {
     if (name.startsWith("--")) made.style.setProperty(name, value);

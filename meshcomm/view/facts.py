@@ -1,4 +1,4 @@
-"""What the page shows of a configuration, as data that JSON can hold: sizes and strides, never groups."""
+"""The page's data on a configuration, JSON-serializable: sizes and strides, never groups."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Facts = dict[str, Any]
 def page_facts(settings: Config, world: int | None, topology: TopologyConfig) -> Facts:
     """The facts of the page. The browser computes every rank's groups from them.
 
-    world: number of processes, or None where every size is given. topology: as `discovered` gives it.
+    world: number of processes, or None if every size is given. topology: as `discovered` returns it.
 
-    Those of `plan_facts`, each dim with home (its view, "" for the base) and digits (see Layout.digits); base and views:
-    (dim, size) pairs in order; rank_order: the rank at each position, None if they are equal; trains: None without
-    training. Their length does not grow with the number of ranks, except for rank_order.
-    Raises ConfigError or LayoutError where the world or the training does not fit.
+    The facts of `plan_facts`, with home (the dim's view, "" for the base) and digits (see Layout.digits) for each dim.
+    base and views: (dim, size) pairs in order. rank_order: the rank at each position, None if they are equal. trains: None
+    without training. The length does not grow with the number of ranks, except for rank_order.
+    Raises ConfigError or LayoutError if the world or the training does not fit.
     """
     filled = settings.resolved(world)
     plan = filled.plan(world)
@@ -63,19 +63,19 @@ def _trains(settings: Config, layout: Layout) -> Facts | None:
 
 
 def predicted_traffic(settings: Config, layout: Layout, topology: TopologyConfig) -> Facts | None:
-    """The calls of one step on the rank with most layers, as `tune` estimates them, by the dims that they go along.
+    """The calls of one step on the rank with the most layers, as `tune` estimates them, by their dims.
 
-    settings: with every size filled in; None if they have no training or no sizes of the model. size_bytes: of one call,
-    as nccl-tests counts; sent_bytes: what the rank sends in a step; received_bytes: of calls that receive alone, else
-    None; seconds: of all the calls, one after the other, and link: the slowest that a group crosses; None if unknown.
+    settings: with every size filled in. Returns None if they have no training or no sizes of the model. size_bytes: of one
+    call, as in nccl-tests. sent_bytes: sent by the rank in a step. received_bytes: of calls that only receive, otherwise
+    None. seconds: of all calls, one after the other. link: the slowest link that a group crosses. Both None if unknown.
     """
     model = settings.model
     if settings.parallel is None or settings.train is None or settings.data is None or model is None:
         return None
-    # What code builds and says no sizes of: the mesh can be shown all the same.
+    # A model that is built by code, without sizes. The mesh can still be shown.
     if any(getattr(model, name) is None for name in FACTS):
         return None
-    # Without what changes who sits where but not what anyone sends, and what place would therefore refuse.
+    # Without settings that change the placement of ranks but not the traffic, because `place` rejects them.
     played = {
         dim: size for dim, size in settings.mesh.dims.items() if dim in settings.parallel.parts.values()
     }

@@ -1,4 +1,4 @@
-// What a cell would say if it were larger: beside the one that is pointed at, where numbers do not fit into cells.
+// An enlarged label next to the cell under the pointer, for pictures whose cells are too small for numbers.
 class Lens {
   constructor(svg) {
     this.plate = draw("rect", { rx: 5, height: 22 });

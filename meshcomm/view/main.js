@@ -1,6 +1,6 @@
-// The page put together: what is chosen, what is pointed at, what is held.
+// Assembles the page: the choices, the rank under the pointer, and the held rank.
 
-// A row of choices of which one is taken. choices: [value, label] or [value, label, small].
+// A row of exclusive choices. choices: [value, label] or [value, label, small].
 function choice(legend, name, choices, chosen, take) {
   const boxes = choices.map(([value, label, small, title]) => {
     const input = el("input", { type: "radio", name, value, checked: value === chosen ? "" : null });
@@ -10,7 +10,7 @@ function choice(legend, name, choices, chosen, take) {
   return el("fieldset", { id: `choose-${name}` }, el("legend", { text: legend }), ...boxes);
 }
 
-// kept: see Run. Returns the Run, or null where nothing is trained.
+// kept: see Run. Returns the Run, or null without a training.
 function start(facts, kept) {
   const mesh = new Mesh(facts);
   const chosen = { family: mesh.families.find(({ size }) => size > 1) ?? mesh.families[0], by: "group" };
@@ -34,7 +34,7 @@ function start(facts, kept) {
 
   let told = "";
   function tell(position) {
-    // A button that is made anew between press and release is never clicked.
+    // A button that is recreated between press and release never receives a click.
     if (told === `${position} ${position === held}`) return;
     told = `${position} ${position === held}`;
     byId("said").textContent = showRank(byId("rank"), mesh, position, position === held, {
@@ -51,7 +51,7 @@ function start(facts, kept) {
     if (position !== undefined && !picture.cells.has(position)) show();
     picture.hold(held);
     light();
-    // What was held stays in the panel, but no longer says that it is.
+    // The held rank stays in the panel, but is no longer marked as held.
     if (before !== undefined && held === undefined && pointed === undefined) tell(before);
   }
 
@@ -67,7 +67,7 @@ function start(facts, kept) {
     picture.show(arrangement, family);
     picture.hold(held);
     light();
-    // Numbers that are there need no choice, and those that were chosen must not go by it.
+    // Numbers that fit need no choice, and chosen numbers must not disappear with it.
     byId("choose-cells").hidden = picture.numbered && !picture.legible;
     const options = family.backend ? [family.backend === "auto" ? "" : `backend ${family.backend}`, `timeout ${family.timeout_s} s`, family.comm_id ? `comm_id ${family.comm_id}` : ""] : ["no group of its own is declared"];
     const across = family.nodes && family.size > 1 ? `each on ${count(family.nodes.most, "node")}${family.nodes.fewest < family.nodes.most ? " or fewer" : ""}` : "";
@@ -81,9 +81,9 @@ function start(facts, kept) {
     ].filter(Boolean).join(" · ");
     const folded = arrangement.drawn < mesh.world;
     byId("note").textContent = [
-      by === "group" && !picture.plan?.broken ? "Each row is a group; each colour too." : "Each colour is a group.",
-      mesh.perNode === null ? "Which ranks share a node is not known (topology.ranks_per_node)." : "Lines are the borders of nodes.",
-      folded ? `${arrangement.drawn.toLocaleString("en")} of ${count(mesh.world, "rank")} drawn: the first and last along each dim; find a rank to see it among its neighbours.` : "",
+      by === "group" && !picture.plan?.broken ? "Each row is a group, and so is each color." : "Each color is a group.",
+      mesh.perNode === null ? "It is not known which ranks share a node (topology.ranks_per_node)." : "Lines are the borders of nodes.",
+      folded ? `${arrangement.drawn.toLocaleString("en")} of ${count(mesh.world, "rank")} drawn: the first and last along each dim; find a rank to see it with its neighbors.` : "",
     ].filter(Boolean).join(" ");
   }
 

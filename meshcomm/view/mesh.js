@@ -1,4 +1,4 @@
-// Ranks and groups from sizes and strides, as meshcomm.layout has them: nothing here lists all groups.
+// Ranks and groups from sizes and strides, as in meshcomm.layout. This file never lists all groups.
 
 const sizeOf = (digits) => digits.reduce((product, [size]) => product * size, 1);
 
@@ -33,7 +33,7 @@ class Mesh {
 
   rank(position) { return this.order ? this.order[position] : position; }
 
-  // undefined where the mesh does not have the rank.
+  // undefined if the mesh does not have the rank.
   position(rank) {
     if (this.places) return this.places.get(rank);
     return Number.isInteger(rank) && rank >= 0 && rank < this.world ? rank : undefined;
@@ -41,7 +41,7 @@ class Mesh {
 
   node(rank) { return this.perNode === null ? null : Math.floor(rank / this.perNode); }
 
-  // The family of a name, or of several dims that no declared one merges; undefined for dims that are not here.
+  // The family of a name, or of several dims without a declared merged dim; undefined for unknown dims.
   family(names) {
     const dims = [names].flat();
     const known = this.families.find((each) => dims.length === 1 && each.name === dims[0])
@@ -55,7 +55,7 @@ class Mesh {
     return { name: dims.join(" + "), kind: "together", dims, home, digits, size, hue: this.family(dims[0]).hue, groups: this.world / size, shares: null };
   }
 
-  // The dims of a family's factorisation that are not its own, outermost first, with their strides.
+  // The other dims of a family's factorization, outermost first, with their strides.
   others(family) {
     let stride = this.world;
     return this.homes.get(family.home)
@@ -83,7 +83,7 @@ class Mesh {
   }
 }
 
-// A hue for each group: far from its neighbours' however many there are.
+// A hue for each group, far from the hues of adjacent groups for any number of groups.
 const groupHue = (index, groups) => (groups <= 10 ? 20 + (index * 360) / groups : 20 + ((index * 137.508) % 360));
 
 const coordsText = (coords) => coords.map(([name, coord]) => `${name}=${coord}`).join(" ");

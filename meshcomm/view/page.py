@@ -1,4 +1,4 @@
-"""One document out of the files of the page: nothing is loaded from anywhere else; as a file it needs no server."""
+"""Builds one self-contained document from the files of the page. Saved to a file, it needs no server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshcomm.config.write import write_whole
 from meshcomm.errors import ViewError
 from meshcomm.view.run import run_news
 
-# In the order in which they are put together; all share one scope.
+# In the order of concatenation; all share one scope.
 _SCRIPTS: Final = ("dom", "mesh", "turn", "lens", "picture", "panel", "traffic", "chart", "run", "main")
 
 
@@ -27,8 +27,8 @@ class Document(NamedTuple):
 def document(facts: dict[str, Any] | None = None, run: dict[str, Any] | None = None) -> Document:
     """The page.
 
-    facts: as from `page_facts`; written into the page, which then needs no server. None: the page asks
-        for facts.json and run.json where it came from. run: with facts, the news of a run, as of now.
+    facts: as from `page_facts`; written into the page, which then needs no server. If None, the page requests
+        facts.json and run.json from its server. run: the current news of a run; only with facts.
     """
     folder = files("meshcomm.view")
     style = (folder / "page.css").read_text(encoding="utf-8")
@@ -53,14 +53,14 @@ def _hash(text: str) -> str:
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """JSON that cannot end the element it stands in."""
+    """JSON that cannot end the HTML element that contains it."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def export_page(path: Path, facts: dict[str, Any], folder: Path | None) -> str:
-    """Write the page into `path`, with the facts, and with all that the run in `folder` has written so far.
+    """Write the page to `path`, with the facts and everything that the run in `folder` has written so far.
 
-    Returns a line that says so. Raises ViewError where it cannot be written.
+    Returns a line that reports it. Raises ViewError if it cannot be written.
     """
     html = document(facts, run_news(folder, most_bytes=-1)).html
     write_whole(path, html, given=f"--export {path}", kind=ViewError)

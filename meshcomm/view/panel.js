@@ -1,6 +1,6 @@
-// One rank in words: where it sits, and its group along every dim.
+// The description of one rank: its place, and its group along every dim.
 
-// Ranks of a group in coord order, short enough to read; the rank itself is always among them.
+// Ranks of a group in coord order, shortened; the rank itself is always included.
 function groupRanks(mesh, position, family) {
   const own = coordOf(position, family.digits);
   const coords = shown(family.size, 16, family.size > 16 ? own : undefined);
@@ -21,7 +21,7 @@ function groupEntry(mesh, position, family, on) {
     ? [el("span", { class: "quiet", text: "alone: no group" })]
     : groupRanks(mesh, position, family).flatMap((each) => [
       each === null ? "… " : each.own ? el("b", { text: each.rank }) : String(each.rank), each === null ? "" : " "]);
-  const entry = el("button", { class: "group", type: "button", "data-family": family.name, "--ring": family.hue.toFixed(1), title: "a click turns the mesh by it" },
+  const entry = el("button", { class: "group", type: "button", "data-family": family.name, "--ring": family.hue.toFixed(1), title: "click to turn the mesh by this dim" },
     el("span", { class: "head" }, el("span", { class: "swatch" }), el("span", { class: "name", text: family.name }),
       el("span", { class: "quiet", text: `${own} of ${family.size.toLocaleString("en")}${facts ? ` · ${facts}` : ""}` })),
     el("span", { class: "ranks" }, ...ranks),
@@ -34,7 +34,7 @@ function groupEntry(mesh, position, family, on) {
   return entry;
 }
 
-// held: the rank stays when the pointer goes. on: { only(family), turn(family), release() }.
+// held: the rank stays when the pointer leaves. on: { only(family), turn(family), release() }.
 function showRank(host, mesh, position, held, on) {
   const rank = mesh.rank(position), node = mesh.node(rank);
   const head = el("h3", {}, `rank ${rank}`, ...(node === null ? [] : [el("small", { text: `node ${node}` })]));

@@ -1,15 +1,15 @@
-// The mesh drawn: cells move when it is turned, node borders lie between them, a rank's groups light up.
+// Draws the mesh: cells move when it is turned, lines mark node borders, and a rank's groups light up.
 
 const SIDES = [64, 54, 46, 40, 34, 30, 26, 22, 18, 15];
-// Ranks of a mesh that is folded have long numbers, and there are few of them.
+// A folded mesh has few ranks with long numbers.
 const FOLDED_SIDE = 34;
 const GAP = 4;
 const TALL = 680;
-// Smaller numbers than this many pixels are no use.
+// Numbers below this many pixels are not readable.
 const READABLE = 6.5;
 
 class Picture {
-  // on: { rank(position or undefined), hold(position) }: what is pointed at, and what is clicked.
+  // on: { rank(position or undefined), hold(position) }: called for the rank under the pointer, and for a clicked rank.
   constructor(host, mesh, on) {
     this.host = host;
     this.mesh = mesh;
@@ -28,7 +28,7 @@ class Picture {
     };
     this.svg.addEventListener("pointerover", (event) => event.pointerType !== "touch" && on.rank(at(event)));
     this.svg.addEventListener("pointerleave", () => on.rank(undefined));
-    // Not on the svg: Chromium takes one that listens to these for a stop of the Tab key.
+    // Not on the svg: Chromium makes an svg with these listeners a stop of the Tab key.
     host.addEventListener("focusin", (event) => {
       this.makeTabStop(at(event));
       if (event.target.matches(":focus-visible")) on.rank(at(event));
@@ -46,20 +46,20 @@ class Picture {
     });
   }
 
-  // arrangement: as from `arranged`. family: whose groups have the colours.
+  // arrangement: as from `arranged`. family: its groups have the colors.
   show(arrangement, family) {
     this.arrangement = arrangement;
     this.family = family;
     this.fit();
   }
 
-  // Whether cells are to be large enough for their numbers, however tall the picture becomes.
+  // Whether cells must be large enough for their numbers, at any height of the picture.
   enlarge(legible) {
     this.legible = legible;
     this.fit();
   }
 
-  // The largest cells with which the picture is not too tall, at the width that there is.
+  // The largest cells for which the picture is not too tall, at the available width.
   fit() {
     const width = this.host.clientWidth;
     if (!width || !this.arrangement) return;
@@ -78,7 +78,7 @@ class Picture {
     return Math.min(16, side * 0.4, (side - 4) / (0.62 * String(this.mesh.largest).length));
   }
 
-  // Whether cells of the present size have their numbers in them.
+  // Whether cells of the current size show their numbers.
   get numbered() { return !this.plan || this.numberSize(this.plan.side) >= READABLE; }
 
   laid(side, width) {
@@ -133,7 +133,7 @@ class Picture {
         const column = i % per, line = Math.floor(i / per);
         const at = { x: x + left + GAP + column * pitch, y: rowTop + line * pitch, position };
         (position === null ? plan.gaps : plan.cells).push(at);
-        // Rows that are broken do not lie beside the next one.
+        // Wrapped rows are not placed next to the next block.
         grid.set(`${column} ${r * Math.ceil(row.cells.length / per) + line}`, at);
       });
     });
@@ -146,7 +146,7 @@ class Picture {
     const groups = mesh.world / family.size;
     this.plan = plan;
     svg.setAttribute("height", Math.ceil(plan.height));
-    svg.setAttribute("aria-label", `${count(mesh.world, "rank")}, coloured by their groups along ${family.name}`);
+    svg.setAttribute("aria-label", `${count(mesh.world, "rank")}, colored by their groups along ${family.name}`);
     this.plates.replaceChildren(...plan.plates.map((plate) => draw("rect", { class: "plate", rx: 8, ...plate })));
     this.labels.replaceChildren(
       ...plan.labels.map(({ x, y, text, kind }) => draw("text", {
@@ -187,7 +187,7 @@ class Picture {
     return cell;
   }
 
-  // Lines between neighbouring cells whose ranks do not share a node, and around the block.
+  // Lines between adjacent cells whose ranks do not share a node, and around the block.
   between(grid, { side, pitch }) {
     const node = (at) => (at && at.position !== null ? this.mesh.node(this.mesh.rank(at.position)) : undefined);
     let path = "";
@@ -204,7 +204,7 @@ class Picture {
     return path;
   }
 
-  // The groups of a rank light up: each cell in the colour of the first family that it shares with it.
+  // Light up the groups of a rank: each cell in the color of the first family that it shares with the rank.
   light(position, families) {
     this.svg.classList.toggle("lit", position !== undefined);
     const at = position === undefined || this.numbered ? undefined : this.plan.cells.find((cell) => cell.position === position);

@@ -1,9 +1,9 @@
-// The run: asked for once a second, drawn as it goes on.
+// The run: requested once a second, and drawn as it progresses.
 
 const ASK_MS = 1000, ASK_ENDED_MS = 2000;
 
 class Run {
-  // kept: the page is a file, and says how the run was doing when it was written. traffic: takes what it measured.
+  // kept: the page is a file with the state of the run at the time of writing. traffic: receives the run's measurements.
   constructor(facts, kept, traffic) {
     this.facts = facts;
     this.traffic = traffic;
@@ -32,7 +32,7 @@ class Run {
     const step = columns.step.at(-1) ?? 0, steps = about?.steps ?? this.facts.trains?.steps;
     const rate = columns.tokens_per_s.at(-1), each = about?.tokens_per_step ?? this.facts.trains?.tokens_per_step;
     const perStep = rate ? each / rate : null;
-    // Ten steps' time, and never less than half a minute, without a line.
+    // Silent: no line for the time of ten steps, and for at least 30 seconds.
     const silent = news.state === "running" && !this.kept && news.age_s !== null && news.age_s > Math.max(30, 10 * (perStep ?? 3));
     const left = news.state === "running" && !silent && !this.kept && perStep !== null ? `, ${durationText((steps - step) * perStep)} left` : "";
     const done = steps ? `step ${step.toLocaleString("en")} of ${steps.toLocaleString("en")}` : `step ${step.toLocaleString("en")}`;
@@ -41,7 +41,7 @@ class Run {
       running: silent ? `no news for ${durationText(news.age_s)}, ${done}` : this.kept ? `${done} when this was written` : `running, ${done}${left}`,
       finished: `finished, ${done}`,
       stopped: `stopped after ${done}`,
-      unknown: `${done}; whether it runs is not known`,
+      unknown: `${done}; it is not known whether it is running`,
     }[news.state];
     this.state(silent ? "silent" : news.state, text);
     const dims = Object.entries(about?.dims ?? {});
@@ -55,7 +55,7 @@ class Run {
     byId("meter").firstElementChild.style.width = `${steps ? (100 * step) / steps : 0}%`;
     const problem = byId("problem");
     problem.hidden = !other;
-    if (other) problem.textContent = `The run in ${news.folder} has another mesh than this page shows: ${dims.map(([name, size]) => `${name} ${size}`).join(", ")}. "meshcomm view ${news.folder}" shows it.`;
+    if (other) problem.textContent = `The run in ${news.folder} has a different mesh from the one on this page: ${dims.map(([name, size]) => `${name} ${size}`).join(", ")}. "meshcomm view ${news.folder}" shows it.`;
     this.end(about);
   }
 
@@ -74,7 +74,7 @@ class Run {
     if (chip.dataset.state !== kind || chip.textContent !== text) { chip.dataset.state = kind; chip.textContent = text; }
   }
 
-  // Ask now, and again and again.
+  // Request now, then repeatedly.
   follow() {
     document.addEventListener("visibilitychange", () => this.waiting && this.ask());
     this.ask();

@@ -1,4 +1,4 @@
-"""Which run is to be shown, and what it has written since somebody last asked: read from its folder, at any moment."""
+"""Finds the run to show, and reads from its folder what the run has written since the last request."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ Facts = dict[str, Any]
 
 METRICS: Final = "metrics.jsonl"
 RUN: Final = "run.json"
-# What the page draws of each line of metrics.
+# The fields of a line of metrics that the page draws.
 COLUMNS: Final = ("step", "loss", "tokens_per_s", "gradient_norm", "lr", "seconds")
-# So much of the file at once: a page that is opened late asks again until it has all.
+# The most bytes read at once. A page that is opened late repeats the request until it has all of the file.
 _MOST_BYTES: Final = 1 << 20
 
 
 class Target(NamedTuple):
-    """settings: what is shown. folder: where the run writes, there or not yet; None without training."""
+    """settings: the configuration to show. folder: the run's folder, which may not exist yet; None without training."""
 
     settings: Config
     folder: Path | None
 
 
 def find_target(target: Path, overrides: Sequence[str] = ()) -> Target:
-    """A file is a configuration, whose run writes into train.out; a folder is a run with its config.json.
+    """A file is a configuration whose run writes to train.out. A folder is a run with its config.json.
 
-    Raises ViewError where it is neither, ConfigError where the configuration is wrong.
+    Raises ViewError if `target` is neither, and ConfigError if the configuration is invalid.
     """
     if target.is_dir():
         config = target / "config.json"
@@ -62,15 +62,15 @@ def _content(folder: Path) -> str:
 
 
 def run_news(folder: Path | None, known: str = "", offset: int = 0, most_bytes: int = _MOST_BYTES) -> Facts:
-    """The lines of metrics since `offset`, and how the run is doing.
+    """The lines of metrics since `offset`, and the state of the run.
 
-    known, offset: what the call before returned as id and offset; "" and 0 for the first. most_bytes: to
-    read at once; -1: all.
+    known, offset: the id and offset that the previous call returned; "" and 0 for the first. most_bytes: the most bytes
+    to read at once; -1: all.
 
     state: "none" (the configuration does not train), "waiting" (nothing was written yet), "running", "finished",
-    "stopped", or "unknown" (metrics without a run.json that can be read); about: the content of run.json; reset: the
-    lines are those of another run than `known`, from its first on; more: ask again at once; age_s: seconds since metrics
-    were written; columns: for each of COLUMNS its values, None for no finite number. A missing folder is no error.
+    "stopped", or "unknown" (metrics without a readable run.json). about: the content of run.json. reset: the lines
+    belong to another run than `known`, starting with its first line. more: there is more to read. age_s: seconds since
+    metrics were written. columns: values for each of COLUMNS, None if not a finite number. A missing folder is not an error.
     """
     about = None if folder is None else _about(folder)
     run = "" if about is None else about["run"]
@@ -90,7 +90,7 @@ def run_news(folder: Path | None, known: str = "", offset: int = 0, most_bytes: 
             return news
         with (folder / METRICS).open("rb") as file:
             status = os.fstat(file.fileno())
-            # A run that goes on from a checkpoint cuts the file and has another `run`.
+            # A run that continues from a checkpoint truncates the file and has another `run`.
             name = f"{run}-{status.st_ino:x}"
             whole = name == known and 0 < offset <= status.st_size
             if whole:
@@ -101,7 +101,7 @@ def run_news(folder: Path | None, known: str = "", offset: int = 0, most_bytes: 
             text = file.read(most_bytes)
     except OSError:
         return news
-    # The last line may be half written.
+    # The last line may be incomplete.
     text = text[: text.rfind(b"\n") + 1]
     end = start + len(text)
     lines = [line for raw in text.splitlines() if (line := _line(raw)) is not None]
@@ -131,7 +131,7 @@ def _line(raw: bytes) -> Facts | None:
         found = json.loads(raw)
     except ValueError:
         return None
-    # Evaluations have lines of their own.
+    # Evaluations have separate lines.
     known = isinstance(found, dict) and "loss" in found and _number(found.get("step")) is not None
     return found if known else None
 

@@ -1,4 +1,4 @@
-"""A server for one page, for this machine alone."""
+"""A server for one page, reachable only from this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshcomm.view.page import document
 from meshcomm.view.run import run_news
 
 ADDRESS: Final = "127.0.0.1"
-# A page of another site that has its name resolve to 127.0.0.1 sends its own name.
+# A request by another site whose name resolves to 127.0.0.1 (DNS rebinding) has that site's name as Host.
 _NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -32,8 +32,8 @@ _HEADERS: Final = {
 class Server(ThreadingHTTPServer):
     """Serves `/`, `/facts.json` and `/run.json` on 127.0.0.1, and nothing else.
 
-    facts: of `page_facts`. folder: of the run, there or not; None without training. port: 0 for one that is free.
-    Answers GET and HEAD whose Host is a name of this machine. Raises ViewError if the port is taken.
+    facts: of `page_facts`. folder: of the run, which may not exist; None without training. port: 0 selects a free one.
+    Answers GET and HEAD requests whose Host is a name of this machine. Raises ViewError if the port is in use.
     """
 
     daemon_threads = True
@@ -46,10 +46,10 @@ class Server(ThreadingHTTPServer):
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
             raise ViewError(
-                f"port {port} cannot be had: {(getattr(error, 'strerror', None) or str(error)).lower()}",
+                f"port {port} cannot be used: {(getattr(error, 'strerror', None) or str(error)).lower()}",
                 given=f"--port {port} on {ADDRESS}",
-                expected="a port from 1024 to 65535 that no other program has",
-                hint="leave --port out, and a free one is taken",
+                expected="a port from 1024 to 65535 that no other program uses",
+                hint="leave out --port to use a free one",
             ) from None
 
     def server_bind(self) -> None:
@@ -59,11 +59,11 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The address of the page."""
         return f"http://{ADDRESS}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no error."""
+        """Ignore a browser that disconnects during an answer."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
@@ -73,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = f"meshcomm/{__version__}"
     sys_version = ""
-    # Until the request is there, for whoever connects and says nothing.
+    # Closes connections that send no request.
     timeout = 30
 
     def do_GET(self) -> None:
@@ -129,11 +129,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         for name, value in {**_HEADERS, **(more or {})}.items():
             self.send_header(name, value)
-        # What a refused request carries is not read, and no thread waits for a browser's next question.
+        # The body of a refused request is not read, and no thread waits for the browser's next request.
         self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the command prints the page's address and no more."""
+        """Log nothing: the command only prints the page's address."""

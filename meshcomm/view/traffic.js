@@ -1,4 +1,4 @@
-// What goes along each dim: predicted for one step from the configuration, or measured by the run.
+// The traffic along each dim: predicted for one step from the configuration, or measured by the run.
 
 const TRAFFIC = {
   bytes: { of: (row) => row.sent_bytes, text: bytesText },
@@ -6,7 +6,7 @@ const TRAFFIC = {
   measured: { of: (row) => row.nbytes, text: bytesText },
 };
 
-// Rows by the dims that they go along, the most first.
+// Rows grouped by their dims, largest first.
 function trafficGroups(rows, measure) {
   const found = new Map();
   for (const row of rows) {
@@ -66,12 +66,12 @@ class Traffic {
   note() {
     const { rows, links } = this.traffic;
     if (this.chosen === "measured") {
-      return `Counted by rank 0 over ${count(this.steps, "step")}: its calls through meshcomm, bytes as nccl-tests counts. What torch does by itself (FSDP, pipelining) is not in it.`;
+      return `Counted by rank 0 over ${count(this.steps, "step")}: its calls through meshcomm, with bytes as in nccl-tests. Calls made by torch itself (FSDP, pipelining) are not included.`;
     }
-    if (!rows.length) return "Nothing is sent: every dim that training uses has one rank.";
-    const model = "One step of the rank with most layers, by a model from the configuration, not measured; small calls are left out.";
-    if (links === null) return `${model} Nobody says which ranks share a node (topology.ranks_per_node), so no times.`;
-    return `${model}${this.chosen === "time" ? " One call after the other, none hidden behind computation." : ""} Links: ${links.join("; ")}.`;
+    if (!rows.length) return "No traffic: every dim that the training uses has one rank.";
+    const model = "One step of the rank with the most layers, predicted from the configuration, not measured; small calls are left out.";
+    if (links === null) return `${model} It is not known which ranks share a node (topology.ranks_per_node), so there are no times.`;
+    return `${model}${this.chosen === "time" ? " Calls run one after the other, without overlap with computation." : ""} Links: ${links.join("; ")}.`;
   }
 
   show() {
@@ -86,7 +86,7 @@ class Traffic {
 
   bar(group, measure, most) {
     const family = this.mesh.family(group.along);
-    const name = el("button", { type: "button", text: group.name, title: "turn the mesh by it" });
+    const name = el("button", { type: "button", text: group.name, title: "turn the mesh by this dim" });
     if (family) name.addEventListener("click", () => this.turn(group.along));
     else name.disabled = true;
     const colour = (i) => ({ "--ring": (family?.hue ?? 0).toFixed(1), "--shade": ((i % 4) * 0.07 - 0.07).toFixed(2) });

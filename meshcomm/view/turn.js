@@ -1,13 +1,13 @@
-// Which ranks stand in which block, row and column? Before anything has a size on the screen.
+// The block, row and column of every rank, before anything has a size on the screen.
 //
 // { blocks: [{ label, corner, heads, rows: [{ label, cells }] }], drawn, wrap }: cells and heads hold null where
-// ranks are left out; a block without rows stands for such blocks; wrap: rows may be broken anywhere.
+// ranks are left out. A block without rows represents omitted blocks. wrap: rows may wrap anywhere.
 
-// More cells than these are folded: what is left out is neither read by anyone nor drawn in time.
+// A mesh with more cells is folded, because more cells are neither readable nor fast to draw.
 const MOST = 320;
 const UNFOLDED = 2048;
 
-// Coords of 0 to size - 1 that are drawn: the first, the last, and those around `keep`; null: a gap.
+// The drawn coords of 0 to size - 1: the first, the last, and coords around `keep`; null: a gap.
 function shown(size, limit, keep) {
   if (size <= limit) return range(size);
   const near = keep === undefined ? [] : [keep - 1, keep, keep + 1];
@@ -17,7 +17,7 @@ function shown(size, limit, keep) {
   return wanted.flatMap((coord, i) => (i && coord !== wanted[i - 1] + 1 ? [null, coord] : [coord]));
 }
 
-// How many coords of each axis are drawn. Columns and rows, the first two, stay longer than blocks do.
+// The number of drawn coords of each axis. Columns and rows, the first two, are shortened after blocks.
 function limits(sizes, world) {
   const found = [...sizes];
   if (world <= UNFOLDED) return found;

@@ -151,7 +151,7 @@ def test_a_wrong_schedule_is_found(fault: str, text: str) -> None:
 
 def test_wrong_counts_are_refused() -> None:
     for call in (lambda: ring(0), lambda: tree(4, 0), lambda: formulas.ring(-1, 8)):
-        with pytest.raises(LayoutError, match=r"expected: *a whole number, 1 or more"):
+        with pytest.raises(LayoutError, match=r"expected: *an integer, 1 or more"):
             call()
     for call in (lambda: two_level(6, 4), lambda: formulas.two_level(6, 8, 4)):
         with pytest.raises(LayoutError, match="6 ranks in groups of 4"):

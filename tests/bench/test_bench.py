@@ -86,9 +86,9 @@ def test_dims_are_measured_once_and_the_others_are_named() -> None:
     assert [family.name for family in found] == ["dp", "tp", "all"]
     assert {each.dim: each.why for each in skipped} == {
         "pp": "one rank: nothing moves",
-        "model": "its groups are those of tp",
+        "model": "it shares the groups of tp",
         "edp": "one rank: nothing moves",
-        "ep": "its groups are those of all",
+        "ep": "it shares the groups of all",
     }
     found, skipped = chosen_dims(several, ["model"])
     assert [family.name for family in found] == ["model"] and skipped == []
@@ -200,24 +200,22 @@ def test_small_calls_count_as_much_as_large_ones() -> None:
 
 def test_times_that_say_too_little_are_refused_or_noted() -> None:
     with pytest.raises(
-        ConfigError, match=r"one size does not tell.*\n.*4096 bytes alone\n(.*\n)*.*--bytes 4KiB"
+        ConfigError, match=r"one size cannot separate.*\n.*4096 bytes alone\n(.*\n)*.*--bytes 4KiB"
     ):
         fitted([*straight(1e-4, 1e-9, [4096]), Time("dp", "all_reduce", 4096, 1e-3)])
     # A line through these would start below zero.
     found = fitted(straight(-1e-6, 1e-9, [1 << 14, 1 << 20]))
     assert found.latency_s == 0 and found.bytes_s == pytest.approx(1e9, rel=0.1)
-    assert found.link.latency_us == 0 and found.notes == (
-        "hardly any latency seen: smaller sizes would show it",
-    )
+    assert found.link.latency_us == 0 and found.notes == ("latency too small to measure: use smaller sizes",)
     for byte_s in (0.0, -1e-12, 5e-13):
         with pytest.raises(
-            ConfigError, match=r"no bandwidth is in these times: dp\n.*from 1024 to 67108864 bytes"
+            ConfigError, match=r"these times show no bandwidth: dp\n.*from 1024 to 67108864 bytes"
         ):
             fitted(straight(1e-3, byte_s, SIZES))
     settings = config(**TRUE)
     live = settings.plan(None).on("cpu", "gloo")
     with pytest.raises(
-        ConfigError, match=r"no operation was measured from.*\n.*reduce along tp: gloo's algorithm"
+        ConfigError, match=r"latency and bandwidth do not follow from.*\n.*reduce along tp: gloo's algorithm"
     ):
         fit_links([Time("tp", "reduce", 4096, 1e-3)], live, known_machine(settings.topology, "here"))
 
@@ -431,7 +429,7 @@ def refused(*words: str) -> str:
         ("--fit none/fit.toml", "none/fit.toml cannot be written"),
         ("--fit mesh.toml", "mesh.toml exists, and meshcomm bench did not write it"),
         ("--set mesh.dims={dp=1}", "no dim to measure has two ranks or more"),
-        ("--fit fit.toml --bytes 4KiB", "one size does not tell"),
+        ("--fit fit.toml --bytes 4KiB", "one size cannot separate"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_a_process_starts(
@@ -482,7 +480,7 @@ def test_a_job_prints_json_and_writes_the_fit(pool: Pool, tmp_path: Path) -> Non
     (text, _, raised), _ = pool.run(job, str(tmp_path / "none"), 0.0, ranks=2)
     # Nothing can be fitted: what was measured is shown all the same.
     assert len(json.loads(text)["rows"]) == 2
-    assert raised.startswith("no bandwidth is in these times: dp") and not (tmp_path / "none").exists()
+    assert raised.startswith("these times show no bandwidth: dp") and not (tmp_path / "none").exists()
 
 
 def test_the_ranks_are_asked_for_what_was_typed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

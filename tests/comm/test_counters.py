@@ -278,7 +278,7 @@ def test_the_table() -> None:
         "dp   all_reduce, async     10  40 MB    2 ms   0.1%         -         -          -      -",
         "tp   all_gather            20   2 MB   10 ms   0.5%  200 MB/s  100 MB/s       4 ms   2.50",
         "     barrier                1      -    1 ms   0.1%         -         -          -      -",
-        "async: inside is what the program spent on starting and waiting",
+        "async: inside is the time that the program spent on starting and waiting",
     ]
     facts = stats.facts()
     assert facts["rows"][1]["algbw"] == pytest.approx(2e8)
@@ -305,7 +305,7 @@ def test_seconds_that_nobody_knows_are_none_and_a_dash() -> None:
         assert (row.calls, row.nbytes, row.seconds, row.span_s, row.algbw, row.busbw) == (1, 16, *[None] * 4)
         lines = str(own).splitlines()
         assert lines[3].split() == ["dp", "all_reduce", "1", "16", "B", "-", "-", "-", "-"]
-        assert "-: not known, as these calls return before they are over" in str(own)
+        assert "-: unknown, because these calls return before they complete" in str(own)
         # One rank that does not know is enough for nobody to.
         (both,) = everyone.rows
         assert (both.calls, both.mean_s, both.fastest_s, both.slowest_s) == (2, None, None, None)

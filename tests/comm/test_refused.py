@@ -96,7 +96,7 @@ REFUSED: list[Refused] = [
     (lambda m: m.all_reduce(None, ones(), algorithm="ring"), UnknownDim, "None"),
     (lambda m: m.all_reduce("dpp", ones()), UnknownDim, 'did you mean "dp"'),
     (lambda m: m.all_reduce(("tp", "one", "dp"), ones()), UnknownDim, "no group was declared over"),
-    (lambda m: m.all_reduce(ones(), "dp"), UnknownDim, "a Tensor stands where dims are expected"),
+    (lambda m: m.all_reduce(ones(), "dp"), UnknownDim, "got a Tensor where dims are expected"),
     (lambda m: m.all_gather("dp", ones(), "0"), ShapeError, "not an integer"),
     (lambda m: m.all_to_all("dp", ones(), 0, 1.0), ShapeError, "not an integer"),
     (lambda m: m.functional.slice("dp", ones(), "0"), ShapeError, "not an integer"),

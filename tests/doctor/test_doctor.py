@@ -185,7 +185,7 @@ def test_too_small_a_limit_is_an_error() -> None:
     assert lines(host.limit_findings(small)) == [
         "error | the plan needs more file descriptors than a process may have"
         " | 20 in use, 4000 more for the plan, the limit is 1024"
-        " | ulimit -n 4020, or fewer dims with groups of their own",
+        " | ulimit -n 4020, or fewer dims with separate groups",
     ]
     for enough in ({"limit": 5000}, {"limit": None}, {"needed": None}):
         assert lines(host.limit_findings(small._replace(**enough))) == []  # type: ignore[arg-type]
@@ -216,7 +216,7 @@ def test_an_interface_set_twice_or_down_or_missing_in_the_environment() -> None:
 @pytest.mark.parametrize(
     ("addresses", "expected"),
     [
-        (["127.0.1.1"], ['warn | this host\'s name n means the loopback | n -> 127.0.1.1 | network.interfaces = ["eth0"]']),
+        (["127.0.1.1"], ['warn | this host\'s name n is the loopback address | n -> 127.0.1.1 | network.interfaces = ["eth0"]']),
         ([], ['warn | this host\'s name n has no address | n: unknown to the resolver | network.interfaces = ["eth0"]']),
         (["10.0.0.7"], []),
     ],
@@ -230,7 +230,7 @@ def test_a_name_matters_to_several_hosts_that_are_given_no_interface(monkeypatch
 
     def warned(**settings: Any) -> bool:
         facts = examine(load_config({"mesh": MESH, **settings}))
-        return any("means the loopback" in each["what"] for each in facts["findings"])
+        return any("is the loopback address" in each["what"] for each in facts["findings"])
 
     nodes = {"topology": {"ranks_per_node": 2}}
     assert warned(**nodes) and not warned() and not warned(**nodes, network={"interfaces": ["lo"]})
@@ -241,9 +241,7 @@ def test_a_name_matters_to_several_hosts_that_are_given_no_interface(monkeypatch
 def test_a_slow_name_server() -> None:
     assert lines(host.lookup_findings(0.02)) == []
     (slow,) = lines(host.lookup_findings(5.01))
-    assert slow.startswith(
-        "warn | the name server is slow to say who 127.0.0.1 is | 5.0 s | export RES_OPTIONS"
-    )
+    assert slow.startswith("warn | the name server is slow to look up 127.0.0.1 | 5.0 s | export RES_OPTIONS")
     asked: list[str] = []
 
     def look(address: str) -> None:
@@ -306,18 +304,18 @@ def test_ranks_that_cannot_talk_with_each_other() -> None:
     a, b, lost = ("a", "10.0.0.1", "2"), ("b", "10.0.0.2", "2"), ("b", "127.0.0.1", "2")
     (cyclic,) = judged(a, b, a, b)
     assert cyclic.startswith(
-        "warn | ranks of one host are not neighbours: the last dims cross the network | a: ranks 0 2; b: "
+        "warn | ranks of one host are not consecutive: the last dims cross the network | a: ranks 0 2; b: "
     )
     mesh = {"mesh": {"dims": {"dp": 2, "tp": 2}}}
     (of_mesh,) = judged(a, b, a, b, config=load_config(mesh))
     assert of_mesh.startswith(
-        "warn | tp crosses nodes, as the ranks of a node are not neighbours | a: ranks 0 2; b: "
+        "warn | tp crosses nodes, because the ranks of a node are not consecutive | a: ranks 0 2; b: "
     )
     assert of_mesh.endswith("or mesh.rank_order = [0, 2, 1, 3]")
     assert judged(a, b, a, b, config=load_config(mesh, ["mesh.rank_order = [0, 2, 1, 3]"])) == []
     assert judged(a, b) == judged(a, a, b, b) == judged(lost, lost) == []
     assert judged(a, a, lost, lost) == [
-        "error | ranks 2 3 would be reached at the loopback, from other hosts"
+        "error | ranks 2 3 would be reached at the loopback address by other hosts"
         " | a: ranks 0 1 at 10.0.0.1\nb: ranks 2 3 at 127.0.0.1"
         ' | network.interfaces = ["eth0"], or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME'
     ]

@@ -94,7 +94,7 @@ def test_a_program_that_is_right_is_found_right(tmp_path: Path) -> None:
         "dp": 1,
     }
     assert facts["part"] == "one step"
-    assert "all calls meet" in as_text(dry_view(facts), 120)
+    assert "all calls match" in as_text(dry_view(facts), 120)
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -179,9 +179,7 @@ def test_calls_memory_and_time_of_a_training(tmp_path: Path) -> None:
     assert "does NOT fit in" in shown
     # The table of memory has one unit, and fits into a terminal of 80 columns.
     narrow = as_text(dry_view(facts), 80)
-    assert re.search(r"^memory at its peak in [kMGT]B, .*\nstage  rank .* activations .*$", narrow, re.M), (
-        narrow
-    )
+    assert re.search(r"^peak memory in [kMGT]B, .*\nstage  rank .* activations .*$", narrow, re.M), narrow
 
 
 @pytest.mark.deep

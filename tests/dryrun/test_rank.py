@@ -204,7 +204,7 @@ def test_without_a_model_there_is_nothing_to_run() -> None:
             "train": {"steps": 1, "global_batch_size": 4, "micro_batch_size": 1},
         }
     )
-    with pytest.raises(LayoutError, match="what is trained"):
+    with pytest.raises(LayoutError, match="needs a model and data"):
         pretended_step(config, 0, WORLD)
     assert not dist.is_initialized()
 

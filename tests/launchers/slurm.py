@@ -155,7 +155,7 @@ class Cluster:
 
 def named_dim(job: Job) -> str:
     """The warning that names the dim."""
-    text = "tp crosses nodes, as the ranks of a node are not neighbours"
+    text = "tp crosses nodes, because the ranks of a node are not consecutive"
     assert job.text.count(text) == 1, job.text
     return f"one warning: {text}"
 

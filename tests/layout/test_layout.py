@@ -80,7 +80,7 @@ def test_the_expert_view_shares_pp_and_gets_its_own_groups() -> None:
     with pytest.raises(UnknownDim, match="the mesh has no view 'exprt'") as caught:
         layout.coords(1, "exprt")
     assert caught.value.hint == 'did you mean "expert"?'
-    with pytest.raises(UnknownDim, match='"ep", "tp"\\) do not belong to one factorisation'):
+    with pytest.raises(UnknownDim, match='"ep", "tp"\\) do not belong to one factorization'):
         layout.groups(("ep", "tp"))
 
 
@@ -238,7 +238,7 @@ def test_coords_and_ranks_outside_the_mesh() -> None:
         (lambda: layout.coords(-1), "rank -1 is not in the mesh"),
         (lambda: layout.rank_of(-1), "the mesh has no position -1"),
         (lambda: layout.rank_of(4), "the mesh has no position 4"),
-        (lambda: layout.get_rank(dp=0), "coords that do not say one rank"),
+        (lambda: layout.get_rank(dp=0), "the coords do not identify one rank"),
         (lambda: layout.get_rank(dp=0, tp=2), "tp=2 is outside the mesh"),
         (lambda: layout.get_rank(dp=0, ttp=1), "the mesh has no dim 'ttp'"),
         (lambda: layout.size("pt"), "the mesh has no dim 'pt'"),
@@ -281,7 +281,7 @@ def test_a_tensor_in_the_place_of_dims_says_that_dims_come_first(x: Any) -> None
         Layout({"dp": 2, "tp": 2}).size(x)
     kind = type(x).__name__
     assert str(caught.value) == (
-        f"a {kind} stands where dims are expected\n"
+        f"got a {kind} where dims are expected\n"
         f"  given:    a {kind} as the first argument\n"
         "  expected: the dims first, then the tensor: one of dp (2), tp (2)\n"
         '  try:      swap the arguments, as in mesh.all_reduce("dp", x)'

@@ -233,7 +233,7 @@ def test_which_ranks_share_a_node_is_asked_of_the_ranks(pool: Pool) -> None:
     ]
     (warning,) = first[2]
     assert warning.startswith(
-        "scattered-ranks: tp crosses nodes, as the ranks of a node are not neighbours\n"
+        "scattered-ranks: tp crosses nodes, because the ranks of a node are not consecutive\n"
     )
     assert "node 0: ranks 0 2; node 1: ranks 1 3" in warning
     assert warning.endswith("or mesh.rank_order = [0, 2, 1, 3]")
@@ -462,7 +462,7 @@ def test_a_program_that_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.Mo
         ({"world_size": "2"}, "world_size is not an integer: '2'"),
         ({"rank": True}, "rank is not an integer: True"),
         ({"store": 5}, "not a torch store: 5"),
-        ({"config": {"mesh": {"dims": {"dp": 1}}}, "overrides": 5}, "overrides are texts"),
+        ({"config": {"mesh": {"dims": {"dp": 1}}}, "overrides": 5}, "overrides must be texts"),
     ],
 )
 def test_what_cannot_be_met_by(given: dict[str, Any], said: str) -> None:

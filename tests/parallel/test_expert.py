@@ -395,7 +395,7 @@ def wrong_layers(mesh: Mesh) -> None:
             ShapeError,
             ["the inner axis of the experts", "5 % 2 = 1"],
         ),
-        ("ep2", {"tensor": "tp"}, UnknownDim, ["do not belong to one factorisation"]),
+        ("ep2", {"tensor": "tp"}, UnknownDim, ["do not belong to one factorization"]),
         ("pe", {}, UnknownDim, ["pe"]),
     ]
     for dim, changes, kind, texts in wrong:

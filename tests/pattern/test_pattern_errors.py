@@ -132,7 +132,7 @@ b (tp h) -> b h | 2 8 | tp=2
     good: b (tp h) -> b h | 2 8 | tp=4
 b (tp h) -> b h | 2 8 3 |
     the left side has 2 axes, x has 3
-    try: ... for axes that stay as they are
+    try: ... for axes that do not change
     good: b (tp h) ... -> b h ... | 2 8 3 |
 b s h ... -> b (tp s) h ... | 2 8 |
     the left side has 3 or more axes, x has 2
@@ -187,7 +187,7 @@ b (model s) -> (tp b) s | 2 16 |
     try: one rearrange for "ep" and another for "dp"
     good: (ep t) e -> t (pp e) | 8 2 |
 tp b h -> tp h b | 4 2 3 |
-    unclear whether to move data between ranks: "tp" keeps one neighbour and changes the other
+    unclear whether to move data between ranks: "tp" keeps one neighbor and changes the other
     try: two patterns, one that moves the dim and one that reorders the axes
     good: tp b h -> b tp h | 4 2 3 |
 (dp tp h) -> (tp dp h) | 8 |
@@ -244,7 +244,7 @@ def test_a_pattern_alone_knows_no_mesh() -> None:
 
 
 def test_without_a_shape_an_ellipsis_is_not_known() -> None:
-    with pytest.raises(PatternError, match="how many axes an ellipsis stands for is not known without"):
+    with pytest.raises(PatternError, match="the number of axes of an ellipsis is not known without"):
         explain_pattern("... h -> ... (tp h)", MESH)
     assert explain_pattern("b h -> b (tp h)", MESH).shape is None
     with pytest.raises(LayoutError, match="is not a size"):

@@ -191,7 +191,7 @@ def test_the_dims_that_cross_nodes_for_the_ranks_order_are_named_with_the_cure(
     config = load_config({"mesh": {"dims": dims, "rank_order": order, "device": "cpu"}})
     topology = discovered(config.topology, {}, 0, nodes)
     found = [each for each in lint(config, None, topology) if each.rule == "scattered-ranks"]
-    assert [each.what.split(", as")[0] for each in found] == [crossing] * (crossing is not None)
+    assert [each.what.split(", because")[0] for each in found] == [crossing] * (crossing is not None)
     for each in found:
         assert each.hint is not None
         cured = load_config({"mesh": {"dims": dims, "device": "cpu"}}, [each.hint.split(", or ")[1]])
@@ -224,12 +224,12 @@ def test_a_mesh_as_it_should_be_has_no_finding() -> None:
     ("dims", "rule", "given", "hint"),
     [
         ({"pp": 2, "tp": 8, "dp": 2}, "tensor-across-nodes",
-         "tp = 8, 8 ranks on a node: 4 of 4 groups lie on 2 nodes", "mesh.dims = { pp = 2, dp = 2, tp = 8 }"),
+         "tp = 8, 8 ranks on a node: 4 of 4 groups span 2 nodes", "mesh.dims = { pp = 2, dp = 2, tp = 8 }"),
         ({"dp": 2, "tp": 16}, "tensor-across-nodes",
-         "tp = 16, 8 ranks on a node: 2 of 2 groups lie on 2 nodes", "mesh.dims = { dp = 4, tp = 8 }"),
+         "tp = 16, 8 ranks on a node: 2 of 2 groups span 2 nodes", "mesh.dims = { dp = 4, tp = 8 }"),
         # Of those that cross; ranks 0 to 5 and four more groups do not.
         ({"dp": 5, "pp": 2, "tp": 6}, "tensor-across-nodes",
-         "tp = 6, 8 ranks on a node: 5 of 10 groups lie on 2 nodes", "mesh.dims = { dp = 15, pp = 2, tp = 2 }"),
+         "tp = 6, 8 ranks on a node: 5 of 10 groups span 2 nodes", "mesh.dims = { dp = 15, pp = 2, tp = 2 }"),
         ({"dp": 8, "pp": 2, "tp": 4}, "pipeline-inside-node",
          "pp = 2 on 1 node, dp = 8 on 8 nodes", "mesh.dims = { pp = 2, dp = 8, tp = 4 }"),
         ({"dp": 3, "tp": 4}, "last-node", "12 ranks, 8 on a node: 12 % 8 = 4", "8 or 16 processes"),

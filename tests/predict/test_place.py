@@ -341,7 +341,7 @@ def test_the_command_ranks_explains_and_writes(tmp_path: Path) -> None:
     target = str(tmp_path / "placed.toml")
     shown = command(*words, "--write", target)
     assert shown.exit_code == 0, shown.stderr
-    assert "19 meshes of 8 ranks ranked: 8 legal factorisations in all orders" in shown.stdout
+    assert "19 meshes of 8 ranks ranked: 8 legal factorizations in all orders" in shown.stdout
     # No figure of a machine that nobody named is shown as if it were known.
     assert "a rank: 400 TFLOP/s (of an H100, as topology.tflops is not set), 80 GB (of an" in shown.stdout
     named = command(*words, "--set", "topology.tflops=0.05", "--set", "topology.memory_gbytes=12")

@@ -292,7 +292,7 @@ def test_the_picture_of_1f1b() -> None:
         "slot  0              5              10",
         "pp=0  F0 F1 .  .  B0 -  F2 B1 -  F3 B2 -  .  B3 -",
         "pp=1  .  F0 B0 -  F1 B1 -  F2 B2 -  F3 B3 -  .  .",
-        "F forward 1 slot, B backward 2; - goes on, . waits; messages take no time",
+        "F forward 1 slot, B backward 2; - continues, . waits; messages take no time",
         "kept at once, in microbatches of one stage, by rank: 2 1",
         "stage 0 on pp=0: embedding, layers 0 to 1; 48.3% of the work",
         "stage 1 on pp=1: layers 2 to 3, head; 51.7% of the work",

@@ -62,7 +62,7 @@ def test_which_groups_the_colours_are() -> None:
 
 FOUR = """\
 a=2 b=3 c=2 d=2, by a: 12 groups of 2
-lines part nodes: 3 nodes, 8 ranks on each
+lines separate nodes: 3 nodes, 8 ranks on each
 b    b=0           b=1           b=2
 d      0     1       0     1       0     1
 a=0 ┏━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━┓
@@ -122,7 +122,7 @@ def test_lines_are_where_nodes_end_and_nowhere_else(sizes: tuple[int, ...], per_
 
 def test_more_than_four_dims_share_a_direction_and_one_rank_is_a_grid() -> None:
     text = as_text(RankGrid(grid_facts(plan_of(dims=dict.fromkeys("abcde", 2)), "b")), 80)
-    assert "more than four dims: a b go downwards as one" in text and "a=1 b=0" in text
+    assert "more than four dims: a b are merged downwards" in text and "a=1 b=0" in text
     assert sorted(map(int, re.findall(r"(\d+)[a-p](?=\s)", text))) == list(range(32))
     one = RankGrid(grid_facts(plan_of(dims={"dp": 1}), rank=0))
     assert "[0a]" in str(one) and "1 group of 1" in str(one) and "dp=1" in one.svg()

@@ -116,7 +116,7 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
         ),
         (["configs/mash.toml"], ["no such file", "try:      did you mean configs/mesh.toml?"]),
         ([MESH, "--ranks", "3"], ["No such option: --ranks", "--rank)"]),
-        ([MESH, "--diff", MESH, "--grid"], ["--diff compares"]),
+        ([MESH, "--diff", MESH, "--grid"], ["--diff only compares"]),
         ([MESH, "--diff", "nothing.toml"], ["nothing.toml: cannot be read"]),
         ([MESH, "--diff", GPT, "--world-size", "64"], ["world"]),
         (
@@ -124,9 +124,9 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
             ["the ending .png", ".svg", "--export topo.svg"],
         ),
         ([MESH, "--export", "none/topo.svg"], ["none/topo.svg: cannot be written", "mkdir -p none"]),
-        ([MESH, "--export", "topo.svg", "--json"], ["leave --json"]),
-        ([MESH, "--diff", MESH, "--by", "dp", "--grid"], ["leave --grid and --by out"]),
-        ([MESH, "--export", "topo.svg", "--schedule"], ["and --schedule out"]),
+        ([MESH, "--export", "topo.svg", "--json"], ["leave out --json"]),
+        ([MESH, "--diff", MESH, "--by", "dp", "--grid"], ["leave out --grid and --by"]),
+        ([MESH, "--export", "topo.svg", "--schedule"], ["--json and --schedule"]),
         ([MESH, "--rank", "pp=1,tp=0"], ["given:    pp=1, tp=0", "try:      add dp"]),
     ],
 )
@@ -316,7 +316,7 @@ def test_a_rank_is_read_and_refused() -> None:
         ("five", "'five' is not a coord"),
         ("a=1,a=0", "a is there twice"),
         (" ", "' ' is not a coord"),
-        ("a=1,c=0", "coords that do not say one rank"),
+        ("a=1,c=0", "the coords do not identify one rank"),
         ("a=0,b=0,c=4", r"c=4 is outside the mesh(.|\n)*expected: 0 to 3"),
     ):
         with pytest.raises(LayoutError, match=said):

@@ -182,7 +182,7 @@ def test_a_suite(pytester: pytest.Pytester, via: str) -> None:
     assert "FAILED test_suite.py::test_one_fails - Failed: [r1 dp0 tp1] assert" in text
     # All ranks: once.
     whole = section("test_all_fail")
-    assert "- all 4 ranks, in the words of rank 0 -" in whole and whole.count("Traceback") == 1
+    assert "- all 4 ranks, as reported by rank 0 -" in whole and whole.count("Traceback") == 1
     assert "where tensor([4.]) = reduced(Mesh(tp=4; rank 0, cpu)" in whole
     # Two ranks: once, and what they have in common; no frame that is not the user's.
     two = section("test_two_fail")
@@ -206,9 +206,9 @@ def test_a_suite(pytester: pytest.Pytester, via: str) -> None:
     # Mistakes are explained.
     assert "MeshTestError: the marker mesh has an unknown keyword 'tiemout_s'" in text
     assert "try:      timeout_s=..." in text
-    assert "MeshTestError: the test takes mesh, but no marker says which" in text
+    assert "MeshTestError: the test uses the fixture mesh, but has no marker mesh" in text
     assert "MeshTestError: test_takes_none is marked mesh(tp=...) and takes no mesh" in text
-    assert "MeshTestError: mesh.rank is asked for in the main process" in text
+    assert "MeshTestError: mesh.rank is used in the main process" in text
     if not gloo:
         dead = section("test_deadlock")
         assert "DeadlockError: " in dead and "--- all 2 ranks: waits for others" in dead
@@ -295,7 +295,7 @@ def test_a_suite_on_the_emulated_backend(pytester: pytest.Pytester) -> None:
     text = result.stdout.str()
     result.assert_outcomes(passed=2, failed=1, skipped=1)
     assert "not through emulated_nccl: it needs tags" in text
-    assert "aten::add touches what ALLREDUCE has not been waited for" in text
+    assert "aten::add touches memory of ALLREDUCE, which has not been waited for" in text
 
 
 BYSTANDER = """
@@ -338,7 +338,7 @@ def test_a_suite_without_mesh_tests_is_left_alone(pytester: pytest.Pytester) -> 
         ((), {"dp": 2, "not_via": "gloo"}, "not_via='gloo'"),
         ((), {"dp": 2, "not_via": {"nccl": "why"}}, "not_via="),
         ((), {"dp": 2, "via": "gloo", "not_via": {"gloo": "why"}}, "not_via="),
-        ((), {}, "no marker says which"),
+        ((), {}, "has no marker mesh"),
     ],
 )
 def test_wrong_markers(args: tuple[object, ...], keywords: dict[str, object], what: str) -> None:

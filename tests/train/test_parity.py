@@ -309,7 +309,9 @@ def test_the_table_has_the_worst_ten_and_a_verdict() -> None:
     blamed = Blame(("dp",), 8, found[2])
     text = shown(Parity(config, 20, 1e-9, ("a",), tuple(found), first(found, 1e-9), blamed))
     lines = [line.split() for line in text.splitlines()]
-    assert text.startswith("dp=8 beside one process: the first 20 steps, float64\nchanged for it: a\n")
+    assert text.startswith(
+        "dp=8 compared with one process: the first 20 steps, float64\nchanged for the comparison: a\n"
+    )
     assert ["gradient", "norm", "2.0e-03", "1.0e-03", "step", "1", "0"] in lines
     assert ["weight", "-", "-", "gone:", "on", "one", "side", "only", "0"] in lines
     assert ["weight", "3.0e-03", "3.0e-03", "w3", "3"] in lines

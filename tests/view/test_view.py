@@ -485,7 +485,7 @@ def test_nothing_listens_on_other_addresses() -> None:
 
 
 def test_a_port_that_is_taken_is_said() -> None:
-    said = r"address already in use\n  given:    --port \d+ on 127.0.0.1\n(.*\n)+  try:      leave --port out"
+    said = r"address already in use\n  given:    --port \d+ on 127.0.0.1\n(.*\n)+  try:      leave out --port"
     with served(load_config(MESH)) as server, pytest.raises(ViewError, match=said):
         Server({}, None, server.server_port)
 
@@ -818,7 +818,7 @@ def test_a_run_is_followed_from_before_it_begins(browser: Browser, tmp_path: Pat
             file.write(step(1))
             tab.wait(f"{points} === '1'")
             tab.wait("!document.querySelector('#problem').hidden")
-            assert "another mesh than this page shows: pp 1, dp 4, tp 2." in tab.text("#problem")
+            assert "a different mesh from the one on this page: pp 1, dp 4, tp 2." in tab.text("#problem")
             raise KeyboardInterrupt
         shows("stopped after step 1 of 30")
         assert "interrupted" in tab.text("#outcome")
