@@ -119,7 +119,8 @@ def refuse_alone(settings: Settings) -> None:
         return
     if not _fits(settings, needed):
         return  # its number of processes is not what is wrong with it
-    hint = f"torchrun --nproc-per-node {needed} script.py; srun and mpirun do as well"
+    script = next((word for word in sys.argv[:1] if word.endswith(".py")), "script.py")
+    hint = f"torchrun --nproc-per-node {needed} {script}; srun and mpirun do as well"
     if "ipykernel" in sys.modules:
         hint = f"meshcomm.simulate(function, dims={dict(mesh.dims)}): every rank a thread of this notebook"
     elif started or "ray" in sys.modules:
