@@ -9,14 +9,14 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from meshcomm.cli.app import AsJson, Overrides, World, app, no_config, show_facts
+from meshcomm.cli.app import AsJson, Command, Overrides, World, app, no_config, show_facts
 from meshcomm.errors import LaunchError
 
 # How long the ranks wait for each other without a config.
 _DOCTOR_TIMEOUT_S: Final = 60.0
 
 
-@app.command()
+@app.command(cls=Command)
 def report(
     source: Annotated[
         Path,
@@ -32,7 +32,7 @@ def report(
     typer.echo(job(source))
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor(
     config: Annotated[
         Path | None,
@@ -84,7 +84,7 @@ def doctor(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(cls=Command)
 def export(
     source: Annotated[
         Path,

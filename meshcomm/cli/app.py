@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from meshcomm.errors import ConfigError, MeshcommError
 
@@ -41,6 +41,15 @@ GROUPS: Final = {
 }
 
 
+class Command(TyperCommand):
+    """A command whose usage line has its arguments as they are written here, on every version of typer."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """As in `[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]...`."""
+        arguments = [str(each.metavar) for each in self.params if each.param_type_name == "argument"]
+        return ["[OPTIONS]", *arguments, *["[ARGUMENTS]..."] * ctx.allow_extra_args]
+
+
 class Commands(TyperGroup):
     """All commands. A MeshcommError in any of them is printed on stderr and gives exit code 2."""
 
@@ -63,8 +72,15 @@ class Commands(TyperGroup):
         except MeshcommError as error:
             # The ranks of a host read the same file: only the first rank reports errors in it.
             if not isinstance(error, ConfigError) or _first_of_host(os.environ):
-                typer.echo(str(error), err=True)
+                _say(error)
             raise typer.Exit(2) from None
+
+
+def _say(error: MeshcommError) -> None:
+    """On stderr: folded to a terminal, else in lines as long as they are."""
+    from meshcomm.show.page import Line, terminal
+
+    terminal(10_000, stderr=True).print(Line(str(error)), crop=False)
 
 
 def _first_of_host(env: Mapping[str, str]) -> bool:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from meshcomm.cli.app import AsJson, ConfigFile, Facts, Overrides, World, app, discovered_topology, show_facts
+from meshcomm.cli.app import (
+    AsJson,
+    Command,
+    ConfigFile,
+    Facts,
+    Overrides,
+    World,
+    app,
+    discovered_topology,
+    show_facts,
+)
 
 if TYPE_CHECKING:
     from meshcomm.config import Config
@@ -29,7 +39,7 @@ Other = Annotated[
 ]
 
 
-@app.command()
+@app.command(cls=Command)
 def plan(
     config: ConfigFile,
     world: World = None,
@@ -129,7 +139,7 @@ def _compare(a: Config, b: Config, world: int | None, json: bool) -> NoReturn:
     raise typer.Exit(0 if facts["equal"] else 1)
 
 
-@app.command()
+@app.command(cls=Command)
 def lint(
     config: ConfigFile,
     world: World = None,
@@ -154,7 +164,7 @@ def lint(
     raise typer.Exit(int(strict and bool(findings)))
 
 
-@app.command()
+@app.command(cls=Command)
 def view(
     target: Annotated[
         Path,
@@ -191,7 +201,7 @@ def view(
             typer.echo()
 
 
-@app.command()
+@app.command(cls=Command)
 def schema() -> None:
     """Print the JSON schema of configurations, for completion and checks in editors."""
     from meshcomm.config.schema import schema_text

@@ -9,6 +9,7 @@ import typer
 
 from meshcomm.cli.app import (
     AsJson,
+    Command,
     ConfigFile,
     Operations,
     Overrides,
@@ -19,7 +20,7 @@ from meshcomm.cli.app import (
 )
 
 
-@app.command()
+@app.command(cls=Command)
 def bench(
     config: Annotated[
         Path | None,
@@ -76,7 +77,7 @@ def bench(
     raise typer.Exit(job(config, overrides or (), world, asked, Output(json, fit)))
 
 
-@app.command()
+@app.command(cls=Command)
 def costs(
     config: ConfigFile,
     world: World = None,
@@ -104,7 +105,7 @@ def costs(
     show_facts(facts, json, cost_view)
 
 
-@app.command()
+@app.command(cls=Command)
 def tune(
     config: ConfigFile,
     world: Annotated[
@@ -153,7 +154,7 @@ def tune(
         from meshcomm.jobs.dryrun import exactly
 
         ranking, ran = exactly(settings, ranking, topology)
-    facts = place_facts(ranking, settings.parallel.parts)
+    facts = place_facts(ranking, settings.parallel.parts, settings.mesh.device)
     if exact:
         for placement, each in zip(facts["placements"], ran, strict=True):
             placement["exact"] = each._asdict()

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any, Final, final
 
 import typer
-from typer.core import TyperCommand
 
-from meshcomm.cli.app import AsJson, ConfigFile, Overrides, World, app, no_config, show_facts
+from meshcomm.cli.app import AsJson, Command, ConfigFile, Overrides, World, app, no_config, show_facts
 from meshcomm.errors import LaunchError
 
 First = Annotated[
@@ -47,7 +46,7 @@ _STARTER: Final = {
 
 
 @final
-class ScriptCommand(TyperCommand):
+class ScriptCommand(Command):
     """A command `[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]`. Arguments after SCRIPT belong to the script."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -56,7 +55,7 @@ class ScriptCommand(TyperCommand):
         return super().parse_args(ctx, [*args[:script], "--", *args[script:]])
 
 
-@app.command()
+@app.command(cls=Command)
 def new(
     folder: Annotated[
         Path,
@@ -91,7 +90,7 @@ def new(
         typer.echo(f"{command} {path}")
 
 
-@app.command()
+@app.command(cls=Command)
 def train(
     config: ConfigFile,
     world: World = None,
@@ -292,7 +291,7 @@ def _found(script: Path, usage: str) -> Path:
     if not script.is_file():
         from meshcomm.config.read import near_file
 
-        near = near_file(script)
+        near = near_file(script, script=True)
         way = near if near.startswith("did") else usage
         raise LaunchError(
             f"there is no script {script}", given=str(script), expected="a Python file", hint=way

@@ -7,6 +7,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from meshcomm.layout.names import nearest_name
 
 # One key of a path. TOML quotes keys with other characters than ASCII letters.
 _PART = r'(?:[\w-]+|"[^"\\]+")'
+# A line of a file with a mesh, or of a model's config.json.
+_OF_MESH = re.compile(rb'(?m)(?:^|[{[,])\s*"?mesh"?\s*[].:=]|"model_type"')
 _WORD = r"[^\s\"'\[\]{}=#,]+"
 
 
@@ -129,16 +132,24 @@ def _read(path: Path, label: str) -> dict[str, Any]:
     return data or {}
 
 
-def near_file(path: Path) -> str:
-    """The hint if there is no such file: the one in its folder with the most similar name, ignoring extensions."""
+def near_file(path: Path, script: bool = False) -> str:
+    """The hint if there is no such file: the one in its folder with the most similar name, ignoring extensions.
+
+    script: only Python files are considered; otherwise only configurations, which have a mesh or describe a model.
+    """
+    endings = [".py"] if script else [*PARSERS]
     try:
-        present = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+        present = [entry.name for entry in path.parent.iterdir() if entry.suffix.lower() in endings]
     except OSError:
         return f"the folder {path.parent} cannot be read either"
     # If the names of two files differ only in the extension, the one with the same extension is last and is kept.
     by_stem = {Path(name).stem: name for name in sorted(present, key=lambda n: n.endswith(path.suffix))}
-    near = nearest_name(path.stem, by_stem)
-    return "a path to a file" if near is None else f"did you mean {path.parent / by_stem[near]}?"
+    while (near := nearest_name(path.stem, by_stem)) is not None:
+        found = path.parent / by_stem.pop(near)
+        with suppress(OSError):
+            if script or _OF_MESH.search(found.read_bytes()):
+                return f"did you mean {found}?"
+    return "a path to a file"
 
 
 def _anchor(data: dict[str, Any], folder: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, final, get_args
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
-from meshcomm.comm.callsite import line_of
+from meshcomm.comm.callsite import is_ours, line_of
 from meshcomm.parallel.torch_private import parts_of_dtensor
 from meshcomm.train.torch_private import backward_number
 from meshcomm.transport.torch_private import DispatchMode, storage_id
@@ -30,6 +31,8 @@ gathered: unsharded weights of FSDP. rest: communication buffers, temporary memo
 # Composite operators, including calls on groups.
 COMPOSED: Final = ("meshcomm", "meshcomm_recompute")
 _SKIPPED: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+# What calls the program of a rank.
+_RUNNERS: Final = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "script.py"))
 
 
 @final
@@ -165,9 +168,7 @@ class Ledger:
         if self.live > self._peak:
             self._peak, self._peak_clock = self.live, self._clock
             self._gone.clear()
-            frame = sys._getframe(2)
-            while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
-                frame = frame.f_back
+            frame = _line_of_program(sys._getframe(2))
             self._where = self._stretch()[0], (frame.f_code, frame.f_lasti), operator
 
     def _let_go(self, held: _Held) -> None:
@@ -210,6 +211,16 @@ class LedgerMode(DispatchMode):  # type: ignore[misc]
             return function(*args, **kwargs)
         finally:
             DispatchMode.__exit__(self, None, None, None)
+
+
+def _line_of_program(frame: FrameType) -> FrameType:
+    """The innermost frame that is the user's; where the program has none, as a training by a config, that of meshcomm."""
+    ours = None
+    while is_ours(file := frame.f_code.co_filename) and file not in _RUNNERS and frame.f_back is not None:
+        if ours is None and not file.startswith(_SKIPPED):
+            ours = frame
+        frame = frame.f_back
+    return ours if ours is not None and is_ours(file) else frame
 
 
 def _ended(ledger: weakref.ref[Ledger], key: int, _: object) -> None:

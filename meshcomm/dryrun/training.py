@@ -169,6 +169,9 @@ def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None)
     for step in steps:
         for span in step.calls:
             groups.setdefault(span.lane, set()).add(tuple(step.groups[span.group]))
+    # Without links, calls have no times, and the replay counts none.
+    if links is None:
+        met = None
     found = []
     for dim, calls in dims.items():
         members = sorted(groups.get(dim, ()))
@@ -218,5 +221,7 @@ def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Fa
         "share_of_peak": flops / seconds / peak if peak and seconds else None,
         "computed_again": again,
         "assumed_tflops": tflops,
+        "assumed": [] if topology.tflops else ["tflops"],
+        "device": "auto" if settings is None else settings.mesh.device,
         "links": [str(level) for level in links.levels],
     }

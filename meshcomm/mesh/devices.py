@@ -89,10 +89,15 @@ def check_backends(plan: Plan) -> None:
         key = f"mesh.options.{family.name}.backend"
         chosen.setdefault(family.options.backend, (family.name, key))
     for backend, (name, key) in chosen.items():
-        for part in by_device(backend).values():
+        for kind, part in by_device(backend).items():
             if not dist.is_backend_available(part):
                 known = [each for each in dist.Backend.backend_list if each != dist.Backend.UNDEFINED]
-                usable = [each for each in known if dist.is_backend_available(each)]
+                of_device = dist.Backend.backend_capability
+                usable = [
+                    each
+                    for each in known
+                    if dist.is_backend_available(each) and (kind or plan.device) in of_device.get(each, ())
+                ]
                 near = None if part in known else nearest_name(part, usable)
                 raise LaunchError(
                     f"this torch has no backend {part}",

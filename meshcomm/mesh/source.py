@@ -119,7 +119,8 @@ def refuse_alone(settings: Settings) -> None:
         return
     if not _fits(settings, needed):
         return  # the number of processes is not the problem
-    hint = f"torchrun --nproc-per-node {needed} script.py; srun and mpirun work too"
+    script = next((word for word in sys.argv[:1] if word.endswith(".py")), "script.py")
+    hint = f"torchrun --nproc-per-node {needed} {script}; srun and mpirun work too"
     if "ipykernel" in sys.modules:
         hint = f"meshcomm.simulate(function, dims={dict(mesh.dims)}): every rank a thread of this notebook"
     elif started or "ray" in sys.modules:

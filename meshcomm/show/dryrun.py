@@ -10,6 +10,7 @@ from typing import Final
 
 from meshcomm.layout.sizes import fold, times
 from meshcomm.show.page import Cells, Column, Facts, Line, PagePart, View, page_view
+from meshcomm.show.place import assumed_text
 from meshcomm.show.units import bytes_text, count, decimal_unit, seconds_text
 
 # The number of findings shown with their lines; the rest is counted.
@@ -31,7 +32,7 @@ def _page(facts: Facts) -> Iterator[PagePart]:
     yield from _memory(facts["memory"])
     if facts["calls"]:
         yield Line(f"calls of {facts['part']}, of the rank that moves the most along each dim")
-        yield _calls(facts["calls"])
+        yield _calls(facts["calls"], timed=facts["step"] is not None)
     yield from _step(facts["step"], facts["part"])
 
 
@@ -63,7 +64,7 @@ def _memory(memory: Facts) -> Iterator[PagePart]:
     # Consecutive stages with equal memory share one row.
     rows: list[Facts] = []
     for _, (first, *others) in groupby(stages, itemgetter("parts")):
-        last = f" to {others[-1]['stage']}" if others else ""
+        last = f"-{others[-1]['stage']}" if others else ""
         rows.append({**first, "stages": f"{first['stage']}{last}"})
     # All cells use one unit, so that a column is no wider than its name.
     unit, size = decimal_unit(top["peak_bytes"])
@@ -86,23 +87,23 @@ def _memory(memory: Facts) -> Iterator[PagePart]:
 
 
 def _in_unit(size: float, number: float) -> str:
-    return f"{number / size:.3g}"
+    return f"{round(number / size, 2):.3g}"
 
 
-def _calls(calls: list[Facts]) -> Cells:
+def _calls(calls: list[Facts], timed: bool) -> Cells:
     rows = [{**dim, "first": call is dim["calls"][0], **call} for dim in calls for call in dim["calls"]]
-    return Cells.of(
-        rows,
-        {
-            "dim": lambda row: f"{row['dim']} {row['link'] or ''}".rstrip(),
-            "call": "call",
-            ">calls": "calls",
-            ">bytes": ("bytes", bytes_text),
+    columns: dict[str, Column] = {
+        "dim": lambda row: f"{row['dim']} {row['link'] or ''}".rstrip(),
+        "call": "call",
+        ">calls": "calls",
+        ">bytes": ("bytes", bytes_text),
+    }
+    if timed:
+        columns |= {
             ">exposed": partial(_seconds, "exposed_s"),
             ">until others arrive": partial(_seconds, "late_s"),
-        },
-        once=1,
-    )
+        }
+    return Cells.of(rows, columns, once=1)
 
 
 def _seconds(key: str, row: Facts) -> str:
@@ -130,5 +131,6 @@ def _step(step: Facts | None, part: str) -> Iterator[PagePart]:
             + (", including recomputation" * step["computed_again"])
         )
     parts.append(", ".join(rate))
-    parts.append(f"assumed: compute at {step['assumed_tflops']:g} TFLOP/s; links {'; '.join(step['links'])}")
+    speed = f"{step['assumed_tflops']:g} TFLOP/s{assumed_text(step, 'tflops')}"
+    parts.append(f"assumed: compute at {speed}; links {'; '.join(step['links'])}")
     yield Line("\n".join(parts), drawing=True)

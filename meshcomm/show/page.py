@@ -169,12 +169,12 @@ def page_view(parts: Sequence[PagePart]) -> View:
     return Group(*parts)
 
 
-def terminal(width: int = _WIDTH) -> Console:
-    """stdout: as wide as the terminal or COLUMNS, or `width` columns where there is neither."""
+def terminal(width: int = _WIDTH, stderr: bool = False) -> Console:
+    """stdout or stderr: as wide as the terminal or COLUMNS, or `width` columns where there is neither."""
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=width)
+    console = Console(stderr=stderr)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=width, stderr=stderr)
 
 
 def as_text(what: RenderableType, width: int = _WIDTH) -> str:

@@ -12,8 +12,8 @@ from meshcomm.show.page import Cells, Column, Facts, Line, View, page_view
 from meshcomm.show.units import bytes_text, count, seconds_text
 
 
-def place_facts(ranking: Ranking, names: Mapping[ParallelRole, str]) -> Facts:
-    """The output of `meshcomm tune`, as JSON-serializable data. names: the dim of each part."""
+def place_facts(ranking: Ranking, names: Mapping[ParallelRole, str], device: str = "auto") -> Facts:
+    """The output of `meshcomm tune`, as JSON-serializable data. names: the dim of each part. device: mesh.device."""
     return {
         "world_size": ranking.world,
         "meshes": ranking.meshes,
@@ -23,6 +23,7 @@ def place_facts(ranking: Ranking, names: Mapping[ParallelRole, str]) -> Facts:
         "tflops": ranking.tflops,
         "memory_gbytes": ranking.memory_gb,
         "assumed": list(ranking.assumed),
+        "device": device,
         "placements": [_facts(placement, names) for placement in ranking.placements],
     }
 
@@ -61,13 +62,12 @@ def _call(share: Share, along: Mapping[str, str]) -> Facts:
 def place_view(facts: Facts) -> View:
     """`place_facts` for a rich console: the ranking, then the parts of the first mesh's time."""
     left = f" ({facts['too_large']:,} of them too large for memory)" if facts["too_large"] else ""
-    assumed = {key: f" (of an H100, as topology.{key} is not set)" for key in facts["assumed"]}
     head = (
         f"{facts['meshes']:,} meshes of {facts['world_size']:,} ranks ranked: "
         f"{count(facts['sizes'], 'legal factorization')}{left} in all orders of their dims\n"
         f"links: {'; '.join(facts['links'])}\n"
-        f"a rank: {facts['tflops']:g} TFLOP/s{assumed.get('tflops', '')}, "
-        f"{facts['memory_gbytes']:g} GB{assumed.get('memory_gbytes', '')}\n"
+        f"a rank: {facts['tflops']:g} TFLOP/s{assumed_text(facts, 'tflops')}, "
+        f"{facts['memory_gbytes']:g} GB{assumed_text(facts, 'memory_gbytes')}\n"
         "times are predicted; nothing overlaps; by: the algorithm that the model finds fastest"
     )
     columns: dict[str, Column] = {
@@ -81,12 +81,24 @@ def place_view(facts: Facts) -> View:
         ">calls": lambda row: seconds_text(sum(call["seconds"] for call in row["calls"])),
         ">GB": lambda row: f"{sum(row['memory_bytes'].values()) / 1e9:.3g}",
     }
+    notes = []
+    if any(row["also"] for row in facts["placements"]):
+        notes.append("+N orders: N other orders of the same sizes take as long")
     if "exact" in facts["placements"][0]:
+        notes.append("dry run, its GB: a step and the peak as a dry run gives them; !: more than a rank has")
         columns[">dry run"] = ("exact.step_s", seconds_text)
         columns[">its GB"] = ("exact", _peak)
     columns["slow links, most time first"] = ("calls", _crossing)
     ranking = Cells.of([{"number": n, **each} for n, each in enumerate(facts["placements"], 1)], columns)
-    return page_view([Line(head), ranking, *_reasons(facts["placements"][0])])
+    return page_view([Line(head), ranking, *map(Line, notes), *_reasons(facts["placements"][0])])
+
+
+def assumed_text(facts: Facts, key: str) -> str:
+    """Behind a figure of a rank: that it is an H100's where the setting is not there. Of a CPU it is not."""
+    if key not in facts["assumed"]:
+        return ""
+    other = "not of mesh.device cpu, " if facts["device"] == "cpu" else ""
+    return f" (of an H100, {other}as topology.{key} is not set)"
 
 
 def _peak(exact: Facts) -> str:

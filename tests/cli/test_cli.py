@@ -69,6 +69,31 @@ def test_help_has_every_command_once_under_its_group_and_cuts_nothing(
         assert " ".join(command.callback.__doc__.split("\n\n")[0].split()) in words
 
 
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("run", "[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]..."),
+        ("parity", "[OPTIONS] CONFIG [SCRIPT] [ARGUMENTS]..."),
+        ("plan", "[OPTIONS] CONFIG"),
+        ("export", "[OPTIONS] RUN|CHECKPOINT FILE"),
+        ("new", "[OPTIONS] [FOLDER]"),
+        ("schema", "[OPTIONS]"),
+    ],
+)
+def test_a_usage_line_has_what_is_needed_and_in_brackets_what_is_not(command: str, usage: str) -> None:
+    assert meshcomm(command, "--help").stdout.splitlines()[0] == f"Usage: meshcomm {command} {usage}"
+    assert f"Usage: meshcomm {command} {usage}\n" in meshcomm(command, "--nonsense").stderr
+
+
+def test_an_error_is_folded_to_a_terminal_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = f"{'some_folder/' * 4}nope.toml"
+    folded = meshcomm("plan", missing).stderr
+    assert max(map(len, folded.splitlines())) <= 80 and "\n            some_folder" not in folded
+    monkeypatch.delenv("COLUMNS", raising=False)
+    plain = CliRunner().invoke(app, ["plan", missing]).stderr
+    assert max(map(len, plain.splitlines())) > 80 and " ".join(plain.split()) == " ".join(folded.split())
+
+
 def test_the_versions_are_printed() -> None:
     shown = meshcomm("--version")
     assert shown.exit_code == 0 and shown.stdout.startswith(f"meshcomm {__version__}, torch ")

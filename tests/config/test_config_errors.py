@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from meshcomm.config import Config, DimOptions, MeshConfig, load_config
-from meshcomm.config.read import apply
+from meshcomm.config.read import apply, near_file
 from meshcomm.errors import ConfigError, LayoutError
 
 MESH: dict[str, Any] = {"mesh": {"dims": {"pp": 2, "dp": 2, "tp": 2}}}
@@ -429,7 +429,7 @@ def test_a_file_that_is_too_deep_or_stands_for_a_larger_one_is_refused(
 def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("configs").mkdir()
-    Path("configs/quickstart.toml").write_text("")
+    Path("configs/quickstart.toml").write_text("[mesh]\n")
     assert report_of("configs/quikstart.toml") == (
         "configs/quikstart.toml: cannot be read: no such file or directory\n"
         "  given:    configs/quikstart.toml\n"
@@ -439,8 +439,21 @@ def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     # Names are compared without their endings: all configs end alike.
     Path("pyproject.toml").touch()
     assert report_of("nope.toml").endswith("  try:      a path to a file")
+    # Only what fits is named: with a mesh, or a model's; a script for a script.
+    Path("nop.toml").write_text('[project]\ndescription = "mesh"\n')
+    Path("nope.py").touch()
+    assert report_of("nope.toml").endswith("  try:      a path to a file")
+    assert near_file(Path("nop"), script=True) == "did you mean nope.py?"
+    for text in (
+        "mesh: { dims: { dp: 8 } }",
+        '{"train": {}, "mesh": {}}',
+        '{"model_type": "llama"}',
+        "[mesh.dims]",
+    ):
+        Path("nap.json").write_text(text)
+        assert report_of("nope.toml").endswith("did you mean nap.json?"), text
     assert report_of("configs/quikstart.yaml").endswith("did you mean configs/quickstart.toml?")
-    Path("configs/quickstart.yaml").touch()
+    Path("configs/quickstart.yaml").write_text("mesh:\n")
     assert report_of("configs/quikstart.yaml").endswith("did you mean configs/quickstart.yaml?")
     Path("folder.toml").mkdir()
     assert report_of("folder.toml").startswith("folder.toml: cannot be read: is a directory\n")

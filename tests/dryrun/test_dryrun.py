@@ -94,7 +94,10 @@ def test_a_program_that_is_right_is_found_right(tmp_path: Path) -> None:
         "dp": 1,
     }
     assert facts["part"] == "one step"
-    assert "all calls match" in as_text(dry_view(facts), 120)
+    shown = as_text(dry_view(facts), 120)
+    # Without [topology] a call has no time, rather than none that the program waits for.
+    assert "all calls match" in shown and "no times: " in shown and "exposed" not in shown
+    assert {each["exposed_s"] for each in facts["calls"]} == {None}
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -177,9 +180,19 @@ def test_calls_memory_and_time_of_a_training(tmp_path: Path) -> None:
     assert step["tokens_s"] == pytest.approx(32 * 64 / step["seconds"])
     shown = as_text(dry_view(facts), 120)
     assert "does NOT fit in" in shown
-    # The table of memory has one unit, and fits into a terminal of 80 columns.
+    assert "assumed: compute at 0.01 TFLOP/s; links" in shown
+    # The table of memory has one unit, and fits into a terminal of 80 columns, of a large world too.
+    stages[1] |= {"stage": 12, "rank": 131_071}
+    stages[2:] = [{**stages[1], "stage": 13}, {**stages[1], "stage": 14}]
     narrow = as_text(dry_view(facts), 80)
-    assert re.search(r"^peak memory in [kMGT]B, .*\nstage  rank .* activations .*$", narrow, re.M), narrow
+    assert re.search(r"^peak memory in [kMGT]B, .*\nstage +rank .* activations .*$", narrow, re.M), (
+        narrow
+    )
+    assert re.search(r"^12-14  131,071 ", narrow, re.M) and max(map(len, narrow.splitlines())) <= 80, narrow
+    # What nobody has said of a rank is named.
+    facts["step"] |= {"assumed": ["tflops"], "device": "cpu"}
+    shown = " ".join(as_text(dry_view(facts), 80).split())
+    assert "(of an H100, not of mesh.device cpu, as topology.tflops is not set); links" in shown
 
 
 @pytest.mark.deep

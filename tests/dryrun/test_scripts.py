@@ -107,6 +107,16 @@ def test_a_branch_that_no_rank_takes_leaves_no_calls(tmp_path: Path) -> None:
     assert found.replay is not None and not found.replay.stuck
 
 
+def test_the_line_of_the_peak_is_the_programs_also_where_meshcomm_makes_the_memory(tmp_path: Path) -> None:
+    body = """
+import meshcomm, torch
+with meshcomm.init(dims={'dp': 4}) as mesh:
+    gathered = mesh.all_gather('dp', torch.ones(64, 64))
+"""
+    for step in looked_at(body, tmp_path).steps.values():
+        assert step.peak.at == f"{tmp_path / 'train.py'}:4"
+
+
 STEPS = """
 import meshcomm, torch
 with meshcomm.init(dims={'dp': 4}) as mesh:

@@ -202,7 +202,10 @@ def test_a_process_that_no_launcher_started(pool: Pool, monkeypatch: pytest.Monk
     assert text.startswith("the mesh needs 4 processes, and no launcher has started this one\n")
     assert IN_EACH in text and "or init(rank=..., world_size=4, ...)" in text
     monkeypatch.setattr("multiprocessing.parent_process", lambda: None)
-    assert "try:      torchrun --nproc-per-node 4 script.py; srun and mpirun work too" in refused(dims, {})
+    for argv, script in ((["a/hello.py", "x.py"], "a/hello.py"), (["-c"], "script.py"), ([], "script.py")):
+        monkeypatch.setattr(sys, "argv", argv)
+        told = f"try:      torchrun --nproc-per-node 4 {script}; srun and mpirun work too"
+        assert told in refused(dims, {})
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     simulated = "try:      meshcomm.simulate(function, dims={'dp': -1, 'tp': 4}): every rank a thread"
     assert simulated in refused(dims, {})
@@ -457,6 +460,11 @@ def test_a_program_that_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.Mo
         (
             {"config": {"mesh": {"dims": {"dp": 1}, "device": "cpu"}, "network": {"interfaces": ["none7"]}}},
             r"this host has no interface none7\n.*none7 in \[network\] interfaces\n.*remove it from \[network\]",
+        ),
+        (
+            # Near, but not of this device.
+            {"options": {"dp": {"backend": "ncl"}}},
+            r'no backend ncl\n.*ncl for dp.*one of gloo, fake\n.*mesh\.options\.dp\.backend = "auto"',
         ),
         ({"options": {"dp": {"backend": "nonsense"}}}, "this torch has no backend nonsense"),
         ({"world_size": "2"}, "world_size is not an integer: '2'"),

@@ -343,7 +343,11 @@ def test_the_command_ranks_explains_and_writes(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.stderr
     assert "19 meshes of 8 ranks ranked: 8 legal factorizations in all orders" in shown.stdout
     # No figure of a machine that nobody named is shown as if it were known.
-    assert "a rank: 400 TFLOP/s (of an H100, as topology.tflops is not set), 80 GB (of an" in shown.stdout
+    assert (
+        "a rank: 400 TFLOP/s (of an H100, not of mesh.device cpu, as topology.tflops is not" in shown.stdout
+    )
+    cuda = command(*words, "--top", "1", "--set", "mesh.device=cuda").stdout
+    assert "a rank: 400 TFLOP/s (of an H100, as topology.tflops is not set), 80 GB (of an" in cuda
     named = command(*words, "--set", "topology.tflops=0.05", "--set", "topology.memory_gbytes=12")
     assert "a rank: 0.05 TFLOP/s, 12 GB\n" in named.stdout
     assert "links: node 2 us 300 GB/s (assumed); network 10 us 50 GB/s (assumed)" in shown.stdout

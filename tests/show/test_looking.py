@@ -243,6 +243,8 @@ def test_no_line_is_wider_than_the_console_and_no_word_of_a_table_is_broken(widt
         ["plan", QUICK, "--schedule"],
         ["costs", GPT, "--world-size", "1024", "--bytes", "1KiB", "--bytes", "1GiB"],
         ["tune", LLAMA, "--world-size", "16384"],
+        ["lint", GPT, "--world-size", "1024", "--set", "mesh.dims={ tp = 16, dp = 16, pp = 4 }"],
+        ["doctor", QUICK, "--all"],
     ):
         code, text, _ = run(*command, columns=width)
         wide = [line for line in text.splitlines() if len(line) > width and " " in line.strip()]
