@@ -1,18 +1,24 @@
-"""Hook of the site's build: adds a page for each file of the repository that a page links to.
+"""Hook of the site's build: what Markdown alone does not give.
 
-On the repository's host the same links lead to the files themselves.
+Files of the repository that pages link to become pages. The same links work on the repository's host, where they lead to the
+files themselves. Entries of the API have the anchors of their names. The search index is a script, which works from files too.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import posixpath
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, Final
 
+from markdown.extensions.toc import slugify
 from properdocs.structure.files import File
 from pygments.formatters import HtmlFormatter
+
+import meshcomm
 
 _LOG: Final = logging.getLogger("properdocs.hooks.links")
 _ROOT: Final = Path(__file__).parents[2]
@@ -21,6 +27,25 @@ _FOLDER: Final = "repository"
 _LANGUAGES: Final = {".py": "python", ".toml": "toml", ".sh": "bash", ".json": "json"}
 _CODE: Final = re.compile(r"(^(```+).*?^\2`*\s*$|(?<!`)(`+)(?!`).*?(?<!`)\3(?!`))", re.DOTALL | re.MULTILINE)
 _LINK: Final = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
+# What a search finds, of all pages that are built.
+_FOUND: Final[list[tuple[str, str, str, str]]] = []
+_NAME: Final = re.compile(r"(meshcomm|mesh\.(functional|objects|store))(\.\w+)*")
+# The tool that makes a page, which is edited instead of the page.
+_TOOL: Final = re.compile(r"Made by `python (docs/tools/\w+\.py)")
+# The anchor of an entry of the API, which the repository's host takes from here, and the site from the heading after it.
+_ANCHOR: Final = re.compile(r'^<a id="[\w.]+"></a>\n+(?=#)', re.MULTILINE)
+
+
+def on_config(config: Any) -> Any:
+    """The anchor of a heading that is a public name is this name."""
+
+    def anchor(title: str, separator: str) -> str:
+        return title if _NAME.fullmatch(title) else str(slugify(title, separator))
+
+    config.mdx_configs["toc"]["slugify"] = anchor
+    config.extra["version"] = meshcomm.__version__
+    _FOUND.clear()
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -49,6 +74,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Turn links to files of the repository into links to their pages."""
     here = page.file.src_uri
     copied = here.startswith(f"{_FOLDER}/")
+    if page.edit_url and (tool := _TOOL.search(markdown)):
+        page.edit_url = page.edit_url.replace(f"docs/{here}", tool[1])
     source = Path(here.removeprefix(f"{_FOLDER}/").removesuffix(".md")) if copied else Path("docs", here)
 
     def rewritten(match: re.Match[str]) -> str:
@@ -65,7 +92,73 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             to = _uri(target)
         return posixpath.relpath(to, posixpath.dirname(here) or ".") + (match.group(2) or "")
 
-    return _outside_code(markdown, lambda text: _LINK.sub(rewritten, text))
+    return _outside_code(markdown, lambda text: _ANCHOR.sub("", _LINK.sub(rewritten, text)))
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Let a wide table scroll in a box of its own; bars in the code of its cells need no backslash. Note what a search finds."""
+    html = html.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
+    html = re.sub(r"<td>.*?</td>", lambda cell: cell[0].replace("\\|", "|"), html, flags=re.DOTALL)
+    read = _Sections()
+    read.feed(html)
+    # Of the API, rows are arguments; of files of the repository, a search finds the names.
+    rows = [] if page.url.startswith("reference/api") else read.rows
+    for title, anchor, text, section in [*((*each, "") for each in read.sections), *rows]:
+        place = f"{page.title} › {section}" if section else page.title
+        text = "" if page.url.startswith(_FOLDER) else " ".join(text.split())
+        _FOUND.append((place, title.strip(), f"{page.url}#{anchor}", text))
+    return html
+
+
+def on_post_build(config: Any) -> None:
+    """Write what a search finds: page, title, location and text, of each section and of each row with a name."""
+    made = json.dumps(_FOUND, ensure_ascii=False, separators=(",", ":"))
+    path = Path(config.site_dir, "js", "sections.js")
+    path.write_text(f"window.sections = {made};\n", encoding="utf-8")
+
+
+class _Sections(HTMLParser):
+    """The sections of a page as title, anchor and text, and rows of tables that begin with code, with their section's title."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sections: list[list[str]] = []
+        self.rows: list[tuple[str, str, str, str]] = []
+        # Where text goes: 0, the title of the section, or 2, its text.
+        self._to = 2
+        self._cells: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if re.fullmatch("h[1-6]", tag):
+            self.sections.append(["", given["id"] or "", ""])
+            self._to = 0
+        elif tag == "a" and given.get("id"):
+            # An attribute of a class, in a table.
+            self.sections.append([given["id"] or "", given["id"] or "", ""])
+        elif tag == "a" and given.get("class") == "headerlink":
+            self._to = 1
+        elif tag == "tr":
+            self._cells = []
+        elif tag in ("td", "th"):
+            self._cells.append(tag)
+        elif tag == "code" and self._cells == ["td"]:
+            self._cells = [""]
+
+    def handle_endtag(self, tag: str) -> None:
+        if re.fullmatch("h[1-6]", tag):
+            self._to = 2
+        elif tag == "tr" and self._cells and not self._cells[0].startswith(("td", "th")):
+            title, anchor, _ = self.sections[-1]
+            self.rows.append((self._cells[0], anchor, " ".join(cell[2:] for cell in self._cells[1:]), title))
+        if tag not in ("code", "span", "a", "em", "strong") and self.sections:
+            self.sections[-1][2] += " "
+
+    def handle_data(self, data: str) -> None:
+        if self.sections and self._to != 1:
+            self.sections[-1][self._to] += data
+        if self._cells:
+            self._cells[-1] += data
 
 
 def _outside_code(markdown: str, change: Any) -> str:

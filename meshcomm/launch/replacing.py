@@ -167,7 +167,9 @@ class Replacing:
             way = "a program continues with mesh.reopen(error), a Trainer by itself"
             lines.append(f"{ranks_text(left)} ended by RankLost: {way}")
         if self.number and not any(state_of_rank(self.store, each) for each in range(self.places.count)):
-            lines.append("no rank had opened a mesh: only a program that reopens one, or a Trainer, can continue")
+            lines.append(
+                "no rank had opened a mesh: only a program that reopens one, or a Trainer, can continue"
+            )
         return lines
 
     def _announce(self, places: Places, lost: Mapping[int, str], again: Collection[int]) -> None:

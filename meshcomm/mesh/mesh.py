@@ -83,6 +83,18 @@ class Mesh(AlongDims):
 
     On a rank outside the mesh, `is_member` is False, and every method that needs a place in the mesh raises
     NotMember.
+
+    Attributes:
+        rank: the global rank of this process.
+        device: the torch device of this rank.
+        layout: the positions of all ranks, a `Layout`.
+        plan: the groups of the mesh, a `Plan`.
+        functional: `mesh.functional`, collectives with gradients.
+        objects: `mesh.objects`, which sends Python objects.
+        store: `mesh.store`, the key-value store of the job.
+        warm_up_s: the last result of `warm_up`; empty before the first call.
+        closed: whether `close` was called.
+        is_fake: True in a dry run, where results have a shape and no values.
     """
 
     def __init__(self, plan: Plan, runtime: Runtime) -> None:

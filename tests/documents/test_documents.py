@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import logging
 import os
 import re
@@ -16,6 +18,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+import meshcomm
 from meshcomm.config import load_config
 from tests.documents import tool
 from tests.documents.blocks import llama
@@ -33,13 +36,64 @@ MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("support.md", "python docs/tools/support.py", lambda: str(tool("support").page())),
     ("config.md", "python docs/tools/config_page.py > docs/reference/config.md", config_page.page),
     ("cli.md", "python docs/tools/cli_page.py > docs/reference/cli.md", cli_page.page),
-    ("api.md", "python docs/tools/api.py", lambda: str(tool("api").api())),
 ]
 
 
 @pytest.mark.parametrize(("name", "command", "made"), MADE, ids=[name for name, _, _ in MADE])
 def test_a_page_that_is_made_is_what_is_made_now(name: str, command: str, made: Callable[[], str]) -> None:
     assert (DOCS / "reference" / name).read_text(encoding="utf-8") == made(), f"run: {command}"
+
+
+@pytest.fixture(scope="module")
+def api_pages() -> dict[str, str]:
+    made: dict[str, str] = tool("api").pages()
+    return made
+
+
+def test_the_pages_of_the_api_are_what_is_made_now(api_pages: dict[str, str]) -> None:
+    folder = DOCS / "reference"
+    there = ["api.md", *(f"api/{path.name}" for path in (folder / "api").glob("*.md"))]
+    texts = {name: (folder / name).read_text(encoding="utf-8") for name in there}
+    changed = sorted(
+        name for name in texts.keys() | api_pages.keys() if texts.get(name) != api_pages.get(name)
+    )
+    assert changed == [], "run: python docs/tools/api.py"
+
+
+def test_every_public_name_has_an_entry_and_a_line_of_the_index(api_pages: dict[str, str]) -> None:
+    anchors = [one for text in api_pages.values() for one in re.findall(r'<a id="([^"]+)">', text)]
+    assert len(anchors) == len(set(anchors))
+    inner = [one for one in anchors if re.search(r"\._(?!_getitem__)", one)]
+    assert inner == []
+    listed = re.findall(r"^\| \[`([^`]+)`\]\((api/\w+\.md)#\1\)", api_pages["api.md"], re.MULTILINE)
+    assert {name for name, _ in listed} <= set(anchors)
+    assert all(f'<a id="{name}">' in api_pages[page] for name, page in listed)
+    assert {f"meshcomm.{name}" for name in meshcomm.__all__} <= {name for name, _ in listed}
+    packages = (
+        "layout",
+        "config",
+        "parallel",
+        "parallel.tensor",
+        "parallel.context",
+        "parallel.expert",
+        "models",
+        "train",
+    )
+    entries = {name.rpartition(".")[2] for name, _ in listed}
+    for package in (*packages, "pattern", "algorithms", "doctor", "testing"):
+        assert set(importlib.import_module(f"meshcomm.{package}").__all__) <= entries, package
+
+
+def test_the_labels_of_docstrings_are_read(api_pages: dict[str, str]) -> None:
+    """None is left in the middle of a paragraph."""
+    for name, text in api_pages.items():
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+        assert re.findall(r"(?<!\*\*)\b(?:Args|Shape|Called by|Gradient|Returns):", prose) == [], name
+    step = api_pages["api/mesh.md"].partition('<a id="meshcomm.Mesh.all_gather">')[2].partition("<a id=")[0]
+    assert "all_gather(\n    dims: Dims,\n    x: Tensor,\n" in step
+    assert ") -> Tensor | Handle[Tensor]\n" in step
+    assert "\n- **Shape:** (b, s, d) -> (b, n\\*s, d) for axis=1" in step
+    assert "[`UnknownDim`](errors.md#meshcomm.errors.UnknownDim)" in step.partition("\n- **Raises:** ")[2]
 
 
 def test_the_pictures_are_what_is_made_now() -> None:
@@ -240,6 +294,25 @@ def test_every_page_is_reached_from_the_navigation() -> None:
     there = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
     assert sorted(listed) == sorted(there)
     assert listed[0] == "index.md"
+
+
+def test_the_search_has_every_section_of_every_page(site: Path) -> None:
+    text = (site / "js" / "sections.js").read_text(encoding="utf-8")
+    sections = json.loads(text.removeprefix("window.sections = ").removesuffix(";\n"))
+    found = {location: (page, title) for page, title, location, _ in sections}
+    assert found["reference/api/mesh.html#meshcomm.Mesh.all_reduce"] == ("Mesh", "meshcomm.Mesh.all_reduce")
+    assert found["reference/api/mesh.html#meshcomm.Mesh.rank"] == ("Mesh", "meshcomm.Mesh.rank")
+    assert ["Configuration › mesh", "timeout_s", "reference/config.html#mesh"] in [
+        each[:3] for each in sections
+    ]
+    assert {path.relative_to(site).as_posix() for path in site.rglob("*.html")} <= {
+        location.partition("#")[0] for location in found
+    }
+    front = (site / "index.html").read_text(encoding="utf-8")
+    assert meshcomm.__version__ in front.partition("</header>")[0]
+    assert "/edit/main/docs/index.md" in front
+    api = (site / "reference" / "api" / "mesh.html").read_text(encoding="utf-8")
+    assert "/edit/main/docs/tools/api.py" in api and api.count('id="meshcomm.Mesh.all_reduce"') == 1
 
 
 def test_a_link_into_the_repository_becomes_a_page(site: Path) -> None:

@@ -185,9 +185,7 @@ def test_calls_memory_and_time_of_a_training(tmp_path: Path) -> None:
     stages[1] |= {"stage": 12, "rank": 131_071}
     stages[2:] = [{**stages[1], "stage": 13}, {**stages[1], "stage": 14}]
     narrow = as_text(dry_view(facts), 80)
-    assert re.search(r"^peak memory in [kMGT]B, .*\nstage +rank .* activations .*$", narrow, re.M), (
-        narrow
-    )
+    assert re.search(r"^peak memory in [kMGT]B, .*\nstage +rank .* activations .*$", narrow, re.M), narrow
     assert re.search(r"^12-14  131,071 ", narrow, re.M) and max(map(len, narrow.splitlines())) <= 80, narrow
     # What nobody has said of a rank is named.
     facts["step"] |= {"assumed": ["tflops"], "device": "cpu"}

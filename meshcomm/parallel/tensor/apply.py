@@ -47,29 +47,30 @@ def tensor_parallel(
 
     plan: maps patterns of dotted names ("*" within a component, "**" for any components) to a style:
 
-        "column"     nn.Linear (or transformers' Conv1D) with split outputs. Columns of one parent that read the same
-                     tensor share one all_reduce in backward. "column:3", or {"style": "column", "parts": 3} or
-                     "parts": [q, k, v] (sizes): the weight holds several matrices, each of which is split.
-                     "column:whole": the outputs are gathered.
+        "column"     nn.Linear (or transformers' Conv1D) with split outputs. Columns of one parent that read
+                     the same tensor share one all_reduce in backward. "column:3", or {"style": "column",
+                     "parts": 3} or "parts": [q, k, v] (sizes): the weight holds several matrices, each of
+                     which is split. "column:whole": the outputs are gathered.
         "row"        nn.Linear with split inputs, after columns. Its result is complete. {"style": "row",
                      "input": "whole"}: after columns whose outputs were gathered.
         "vocab"      nn.Embedding with split rows. For "column", "row" and "vocab", with sequence_parallel:
                      {"sequence": "whole"} if the module takes and returns full sequences.
-        "latent"     nn.Linear that is not split. Its last {"size": n} outputs go to all heads, like the rotary part
-                     of a key in multi-head latent attention.
-        "enter"      a module around columns. Its first argument ("args": [0], or names) enters here instead of at
-                     each column. With sequence_parallel, use it for a module that reads the length of the
-                     sequence from its input. Everything in the module must go through columns. {"shared": True}:
-                     siblings called with the same tensor enter once.
+        "latent"     nn.Linear that is not split. Its last {"size": n} outputs go to all heads, like the
+                     rotary part of a key in multi-head latent attention.
+        "enter"      a module around columns. Its first argument ("args": [0], or names) enters here instead
+                     of at each column. With sequence_parallel, use it for a module that reads the length of
+                     the sequence from its input. Everything in the module must go through columns.
+                     {"shared": True}: siblings called with the same tensor enter once.
         "sequence"   not split; operates on each token separately, like a norm.
         "heads"      not split; operates after columns, on each of this rank's heads, like a norm of queries.
         "replicate"  not split; needs the full sequence, or takes no activations. {"style": "replicate",
                      "input": "whole", "axis": 0} for a position embedding that returns (sequence, width). Parts
                      of it that have styles are split, on full sequences.
-        "split"      a parameter, by its name, split along axis 0, or {"style": "split", "axis": 1}. For a parameter
-                     that operates only on this rank's heads or features, such as a sink for each head.
-        {"set": {"heads": "split"}}  in addition to a style, or alone: divides the module's attribute `heads` by the
-                     number of ranks. Any other value is assigned as given.
+        "split"      a parameter, by its name, split along axis 0, or {"style": "split", "axis": 1}. For a
+                     parameter that operates only on this rank's heads or features, such as a sink for each
+                     head.
+        {"set": {"heads": "split"}}  in addition to a style, or alone: divides the module's attribute `heads`
+                     by the number of ranks. Any other value is assigned as given.
 
     Called by:  every rank along `dim`, with equal weights (compared by digest).
     Returns:    the TensorSplit, for `cross_entropy` and `finish_gradients`.
