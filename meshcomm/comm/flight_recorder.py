@@ -64,10 +64,10 @@ class FlightRecorder:
                last one. quick: the dictionaries of prepared calls, emptied for a trace, as prepared calls bypass it.
 
     Args:
-            label: the group with its common coords, as in `tp[pp=0 dp=1]`.
-            ranks: its global ranks, in coord order.
-            inquire: makes the error when a call fails: which ranks have not arrived, and what they do instead.
-            check: compares the first messages; see MessageCheck.
+        label: the group with its common coords, as in `tp[pp=0 dp=1]`.
+        ranks: its global ranks, in coord order.
+        inquire: makes the error when a call fails: which ranks have not arrived, and what they do instead.
+        check: compares the first messages; see MessageCheck.
     """
 
     def __init__(

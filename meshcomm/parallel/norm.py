@@ -37,11 +37,11 @@ class GradientNorm:
     every other dim its gradient is the same on all ranks and counts once.
 
     Args:
-            model: a module, or (name, parameter). A DTensor, or a parameter of a TensorSplit in the simulator, has its own
-                record of how it is split. Any other tensor is the same on all ranks. Parameters without a gradient are left
-                out, and one with two names counts once. After fully_shard: the parameters that it put into the module.
-            pipeline: the dim along which ranks hold different parameters.
-            skip: parameters of the model that another coord along the pipeline counts (tied embeddings); they are clipped.
+        model: a module, or (name, parameter). A DTensor, or a parameter of a TensorSplit in the simulator, has its own
+            record of how it is split. Any other tensor is the same on all ranks. Parameters without a gradient are left
+            out, and one with two names counts once. After fully_shard: the parameters that it put into the module.
+        pipeline: the dim along which ranks hold different parameters.
+        skip: parameters of the model that another coord along the pipeline counts (tied embeddings); they are clipped.
 
     Called by: every rank, with parameters that are split in the same way.
     Raises:    UnknownDim; LayoutError if a DTensor is on no DeviceMesh of this mesh, if it is split along the pipeline

@@ -297,9 +297,9 @@ class TiedWeight:
     the sums are bitwise equal, and equal optimizers keep the copies equal. If the weight is split along other
     dims (vocabulary, data), both holders must split it in the same way. It is the same parameter twice, not a transposed one.
     Args:
-            mesh, dim: the pipeline's.
-            weight: the holder's parameter, None on coords between the first and the last. On a
-                pipeline of one rank nothing is exchanged; both modules must then use the same object.
+        mesh, dim: the pipeline's.
+        weight: the holder's parameter, None on coords between the first and the last. On a
+            pipeline of one rank nothing is exchanged; both modules must then use the same object.
 
         Called by, constructor and methods: every rank along `dim`.
         Raises LayoutError if coord and weight do not fit together.
