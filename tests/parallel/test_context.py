@@ -396,7 +396,12 @@ def refusals(mesh: Mesh) -> None:
         (ring_attention, (good, good.double(), good), {}, "need one floating-point dtype"),
         (ring_attention, (good.long(),) * 3, {}, "need one floating-point dtype"),
         (ring_attention, (good, good[:, :, :2], good[:, :, :2]), {}, "q and k have different lengths"),
-        (ulysses_attention, (good, good[:, :, :2], good[:, :, :2]), {"causal": False}, "have different lengths"),
+        (
+            ulysses_attention,
+            (good, good[:, :, :2], good[:, :, :2]),
+            {"causal": False},
+            "have different lengths",
+        ),
         (ring_attention, (good[:, :, :3],) * 3, {}, "an even number of tokens on each rank"),
         (ulysses_attention, (good,) * 3, {}, "a multiple of 4 heads; 6 % 4 = 2"),
         (ulysses_attention, (good,) * 3, {}, "1 or 2 or 3 along cp, or ring_attention"),
