@@ -264,7 +264,8 @@ class _Entry:
         lines = ["", f'<a id="{self.anchor}"></a>', "", f"{'#' * level} `{self.anchor}`"]
         shown = self._shown()
         if shown:
-            lines += ["", "```python", shown, "```"]
+            # As the source has it; repr prefers the other quotes.
+            lines += ["", "```python", shown.replace("'", '"'), "```"]
         if self.kind and issubclass(self.kind, Exception):
             lines += ["", self._base(self.kind)]
         for block in self.doc.blocks:
