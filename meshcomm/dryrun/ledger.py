@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, final, get_args
 from unittest.mock import patch
 
@@ -30,7 +30,6 @@ gathered: unsharded weights of FSDP. rest: communication buffers, temporary memo
 
 # Composite operators, including calls on groups.
 COMPOSED: Final = ("meshcomm", "meshcomm_recompute")
-_SKIPPED: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 # What calls the program of a rank.
 _RUNNERS: Final = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "script.py"))
 
@@ -50,7 +49,9 @@ class _Held:
 
 
 class Peak(NamedTuple):
-    """The moment of peak memory. parts: bytes. during: the pass or other phase. at: file:line. operator: its name."""
+    """The moment of peak memory. parts: bytes. during: the pass or other phase. at: file:line of the user's code, if any.
+    operator: its name.
+    """
 
     nbytes: int
     parts: dict[MemoryPart, int]
@@ -104,8 +105,8 @@ class Ledger:
     def peak(self) -> Peak:
         """The largest sum since the start or `restart`, split by the purposes known by now."""
         there = [each for each in self._held.values() if each.since <= self._peak_clock]
-        during, frame, operator = self._where
-        at = "" if frame is None else line_of(*frame)
+        during, line, operator = self._where
+        at = "" if line is None else line_of(*line)
         return Peak(self._peak, self._sums([*there, *self._gone]), during, at, operator)
 
     def __enter__(self) -> Ledger:
@@ -168,8 +169,7 @@ class Ledger:
         if self.live > self._peak:
             self._peak, self._peak_clock = self.live, self._clock
             self._gone.clear()
-            frame = _line_of_program(sys._getframe(2))
-            self._where = self._stretch()[0], (frame.f_code, frame.f_lasti), operator
+            self._where = self._stretch()[0], _users_line(sys._getframe(2)), operator
 
     def _let_go(self, held: _Held) -> None:
         self.live -= held.nbytes
@@ -213,14 +213,13 @@ class LedgerMode(DispatchMode):  # type: ignore[misc]
             DispatchMode.__exit__(self, None, None, None)
 
 
-def _line_of_program(frame: FrameType) -> FrameType:
-    """The innermost frame that is the user's; where the program has none, as a training by a config, that of meshcomm."""
-    ours = None
-    while is_ours(file := frame.f_code.co_filename) and file not in _RUNNERS and frame.f_back is not None:
-        if ours is None and not file.startswith(_SKIPPED):
-            ours = frame
+def _users_line(frame: FrameType) -> tuple[CodeType, int] | None:
+    """Of the innermost frame that is the user's; None where the program has none, as a training by a config."""
+    while is_ours(file := frame.f_code.co_filename):
+        if file in _RUNNERS or frame.f_back is None:
+            return None
         frame = frame.f_back
-    return ours if ours is not None and is_ours(file) else frame
+    return frame.f_code, frame.f_lasti
 
 
 def _ended(ledger: weakref.ref[Ledger], key: int, _: object) -> None:

@@ -74,8 +74,9 @@ def _memory(memory: Facts) -> Iterator[PagePart]:
     most = "the rank that uses the most" + ("" if len(stages) == 1 else " in each stage")
     yield Line(f"peak memory in {unit}, of {most}")
     yield Cells.of(rows, columns)
+    when = f"{top['during']} in {top['operator']}" + (f" at {top['at']}" if top["at"] else "")
     told = (
-        f"{bytes_text(top['peak_bytes'])} at most, during {top['during']} in {top['operator']} at {top['at']}; "
+        f"{bytes_text(top['peak_bytes'])} at most, {'' if when.startswith('between') else 'during '}{when}; "
         f"mostly {memory['most']}; to reduce: {memory['less_by']}"
     )
     if memory["communicators_bytes"]:
@@ -133,4 +134,4 @@ def _step(step: Facts | None, part: str) -> Iterator[PagePart]:
     parts.append(", ".join(rate))
     speed = f"{step['assumed_tflops']:g} TFLOP/s{assumed_text(step, 'tflops')}"
     parts.append(f"assumed: compute at {speed}; links {'; '.join(step['links'])}")
-    yield Line("\n".join(parts), drawing=True)
+    yield Line("\n".join(parts))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,7 +96,7 @@ def test_a_world_that_no_machine_here_holds() -> None:
     assert (first.coords, last.coords) == ({"pp": 0, "dp": 0, "tp": 0}, {"pp": 3, "dp": 15, "tp": 3})
     # 1F1B: the first stage has four microbatches under way, the last one.
     assert first.peak.parts["activations"] > last.peak.parts["activations"]
-    assert "of stage 0" in first.peak.during and re.search(r"meshcomm/.*\.py:\d+$", first.peak.at)
+    assert "of stage 0" in first.peak.during and first.peak.at == ""
     assert not dist.is_initialized()
 
 
