@@ -96,7 +96,7 @@ def test_a_program_that_is_right_is_found_right(tmp_path: Path) -> None:
     assert facts["part"] == "one step"
     shown = as_text(dry_view(facts), 120)
     # Without [topology] a call has no time, rather than none that the program waits for.
-    assert "all calls meet" in shown and "no times: " in shown and "exposed" not in shown
+    assert "all calls match" in shown and "no times: " in shown and "exposed" not in shown
     assert re.search(r" at most, between passes in aten.* at \S*train\.py:\d+; ", " ".join(shown.split())), (
         shown
     )
@@ -184,7 +184,7 @@ def test_calls_memory_and_time_of_a_training(tmp_path: Path) -> None:
     shown = as_text(dry_view(facts), 120)
     # No line of this package is named: none of them is the user's.
     assert "does NOT fit in" in shown and ".py" not in shown
-    assert "assumed: products at 0.01 TFLOP/s; links" in shown
+    assert "assumed: compute at 0.01 TFLOP/s; links" in shown
     # The table of memory has one unit, and fits into a terminal of 80 columns, of a large world too.
     stages[1] |= {"stage": 12, "rank": 131_071}
     stages[2:] = [{**stages[1], "stage": 13}, {**stages[1], "stage": 14}]
