@@ -316,7 +316,9 @@ class _Entry:
         if language != "table":
             return [f"```{language}", text, "```"]
         rows = re.findall(r"^(\S.*?)(?: {2,}|$)(.*(?:\n .*)*)", text, re.MULTILINE)
-        return _table(("", ""), [(f"`{_bar(a)}`", self._text(" ".join(b.split()))) for a, b in rows])[1:]
+        return _table(
+            ("value", "description"), [(f"`{_bar(a)}`", self._text(" ".join(b.split()))) for a, b in rows]
+        )[1:]
 
     def _row(self, name: str, text: str, anchored: bool) -> tuple[str, str, str]:
         """A parameter or an attribute, as a row of a table."""
@@ -473,8 +475,9 @@ def _annotation_text(annotation: object) -> str:
     """An annotation as its source has it, or without the names of modules."""
     if isinstance(annotation, (str, _Written)):
         return str(annotation)
-    text = inspect.formatannotation(annotation)
-    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=\w)", "", re.sub(r"ForwardRef\('(.*?)'\)", r"\1", text))
+    if isinstance(annotation, typing.ForwardRef):
+        return annotation.__forward_arg__
+    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=\w)", "", inspect.formatannotation(annotation))
 
 
 def _signature_of(found: Any) -> dict[str, inspect.Parameter]:
