@@ -147,7 +147,7 @@ def lint(
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Report which properties of the mesh will cost time or fail on its machines, the reason, and a fix."""
+    """Report settings of the mesh that will be slow or fail on its machines, with the reason and a fix."""
     import resource
 
     from meshcomm.config import load_config

@@ -48,7 +48,7 @@ Counters: TypeAlias = dict[tuple[str, str, bool], CallCounter]
 
 
 def counter_of(counters: Counters, name: str, call: str, past: bool = False) -> CallCounter:
-    """The sums of `call` on the dim `name`, created for the first call."""
+    """Return the counter of `call` on the dim `name`, created by the first call."""
     found = counters.get((name, call, past))
     if found is None:
         found = counters[name, call, past] = CallCounter(name, call, past)

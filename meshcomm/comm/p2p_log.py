@@ -154,7 +154,7 @@ class MessageLog:
         self.waiting: PendingMessage | None = None
 
     def settled(self, direction: Direction, peer: int) -> bool:
-        """Whether messages with this peer are no longer compared, so that nothing else needs their number."""
+        """Whether messages with this peer no longer need numbers: they are no longer checked, and no trace is taken."""
         return self.spans is None and (self._check is None or not self._check.is_compared(direction, peer))
 
     def begin(self, name: str, batch: Batch, counted: bool) -> PendingMessage:

@@ -272,7 +272,7 @@ def _evaluation(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _parts(resolved: Resolved) -> Iterator[Problem]:
-    """Dims with roles are in the base. Along a dim of the base without a role, all ranks would do the same."""
+    """Dims that have a role must be dims of the mesh itself, not of a view. Along a dim without a role, all ranks would do the same."""
     mesh, parallel = resolved.config.mesh, resolved.parallel
     # The expert dim is in a view.
     used = {part: dim for part, dim in parallel.parts.items() if part != "expert"}

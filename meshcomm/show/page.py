@@ -46,7 +46,7 @@ _LABEL: Final = re.compile(r" *(?:(?:given|expected|try): +)?")
 @final
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Text that is folded between words on a narrow console; continuation lines keep the indentation.
+    """Text that is wrapped between words on a narrow console; continuation lines keep the indentation.
 
     drawing: not folded; blanks and line breaks are kept.
     """

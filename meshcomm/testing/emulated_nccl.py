@@ -1,4 +1,4 @@
-"""A backend for tests that orders calls and returns control like NCCL, on CPU memory, with Gloo as the transport.
+"""A test backend with the ordering and the asynchronous calls of NCCL, for CPU tensors, with Gloo as the transport.
 
     with emulated_nccl(), meshcomm.init(dims={"dp": 4}, backend=NAME, device="cpu") as mesh: ...
 
@@ -294,7 +294,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             _emulation().queues.remove(self)
 
     def join(self) -> None:
-        """Wait for the thread. A thread inside Gloo at the end of Python would crash the process."""
+        """Wait for the thread. A thread inside Gloo at interpreter shutdown would crash the process."""
         if self._thread is not None:
             self._thread.join(10.0 if self.aborted.is_set() else None)
 

@@ -46,7 +46,7 @@ _GRACE_S: Final = 5.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """The job that this process is part of, and how often its launcher has restarted it.
+    """The job that this process is part of, and how many times its launcher has restarted it.
 
     job: unique to the job and the same in all its attempts. "" if unknown.
     """

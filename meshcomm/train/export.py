@@ -97,7 +97,7 @@ def export_weights(source: Path, target: Path) -> Exported:
 def export_pretrained(
     source: Path, target: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Exported:
-    """Write a checkpoint of a model of `[model] pretrained` as a folder that transformers' from_pretrained opens.
+    """Export a checkpoint of a `[model] pretrained` model to a folder that transformers' from_pretrained loads.
 
     With [model.lora], write a folder with one of its adapters, which peft's from_pretrained opens.
 

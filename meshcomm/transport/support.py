@@ -1,4 +1,4 @@
-"""The reductions of each backend. One table, for the check before a call and for the documentation."""
+"""The reductions of each backend. The table that both the check before a call and the documentation use."""
 
 from __future__ import annotations
 

@@ -147,6 +147,7 @@ def test_the_next_rank_gets_a_copy_however_many_tensors_each_has(
         assert all(torch.equal(x, expected[name]) for name, x in held.tensors.items())
 
 
+@pytest.mark.faults
 def test_a_process_with_shards_is_killed(tmp_path: Path) -> None:
     """Nothing was saved on disk."""
     assert "fsdp2" in MESHES

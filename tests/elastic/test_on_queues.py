@@ -93,6 +93,7 @@ def loop(world_size: int, validate_calls: int, *words: str, deaths: int) -> str:
     return ended.stderr
 
 
+@pytest.mark.faults
 def test_a_value_that_never_comes() -> None:
     said = loop(2, 0, "value", deaths=1)
     assert "rank 1 (dp=1 tp=0) was ended by SIGKILL; replaced, replacements left: 0" in said

@@ -97,6 +97,7 @@ def test_a_loop_of_ones_own_goes_on_with_fewer_and_grows_back(tmp_path: Path) ->
     assert "meshcomm: new processes for rank 1; continues with dp=3" in ended.stderr
 
 
+@pytest.mark.faults
 def test_a_training_goes_on_with_fewer(tmp_path: Path) -> None:
     text = config_of("dp2", STEPS).replace("dp = 2", "dp = 3") + elastic("min = { dp = 2 }")
     with training(tmp_path, text, 0, words=BATCH) as job:
