@@ -232,7 +232,7 @@ FAULTS: Final = {
 }
 
 if __name__ == "__main__":
-    print("| program | planted | said | job over after |\n|---|---|---|---|")
+    print("| program | injected fault | reported | job ended after |\n|---|---|---|---|")
     for (name, fault), said in FAULTS.items():
         if sys.argv[1:] and not any(name.startswith(each) for each in sys.argv[1:]):
             continue
