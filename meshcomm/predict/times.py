@@ -26,7 +26,7 @@ COUNTED: Final[Mapping[Operation, str]] = {
     "all_reduce": "the tensor, which is input and output",
     "all_gather": "the output: all ranks' parts together",
     "reduce_scatter": "the input: all ranks' parts together",
-    "all_to_all": "the input, what a rank keeps for itself included",
+    "all_to_all": "the input, including the part that a rank keeps",
     "broadcast": "the tensor",
     "reduce": "the tensor",
     "sendrecv": "the message",
