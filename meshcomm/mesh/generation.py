@@ -235,7 +235,8 @@ class AnnouncedGenerations(Generations):
     def __init__(self, store: dist.Store, process: int, number: int) -> None:
         self._store: Any = store
         self._changed = threading.Condition()
-        self._connections: list[Connections] = []
+        # With the generation that they were made in.
+        self._connections: list[tuple[int, Connections]] = []
         self._since = math.inf
         self.announced_s = float(os.environ.get(ANNOUNCED_VARIABLE, _ANNOUNCED_S))
         if number:
@@ -270,7 +271,7 @@ class AnnouncedGenerations(Generations):
         return all_done(self._store, self.joined.number)
 
     def cuts(self, connections: Connections) -> None:
-        self._connections.append(connections)
+        self._connections.append((self.joined.number, connections))
 
     def _await_part(self) -> None:
         with self._changed:
@@ -303,8 +304,10 @@ class AnnouncedGenerations(Generations):
                 self._changed.wait_for(lambda: self.latest > self.joined.number)
                 number = self.latest
             while self.joined.number < number:
-                for each in [*self._connections]:
-                    each.cut()
+                # This process may have joined a moment ago, and its new connections are on the list.
+                for made_in, each in [*self._connections]:
+                    if made_in < number:
+                        each.cut()
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _CUTS_MOST_S)
 
