@@ -105,8 +105,8 @@ class Reading(NamedTuple):
     evaluator: Evaluator
 
 
-class Kept(NamedTuple):
-    """Where the state is saved. run: the number of this `Trainer.run` call in the program, from 1."""
+class Saving(NamedTuple):
+    """The places in which the state is saved. run: the number of this `Trainer.run` call in the program, from 1."""
 
     checkpoints: Checkpoints
     copies: Copies
@@ -169,7 +169,7 @@ class Steps:
         config: Config,
         reading: Reading,
         callbacks: Sequence[Callback],
-        kept: Kept,
+        saving: Saving,
         progress: Progress,
     ) -> None:
         _, _, data, train = engine.sections
@@ -177,7 +177,7 @@ class Steps:
         lock, losses, resumed, pending, evaluates, saves = progress
         self._engine, self._mesh, self._train, self._config = engine, mesh, train, config
         self._reading = reading
-        self._checkpoints, self._copies, self._run_number = kept
+        self._checkpoints, self._copies, self._run_number = saving
         self._lock = lock
         self._out = Path(train.out)
         self._first = len(losses) + len(pending)

@@ -51,9 +51,9 @@ from meshcomm.train.evaluation import Evaluator, evaluate_of
 from meshcomm.train.lock import Lock, lock_of
 from meshcomm.train.recovery import Survivor
 from meshcomm.train.steps import (
-    Kept,
     Progress,
     Reading,
+    Saving,
     Steps,
     check_outputs,
     learning_rate,
@@ -331,8 +331,8 @@ class Trainer:
         # Until the end of the run, an iterable is not restarted, whatever ranks are lost.
         self._read = batches if isinstance(batches, GivenBatches) else None
         reading = Reading(batches, corpus, evaluator)
-        kept = Kept(checkpoints, self._copies, self._runs)
-        self._steps = Steps(engine, self._config, reading, self.callbacks, kept, progress)
+        saving = Saving(checkpoints, self._copies, self._runs)
+        self._steps = Steps(engine, self._config, reading, self.callbacks, saving, progress)
         # Its state is now in the new steps only.
         self._survivor = None
         return self._steps.run()

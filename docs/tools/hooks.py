@@ -1,4 +1,4 @@
-"""Hook of the site's build: what Markdown alone does not give.
+"""Hooks of the site's build: pages of repository files, anchors of the API, and the search index.
 
 Files of the repository that pages link to become pages. The same links work on the repository's host, where they lead to the
 files themselves. Entries of the API have the anchors of their names. The search index is a script, which works from files too.
@@ -20,7 +20,7 @@ from pygments.formatters import HtmlFormatter
 
 import meshcomm
 
-_LOG: Final = logging.getLogger("properdocs.hooks.links")
+_LOG: Final = logging.getLogger("properdocs.hooks.meshcomm")
 _ROOT: Final = Path(__file__).parents[2]
 # The folder of repository files on the site.
 _FOLDER: Final = "repository"
