@@ -317,13 +317,13 @@ def test_the_search_has_every_section_of_every_page(site: Path) -> None:
 
 def test_a_link_into_the_repository_becomes_a_page(site: Path) -> None:
     """README links to files beside it, pages to examples: on the site they are pages too."""
-    links = tool("links")
-    assert links._inside(Path("docs/guide/tensor.md"), "../../examples/hello_mesh.py") == Path(
+    hooks = tool("hooks")
+    assert hooks._inside(Path("docs/guide/tensor.md"), "../../examples/hello_mesh.py") == Path(
         "examples/hello_mesh.py"
     )
-    assert links._inside(Path("docs/index.md"), "../../elsewhere.md") is None
-    assert links._inside(Path("docs/index.md"), "https://example.org/x") is None
+    assert hooks._inside(Path("docs/index.md"), "../../elsewhere.md") is None
+    assert hooks._inside(Path("docs/index.md"), "https://example.org/x") is None
     text = "`[a](b.py)` [c](d.py)\n```\n[e](f.py)\n```\n"
-    assert links._targets(Path("docs/index.md"), text.replace("d.py", "../d.py")) == [Path("d.py")]
+    assert hooks._targets(Path("docs/index.md"), text.replace("d.py", "../d.py")) == [Path("d.py")]
     example = (site / "repository" / "examples" / "hello_mesh.py.html").read_text(encoding="utf-8")
     assert "examples/hello_mesh.py" in example
