@@ -70,11 +70,11 @@ class Collective:
         return self.name if self.functional is None else self.functional
 
     def moved(self, nbytes: int, size: int) -> int:
-        """Bytes of a call as nccl-tests count them, from the bytes of one rank's tensor."""
+        """Return the bytes of a call as nccl-tests count them, from the bytes of one rank's tensor."""
         return nbytes * size if self.whole else nbytes
 
     def shape(self, shape: Sequence[int], axis: int, size: int, concat: int = 0) -> tuple[int, ...]:
-        """The shape of the result along `axis`, from the shape of x. concat: the axis that an all_to_all joins.
+        """Return the shape of the result along `axis`, from the shape of x. concat: the axis that an all_to_all joins.
 
         >>> ROWS["all_gather"].shape((2, 3), 1, 4), ROWS["reduce_scatter"].shape((8, 3), 0, 4)
         ((2, 12), (2, 3))

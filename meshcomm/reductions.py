@@ -96,7 +96,7 @@ WIRE_OPS: Final = {row.wire.name: row.wire for row in REDUCTIONS.values()}
 
 
 def with_gradient(name: str = "op") -> str:
-    """The operations that have a gradient, as errors list them.
+    """Return the operations that have a gradient, as errors list them.
 
     >>> with_gradient()
     'op="sum" or op="avg"'

@@ -43,7 +43,7 @@ def ring(n: int) -> Schedule:
 
 
 def two_level(n: int, inner: int) -> Schedule:
-    """Groups of `inner` consecutive coords, and a ring across the groups for each place in them.
+    """Return the groups of `inner` consecutive coords, and a ring across the groups for each place in them.
 
     A ring inside each group leaves each rank one slice of the group's sum. Rings across the groups
     all-reduce the slices, and the inner rings gather them. 1/inner of the data crosses between groups.
@@ -167,7 +167,7 @@ def halving_doubling(n: int) -> Schedule:
 def _around(
     size: int, place: int, coord: Callable[[int], int], span: Callable[[int], Span], reduce: bool
 ) -> list[ScheduleStep]:
-    """A ring of `size` places. `coord` gives the rank at a place, `span` the chunks of a place.
+    """Return a ring of `size` places. `coord` gives the rank at a place, `span` the chunks of a place.
 
     reduce: place p ends with the sum of its span. Otherwise it starts with its span, and all places end with all chunks.
     """
@@ -182,7 +182,8 @@ def _around(
 def _folded(
     name: str, n: int, chunks: int, core: Callable[[int, Callable[[int], int]], list[ScheduleStep]]
 ) -> Schedule:
-    """A schedule over the largest power of two of n ranks. Of the first 2 * extra ranks, the odd ones represent two.
+    """Return a schedule over the largest power of two of n ranks. Of the first 2 * extra ranks, the odd ones
+    represent two.
 
     core: the steps of index `at` in the power of two; its second argument maps an index to a coord.
     """
@@ -207,13 +208,13 @@ def _folded(
 
 
 def heap_place(n: int, rank: int) -> Place:
-    """The place of `rank` in the binary tree of n ranks that is filled level by level."""
+    """Return the place of `rank` in the binary tree of n ranks that is filled level by level."""
     children = tuple(c for c in (2 * rank + 1, 2 * rank + 2) if c < n)
     return Place((rank - 1) // 2 if rank else 0, children, (rank + 1).bit_length() - 1)
 
 
 def in_order_place(n: int, rank: int) -> Place:
-    """The place of `rank` in the tree whose root is 0, above a binary tree of 1 to n - 1 in order.
+    """Return the place of `rank` in the tree whose root is 0, above a binary tree of 1 to n - 1 in order.
 
     The top of a range is its number with the most trailing zero bits, so odd ranks are leaves.
     """
@@ -228,7 +229,7 @@ def in_order_place(n: int, rank: int) -> Place:
 
 
 def twin_place(n: int, rank: int) -> Place:
-    """The place of `rank` in the second of two trees: the first tree with even and odd ranks exchanged.
+    """Return the place of `rank` in the second of two trees: the first tree with even and odd ranks exchanged.
 
     The tree is mirrored for even n and shifted by one for odd n, where mirroring would keep even ranks even.
     """
@@ -242,7 +243,7 @@ def twin_place(n: int, rank: int) -> Place:
 
 
 def _top(low: int, high: int) -> int:
-    """The number in [low, high) with the most trailing zero bits."""
+    """Return the number in [low, high) with the most trailing zero bits."""
     top = high - 1
     while (lower := top & (top - 1)) >= low:
         top = lower
@@ -250,7 +251,7 @@ def _top(low: int, high: int) -> int:
 
 
 def _through(place: Place, height: int, chunks: int, offset: int) -> list[ScheduleStep]:
-    """One rank's steps: chunk `offset` + j leaves the deepest leaves in step j, the root `height` later."""
+    """Return one rank's steps: chunk `offset` + j leaves the deepest leaves in step j, the root `height` later."""
     parent, children, depth = place
     if height == 0:
         return []

@@ -21,7 +21,8 @@ class Cost(NamedTuple):
     total_bytes: float
 
     def seconds(self, alpha_s: float, beta_s_per_byte: float) -> float:
-        """The alpha-beta time: alpha for each step, beta for each byte of the chain or of the busiest rank, whichever is more.
+        """Return the alpha-beta time: alpha for each step, beta for each byte of the chain or of the busiest rank,
+        whichever is more.
 
         This is the textbook time for ring, two_level and the recursive algorithms over a power of two, and a lower bound for trees.
         Source: Hockney, "The communication challenge for MPP", 1994.
@@ -37,7 +38,7 @@ def ring(n: int, size_bytes: float) -> Cost:
 
 
 def two_level(n: int, size_bytes: float, inner: int) -> Cost:
-    """A ring of all data inside the groups of `inner`, then a ring of 1/inner of it across the n / inner groups.
+    """Return a ring of all data inside the groups of `inner`, then a ring of 1/inner of it across the n / inner groups.
 
     Mikami et al. 2018. For different links and more levels, see `lines` of meshcomm.predict.times.
     """

@@ -57,7 +57,7 @@ class Schedule:
     program: Callable[[int], tuple[ScheduleStep, ...]]
 
     def of(self, coord: int) -> tuple[ScheduleStep, ...]:
-        """The program of rank `coord`: `steps` steps, some of them idle."""
+        """Return the program of rank `coord`: `steps` steps, some of them idle."""
         if not 0 <= coord < self.size:
             raise LayoutError(
                 f"the {self.name} all-reduce has no coord {coord}",
@@ -68,7 +68,7 @@ class Schedule:
 
 
 def bounds(length: int, chunks: int) -> list[int]:
-    """Where `length` elements are cut into `chunks` pieces: chunk i is [bounds[i], bounds[i + 1]).
+    """Return where `length` elements are cut into `chunks` pieces: chunk i is [bounds[i], bounds[i + 1]).
 
     If they cannot all be equal, the first pieces are one element longer. Pieces may be empty.
 

@@ -49,7 +49,7 @@ class Pair(NamedTuple):
 
 
 def device_of(mesh: Mesh, dim: str) -> torch.device:
-    """The device of tensors for calls along `dim`: host memory for Gloo, whatever the mesh's device is."""
+    """Return the device of tensors for calls along `dim`: host memory for Gloo, whatever the mesh's device is."""
     on_host = mesh.plan.family(dim).options.backend == "gloo"
     return torch.device("cpu") if on_host else mesh.device
 
@@ -139,7 +139,8 @@ def in_turn(
     align: Callable[[], object] | None = None,
     finish: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds per call of each way. A round makes `calls` calls of one way, then of the next; there are `rounds` rounds.
+    """Return the seconds per call of each way. A round makes `calls` calls of one way, then of the next; there are
+    `rounds` rounds.
 
     Every other round runs the ways in reverse order, so that no way always follows the same one.
     align: called before each block, so that all ranks start together. finish: called after each block, before
@@ -228,7 +229,7 @@ def _finish(device: torch.device) -> None:
 
 
 def slowest(mesh: Mesh, seconds: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
-    """The elementwise maximum of all ranks' times; equal on all ranks."""
+    """Return the elementwise maximum of all ranks' times; equal on all ranks."""
     worst = torch.tensor(seconds, dtype=torch.float64, device=mesh.device)
     for dim in mesh.dims:
         mesh.all_reduce(dim, worst, "max")
@@ -236,7 +237,7 @@ def slowest(mesh: Mesh, seconds: Sequence[Sequence[float]]) -> list[tuple[float,
 
 
 def chosen_dims(plan: Plan, asked: Sequence[str]) -> tuple[list[Family], list[Skipped]]:
-    """The families to measure, in plan order, and the families left out.
+    """Return the families to measure, in plan order, and the families left out.
 
     asked: names of dims, merged dims or views' dims. If empty, all names that do not share another's groups.
     Raises UnknownDim, and ConfigError if nothing is left to measure.
@@ -265,7 +266,7 @@ def chosen_dims(plan: Plan, asked: Sequence[str]) -> tuple[list[Family], list[Sk
 
 
 def items(families: Sequence[Family], operations: Sequence[Operation], sizes: Sequence[int]) -> list[Item]:
-    """Every operation and size along every dim, sizes ascending, each once. Raises ConfigError."""
+    """Return every operation and size along every dim, sizes ascending, each once. Raises ConfigError."""
     found = [
         Item(family.name, operation, counted_bytes(operation, size, family.name, family.size))
         for family in families
@@ -321,7 +322,7 @@ def _dim_facts(mesh: Mesh, family: Family, where: Machine | None) -> dict[str, A
 
 
 def machine_facts(mesh: Mesh) -> dict[str, Any]:
-    """This rank's host and device, its load average over a minute, and the number of hosts of the mesh.
+    """Return this rank's host and device, its load average over a minute, and the number of hosts of the mesh.
 
     Called by: every rank of the mesh.
     """
@@ -344,7 +345,7 @@ def machine_facts(mesh: Mesh) -> dict[str, Any]:
 
 
 def _hosts(mesh: Mesh) -> int:
-    """The number of different host names of the ranks."""
+    """Return the number of different host names of the ranks."""
     mine = torch.tensor([zlib.crc32(socket.gethostname().encode())], dtype=torch.int64, device=mesh.device)
     for dim in mesh.dims:
         mine = mesh.all_gather(dim, mine)

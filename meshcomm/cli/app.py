@@ -54,7 +54,7 @@ class Commands(TyperGroup):
     """All commands. A MeshcommError in any of them is printed on stderr and gives exit code 2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names in the order of GROUPS."""
+        """Return the names in the order of GROUPS."""
         return [name for names in GROUPS.values() for name in names]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -88,7 +88,7 @@ def _first_of_host(env: Mapping[str, str]) -> bool:
 
 
 def first_paragraph(command: Any) -> str:
-    """The first paragraph of a command's help, on one line."""
+    """Return the first paragraph of a command's help, on one line."""
     return " ".join((command.help or "").strip().split("\n\n")[0].split())
 
 
@@ -154,7 +154,7 @@ def _commands(version: Version = False) -> None:
 
 
 def no_config(overrides: Sequence[str], expected: str, hint: str) -> ConfigError:
-    """The error for --set without a config."""
+    """Return the error for --set without a config."""
     given = " ".join(f"--set {override}" for override in overrides)
     return ConfigError("--set has no effect without a CONFIG", given=given, expected=expected, hint=hint)
 

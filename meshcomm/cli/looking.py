@@ -113,7 +113,7 @@ def plan(
 def _facts(
     settings: Config, world: int | None, rank: str | None, by: str | None, grid: bool
 ) -> tuple[Facts, list[Any]]:
-    """The facts of a plan, and the grid if requested."""
+    """Return the facts of a plan, and the grid if requested."""
     from meshcomm.predict.lint import footprint
     from meshcomm.show.grid import RankGrid, grid_facts
     from meshcomm.show.plan import plan_facts, read_rank

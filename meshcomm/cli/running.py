@@ -287,7 +287,7 @@ def named(
 
 
 def _found(script: Path, usage: str) -> Path:
-    """The script. Raises LaunchError if it does not exist."""
+    """Return the script. Raises LaunchError if it does not exist."""
     if not script.is_file():
         from meshcomm.config.read import near_file
 

@@ -144,7 +144,7 @@ class AlongDims:
         return comm.collective(ALL_REDUCE, x, async_op, op)
 
     def mean(self, dims: Dims, values: Tensor, weights: Tensor | float) -> Tensor:
-        """The sum of `values` over `dims`, divided by the sum of `weights` over `dims`.
+        """Return the sum of `values` over `dims`, divided by the sum of `weights` over `dims`.
 
         Use it for a mean over ranks that have different numbers of tokens.
 

@@ -47,7 +47,9 @@ is_ours = _ours.__getitem__
 
 
 def users_frame(depth: int = 1) -> FrameType:
-    """The innermost frame of the user's code, starting `depth` frames up; the outermost frame if there is none."""
+    """Return the innermost frame of the user's code, starting `depth` frames up; the outermost frame if there is
+    none.
+    """
     frame = sys._getframe(depth)
     while _ours[frame.f_code.co_filename]:
         outer = frame.f_back
@@ -84,12 +86,15 @@ def stack_of(thread: int) -> list[tuple[str, int, str]]:
 
 
 def is_library(file: str) -> bool:
-    """Whether a file belongs to this package, to torch, or to the standard library, where waits for the store happen."""
+    """Return whether a file belongs to this package, to torch, or to the standard library, where waits for the
+    store happen.
+    """
     return is_ours(file) or (file.startswith(_LIBRARY) and "-packages" not in file)
 
 
 def is_inside(files: str | tuple[str, ...], but: str = "") -> bool:
-    """Whether another thread is inside a call of these files and not back in user code, such as a signal handler.
+    """Return whether another thread is inside a call of these files and not back in user code, such as a signal
+    handler.
 
     but: a file whose callers do not count: their call has failed, and they are asking why.
     """
@@ -103,7 +108,7 @@ def is_inside(files: str | tuple[str, ...], but: str = "") -> bool:
 
 
 def thread_frames() -> dict[int, FrameType]:
-    """The innermost frame of every thread, by thread id; `stack_of` gives the stacks.
+    """Return the innermost frame of every thread, by thread id; `stack_of` gives the stacks.
 
     Prevents garbage collection meanwhile: Python (seen with 3.11.7) holds a lock here that the destructor of a
     `threading.local` also takes, and the process would hang forever.

@@ -112,7 +112,7 @@ def check_out(request: Request, out: Tensor) -> None:
 
 
 def misfit(request: Request, out: Tensor, shape: Sequence[int]) -> MeshcommError | None:
-    """The error if a result of this shape cannot be put into `out`; None if it can."""
+    """Return the error if a result of this shape cannot be put into `out`; None if it can."""
     try:
         check_out(request, out)
     except MeshcommError as error:

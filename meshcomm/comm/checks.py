@@ -38,7 +38,8 @@ _FLAGS: Final = tuple(map(attrgetter, ("is_nested", "is_quantized", "requires_gr
 
 
 def usable(x: Any, device: torch.device) -> bool:
-    """Whether a backend can take `x` unchanged: its memory holds its values, and no autograd or transform tracks it.
+    """Return whether a backend can take `x` unchanged: its memory holds its values, and no autograd or transform
+    tracks it.
 
     Every fast path tests this, and nothing else, for each of its tensors. A tensor that passes may differ from one
     that was checked before in nothing else that matters.
@@ -47,7 +48,7 @@ def usable(x: Any, device: torch.device) -> bool:
 
 
 def is_plain(x: Any, device: torch.device) -> bool:
-    """The part of `usable` that is tested for each tensor of a call; `unobserved` is tested once."""
+    """Return the part of `usable` that is tested for each tensor of a call; `unobserved` is tested once."""
     return (
         type(x) is Tensor
         and x.device == device
@@ -60,7 +61,10 @@ def is_plain(x: Any, device: torch.device) -> bool:
 
 
 def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether each tensor of a list is `usable` and not quantized. One property at a time, which is faster for long lists."""
+    """Return whether each tensor of a list is `usable` and not quantized.
+
+    One property at a time, which is faster for long lists.
+    """
     return (
         unobserved()
         and set(map(type, tensors)) <= {Tensor}
@@ -111,13 +115,16 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], pl
 
 
 def _is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Whether `x` is a DTensor. A program without DTensors does not import them, which takes over half a second."""
+    """Return whether `x` is a DTensor.
+
+    A program without DTensors does not import them, which takes over half a second.
+    """
     loaded = sys.modules.get("torch.distributed.tensor")
     return isinstance(x, getattr(loaded, "DTensor", ()))
 
 
 def _packed(x: Tensor) -> bool:
-    """Whether dtype and strides do not describe how to read the memory of `x`."""
+    """Return whether dtype and strides do not describe how to read the memory of `x`."""
     return x.is_quantized or x.is_nested
 
 
@@ -137,7 +144,8 @@ def _made_dense(x: Tensor) -> str:
 
 
 def apart(out: Tensor, sent: Tensor, coord: int) -> bool:
-    """Whether `out` can be written while `sent` is read: they share no memory, or one is exactly this rank's part of the other.
+    """Return whether `out` can be written while `sent` is read: they share no memory, or one is exactly this rank's
+    part of the other.
 
     coord: selects this rank's part, as in the in-place calls of NCCL. `sent` is contiguous.
     """
@@ -180,7 +188,7 @@ def check_apart(
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share a byte. Two columns of one matrix interleave and share none."""
+    """Return whether two tensors share a byte. Two columns of one matrix interleave and share none."""
     if one.is_contiguous() and other.is_contiguous():
         begin, start = one.data_ptr(), other.data_ptr()
         return begin < start + other.nbytes and start < begin + one.nbytes
@@ -188,7 +196,7 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(x: Tensor) -> np.ndarray[Any, Any]:
-    """The memory that a tensor covers, on any device, as an array that is never read."""
+    """Return the memory that a tensor covers, on any device, as an array that is never read."""
     size = x.element_size()
     facts = {"data": (x.data_ptr(), True), "typestr": f"|V{size}", "shape": tuple(x.shape), "version": 3}
     strides = tuple(stride * size for stride in x.stride())
@@ -196,7 +204,7 @@ def _extent(x: Tensor) -> np.ndarray[Any, Any]:
 
 
 def span_of(x: Tensor) -> tuple[int, int]:
-    """The first address of a tensor's memory, and the first after it; the tensor must have elements."""
+    """Return the first address of a tensor's memory, and the first after it; the tensor must have elements."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
@@ -224,13 +232,13 @@ def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None
 
 
 def has_tangent(x: Tensor) -> bool:
-    """Whether `x` has a tangent in forward-mode AD. Takes microseconds: check first that a level is open."""
+    """Return whether `x` has a tangent in forward-mode AD. Takes microseconds: check first that a level is open."""
     # Not forward_ad.unpack_dual, which does not see the levels that a compiled graph opens.
     return is_fwd_grad_enabled() and unpack_dual(x, level=0)[1] is not None
 
 
 def followed(x: Tensor) -> bool:
-    """Whether results computed from `x` are differentiated, or a transform of torch.func is active."""
+    """Return whether results computed from `x` are differentiated, or a transform of torch.func is active."""
     return (x.requires_grad and torch.is_grad_enabled()) or forward_level() >= 0 or transforming()
 
 
@@ -249,7 +257,10 @@ def check_written(x: Tensor, where: Callable[[], str]) -> None:
 
 
 def axis_or_dim(axis: int | None, dim: int | None, where: Callable[[], str]) -> int:
-    """The axis of a call that also accepts torch's name `dim`; 0 if neither is given. Raises ShapeError for both."""
+    """Return the axis of a call that also accepts torch's name `dim`; 0 if neither is given.
+
+    Raises ShapeError for both.
+    """
     if axis is not None and dim is not None:
         raise ShapeError(
             f"{where()}: axis and dim are the same argument",
@@ -305,7 +316,7 @@ def check_divisible(x: Tensor, axis: int, size: int, where: Callable[[], str], w
 
 
 def is_int(number: object) -> TypeGuard[int]:
-    """Whether it is an int and not a bool."""
+    """Return whether it is an int and not a bool."""
     return isinstance(number, int) and not isinstance(number, bool)
 
 
@@ -357,7 +368,7 @@ def check_offset(offset: object, where: Callable[[], str]) -> None:
 
 
 def number_of(factor: object, dtype: torch.dtype, where: Callable[[], str]) -> float | complex:
-    """A factor as a plain number that `dtype` can be multiplied by."""
+    """Return a factor as a plain number that `dtype` can be multiplied by."""
     found = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
     try:
         if isinstance(found, Real):
@@ -413,7 +424,7 @@ def check_envelopes(envelopes: object, what: str, where: Callable[[], str]) -> N
 
 
 def seconds_of(timeout_s: object, where: Callable[[], str]) -> float:
-    """A timeout as a number that a backend accepts: backends count milliseconds, and treat 0 as no limit."""
+    """Return a timeout as a number that a backend accepts: backends count milliseconds, and treat 0 as no limit."""
     seconds = math.nan
     if not isinstance(timeout_s, bool) and isinstance(timeout_s, (int, float, Real)):
         try:

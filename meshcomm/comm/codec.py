@@ -49,7 +49,7 @@ def encode(x: object, pickle: bool = False) -> Tensor:
 
 
 def decode(data: Tensor, device: torch.device, pickle: bool = False) -> Any:
-    """The object that `encode` made `data` from, in new memory, with its tensors on `device`.
+    """Return the object that `encode` made `data` from, in new memory, with its tensors on `device`.
 
     data:   uint8 of shape (n,), on any device.
     pickle: whether a pickled message may be unpickled, which runs code from it.
@@ -265,7 +265,7 @@ class _Reader:
         self._seen: list[Any] = []
 
     def value(self, node: Any, depth: int = 0, key: bool = False) -> Any:
-        """The value; key: inside a dict key or a set element."""
+        """Return the value; key: inside a dict key or a set element."""
         if type(node) is not list:
             if type(node) is dict:
                 _broken("a value without a tag")
@@ -299,18 +299,18 @@ class _Reader:
         return found
 
     def take(self, nbytes: int) -> bytes:
-        """The next bytes after the structure."""
+        """Return the next bytes after the structure."""
         return _bytes(self._next(nbytes))
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """The next tensor."""
+        """Return the next tensor."""
         dtype = _dtype(name)
         # A copy, so that one tensor does not keep the whole message alive.
         own = self._next(_numel(shape) * dtype.itemsize).to(self._device, copy=True)
         return own.view(dtype).view(shape)
 
     def array(self, described: Any, *shape: int) -> np.ndarray[Any, Any]:
-        """The next array."""
+        """Return the next array."""
         described = _Reader(self.left[:0], self._device).value(described)
         if isinstance(described, str) and len(described) > 64:
             _broken("a NumPy dtype of more than 64 letters")

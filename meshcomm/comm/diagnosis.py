@@ -61,7 +61,9 @@ _TEXTS: Final = (
 
 
 def reason_of(error: BaseException) -> Reason:
-    """Why the backend ended a call, by the type of its error first; the errors that caused it are searched too."""
+    """Return why the backend ended a call, by the type of its error first; the errors that caused it are searched
+    too.
+    """
     if isinstance(error, TimeoutError):
         return Reason.TIMEOUT
     if isinstance(error, ConnectionError):
@@ -74,7 +76,7 @@ def reason_of(error: BaseException) -> Reason:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
+    """Return the first line of an error's text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -108,7 +110,7 @@ class Diagnosis(NamedTuple):
 def diagnose(
     blocked: BlockedCall, statuses: Statuses, processes: Mapping[int, str] = MappingProxyType({})
 ) -> Diagnosis:
-    """Why the call does not end.
+    """Return why the call does not end.
 
     processes: for ranks that are not in `statuses`, the state of their process: "ended", "stopped" or "runs".
     """
@@ -134,7 +136,7 @@ def diagnose(
 
 
 def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagnosis | None:
-    """The first sequence number on the group at which ranks made different calls, as far back as records go.
+    """Return the first sequence number on the group at which ranks made different calls, as far back as records go.
 
     The size is compared too, for operations that need the same size on all ranks.
     """
@@ -160,7 +162,7 @@ def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagn
 
 
 def absent(blocked: BlockedCall, statuses: Statuses) -> list[tuple[int, str | None]]:
-    """The ranks that have not arrived at a call, and the activity of each; None where a rank does not answer."""
+    """Return the ranks that have not arrived at a call, and the activity of each; None where a rank does not answer."""
     if blocked.messages is not None:
         return [each for part in blocked.messages["parts"] for each in _unmatched(blocked, part, statuses)]
     found: list[tuple[int, str | None]] = []
@@ -176,7 +178,7 @@ def absent(blocked: BlockedCall, statuses: Statuses) -> list[tuple[int, str | No
 
 
 def _waits_for(status: Status, statuses: Statuses) -> str:
-    """The ranks that have not arrived at the collective that a rank is blocked in, as far as they were asked."""
+    """Return the ranks that have not arrived at the collective that a rank is blocked in, as far as they were asked."""
     if status.get("failed"):
         return ""
     for group in reversed(status["groups"]):
@@ -192,7 +194,7 @@ def _waits_for(status: Status, statuses: Statuses) -> str:
 
 
 def _unmatched(blocked: BlockedCall, part: Sequence[Any], statuses: Statuses) -> list[tuple[int, str | None]]:
-    """The ranks that have not begun the other half of a message.
+    """Return the ranks that have not begun the other half of a message.
 
     For a receive from any rank: all others, unless one has sent more than the waiting rank has received.
     """
@@ -234,7 +236,7 @@ def described(waiting: Mapping[str, Any]) -> str:
 
 
 def doing_of(status: Status, label: str | None = None) -> str:
-    """The call that failed on a rank, or that it is blocked in; otherwise the line of its program."""
+    """Return the call that failed on a rank, or that it is blocked in; otherwise the line of its program."""
     failed = status.get("failed")
     if failed is not None:
         # The rank's later activity usually follows from the failure.
@@ -263,17 +265,17 @@ def _left(status: Status) -> str:
 
 
 def name_of_rank(rank: int, status: Status | None) -> str:
-    """The rank, with its coords if it answered."""
+    """Return the rank, with its coords if it answered."""
     return rank_text(rank, None if status is None else status["coords"])
 
 
 def activity(rank: int, status: Status | None, process: str = "") -> str:
-    """One line: the rank, and its call or line. process: the state of its process, see `diagnose`."""
+    """Return one line: the rank, and its call or line. process: the state of its process, see `diagnose`."""
     return f"{name_of_rank(rank, status)} {_SILENT[process] if status is None else doing_of(status)}"
 
 
 def root_cause(statuses: Statuses) -> list[str]:
-    """The root cause in a job's reports: differing calls, a circular wait, or the ranks that others wait for."""
+    """Return the root cause in a job's reports: differing calls, a circular wait, or the ranks that others wait for."""
     groups = {group["label"]: group["ranks"] for status in statuses.values() for group in status["groups"]}
     for label, ranks in groups.items():
         mismatch = find_mismatch(label, ranks, statuses)
@@ -323,20 +325,22 @@ def _first(lines: Sequence[str]) -> list[str]:
 
 
 def call_text(call: Mapping[str, Any]) -> str:
-    """A collective, or messages, as `FlightRecorder.status` has them, as text."""
+    """Return a collective, or messages, as `FlightRecorder.status` has them, as text."""
     if "parts" in call:
         return f'{described(call)} along "{call["dim"]}"'
     return f'{call["call"]} along "{call["dim"]}"' + (f", call {call['number']}" if call["number"] else "")
 
 
 def _blocked_in(group: Mapping[str, Any]) -> Any:
-    """The collective that a rank is inside of on a group, otherwise the messages that it waits for; None if neither."""
+    """Return the collective that a rank is inside of on a group, otherwise the messages that it waits for; None if
+    neither.
+    """
     last = group["last"]
     return last if last is not None and last["inside"] else group.get("messages", {}).get("waiting")
 
 
 def _messages_begun(status: Status, label: str, half: str, peer: int) -> dict[int, int]:
-    """Messages that a rank has begun with `peer`, by tag."""
+    """Return the messages that a rank has begun with `peer`, by tag."""
     group = _group(status, label)
     if group is None:
         return {}
@@ -344,7 +348,7 @@ def _messages_begun(status: Status, label: str, half: str, peer: int) -> dict[in
 
 
 def find_circle(waits: Mapping[int, Collection[int]]) -> list[int]:
-    """Ranks of which each waits for the next and the last for the first; [] if there are none.
+    """Return the ranks of which each waits for the next and the last for the first; [] if there are none.
 
     waits: rank -> the ranks that it waits for. Returns a shortest cycle through the lowest rank that is in one.
     """
@@ -358,7 +362,7 @@ def find_circle(waits: Mapping[int, Collection[int]]) -> list[int]:
 
 
 def shortest_way(after: Mapping[Node, Iterable[Node]], source: Node, target: Node) -> list[Node]:
-    """The nodes from one to another, both included, in one step or more; [] if there is no path."""
+    """Return the nodes from one to another, both included, in one step or more; [] if there is no path."""
     came = dict.fromkeys(after.get(source, ()), source)
     front = list(came)
     for node in front:
@@ -421,7 +425,7 @@ class FailedCall:
 
     @classmethod
     def last_of(cls, rank: int, recorder: FlightRecorder, where: str, error: BaseException) -> FailedCall:
-        """The call on a group that has just failed, or is under way."""
+        """Return the call on a group that has just failed, or is under way."""
         group = recorder.status()
         # The program can wait for a message made outside the mesh while an earlier collective is still under way.
         return cls(rank, group, where, error, group["last"] if recorder.under_way is not None else None)
@@ -440,7 +444,7 @@ class FailedCall:
         ]
 
     def error(self, found: Diagnosis, reports: str) -> MeshcommError:
-        """The error for the rank of the call. reports: the reports' folder, "" if none was written."""
+        """Return the error for the rank of the call. reports: the reports' folder, "" if none was written."""
         hint = "look at the ranks named above"
         if reports:
             hint = f"meshcomm report {reports} combines the ranks' reports"
@@ -473,7 +477,7 @@ class FailedCall:
         return self._error(reason, lines, expected, hint, found.missing)
 
     def error_unasked(self, silent: bool) -> MeshcommError:
-        """The error if no rank could be asked: only the backend's error is known.
+        """Return the error if no rank could be asked: only the backend's error is known.
 
         silent: the job's store does not answer, but has not failed either.
         """
@@ -491,7 +495,7 @@ class FailedCall:
         return self._error(reason, lines, expected, hint, others if clear else ())
 
     def error_alone(self) -> MeshcommError:
-        """The error if the backend failed by itself: no rank is waited for."""
+        """Return the error if the backend failed by itself: no rank is waited for."""
         hint = "look at the backend's own error, which is the cause"
         return self._error(Reason.OTHER, [self._error_line], "a call that the backend can make", hint)
 

@@ -257,7 +257,7 @@ class FlightRecorder:
             raise
 
     def later(self) -> PendingCall | None:
-        """The call under way is only started: returns the object to notify of the waits for it."""
+        """Return the call under way is only started: returns the object to notify of the waits for it."""
         place = self.started % KEPT
         entry = self.ring[place]
         self._counted = False
@@ -340,12 +340,14 @@ class FlightRecorder:
             prepared.clear()
 
     def began(self, number: int) -> float:
-        """When the call `number` began, in seconds on the monotonic clock; it must be in the ring."""
+        """Return the time at which the call `number` began, in seconds on the monotonic clock; it must be in the
+        ring.
+        """
         entry = self.ring[number % KEPT]
         return 0.0 if entry is None else entry[4]
 
     def remembered(self) -> range:
-        """The numbers of the calls that the ring holds."""
+        """Return the numbers of the calls that the ring holds."""
         return range(max(1, self.started - KEPT + 1), self.started + 1)
 
     def close(self) -> None:
@@ -358,7 +360,7 @@ class FlightRecorder:
         self.work = self.check = self._succeeded = None
 
     def call_data(self, number: int) -> dict[str, Any] | None:
-        """The call `number` as plain data; None if it is not in the ring. over: None while it is under way."""
+        """Return the call `number` as plain data; None if it is not in the ring. over: None while it is under way."""
         entry = self.ring[number % KEPT]
         if entry is None:
             return None
@@ -374,7 +376,7 @@ class FlightRecorder:
         }
 
     def last(self) -> dict[str, Any] | None:
-        """The latest call as plain data, or None if there was none. shape: only while it is under way."""
+        """Return the latest call as plain data, or None if there was none. shape: only while it is under way."""
         found = self.call_data(self.started)
         if found is not None:
             shape = getattr(self.under_way, "shape", None)
@@ -383,12 +385,12 @@ class FlightRecorder:
         return found
 
     def history(self) -> list[dict[str, Any]]:
-        """The calls of the ring and the last messages as plain data, in the order in which they began."""
+        """Return the calls of the ring and the last messages as plain data, in the order in which they began."""
         calls = [call for number in self.remembered() if (call := self.call_data(number)) is not None]
         return sorted([*calls, *self.messages.history()], key=lambda call: call["began"])
 
     def status(self) -> dict[str, Any]:
-        """The state of the group's calls, as plain data.
+        """Return the state of the group's calls, as plain data.
 
         recent: the last collectives except refused ones, each with its sequence number, operation, callsite and, if equal
         on all ranks, its bytes. If calls are ordered, it begins with the first that may not be over.
@@ -432,11 +434,11 @@ class Caller:
         self.kinds = transport.kinds
 
     def where(self, call: str) -> str:
-        """The beginning of an error about a call."""
+        """Return the beginning of an error about a call."""
         return f'{call} along "{self.name}" on {self.who}'
 
     def failed(self, call: str, error: BaseException) -> MeshcommError:
-        """The error for a call that the backend gave up on."""
+        """Return the error for a call that the backend gave up on."""
         return self.recorder.inquire(self.recorder, self.where(call), error)
 
     def confirm(self, call: str, error: BaseException | None = None) -> None:
@@ -485,7 +487,7 @@ def hooked(group: Any, recorder_of: Callable[[], FlightRecorder | None], name: s
 def _facts(
     row: Collective, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root: int
 ) -> dict[str, Any]:
-    """The known facts of a call outside the mesh that must be equal on all ranks."""
+    """Return the known facts of a call outside the mesh that must be equal on all ranks."""
     found: dict[str, Any] = {} if root < 0 else {"root": root}
     # The parts of a scatter or gather exist on one rank only.
     tensors = outputs[:1] if row.root == "src" and outputs else inputs

@@ -40,7 +40,8 @@ class Functional:
         self._groups = operators.Groups(directory, planner)
 
     def all_reduce(self, dims: Dims, x: Tensor, op: str = "sum", *, grad: ReduceGrad) -> Tensor:
-        """The sum of x over `dims`, in new memory. op="avg" is also differentiable; min, max and product are not.
+        """Return the sum of x over `dims`, in new memory. op="avg" is also differentiable; min, max and product are
+        not.
 
         Shape:    any -> the same.
         Gradient: grad="identity": dx = dy. For ranks that compute the same loss from y, as in Megatron-LM's
@@ -66,7 +67,7 @@ class Functional:
     def all_gather(
         self, dims: Dims, x: Tensor, axis: int | None = None, *, dim: int | None = None, grad: GatherGrad
     ) -> Tensor:
-        """Every rank's x concatenated along `axis`.
+        """Return every rank's x concatenated along `axis`.
 
         Shape:    (.., s, ..) -> (.., n*s, ..).
         Gradient: grad="slice": dx = this rank's slice of dy, for ranks that compute the same from the result.
@@ -82,7 +83,7 @@ class Functional:
     def reduce_scatter(
         self, dims: Dims, x: Tensor, axis: int | None = None, op: str = "sum", *, dim: int | None = None
     ) -> Tensor:
-        """This rank's slice of the sum (or avg) of all x.
+        """Return this rank's slice of the sum (or avg) of all x.
 
         Shape:    (.., n*s, ..) -> (.., s, ..).
         Gradient: dx = all_gather(dy), divided by the size for op="avg".
@@ -92,7 +93,7 @@ class Functional:
         return operators.call("reduce_scatter", x, self._groups.place(comm), axis, op)
 
     def slice(self, dims: Dims, x: Tensor, axis: int | None = None, *, dim: int | None = None) -> Tensor:
-        """This rank's slice of an x that is equal on all ranks. Sends nothing.
+        """Return this rank's slice of an x that is equal on all ranks. Sends nothing.
 
         Shape:    (.., n*s, ..) -> (.., s, ..).
         Gradient: dx = all_gather(dy), so that dx is equal on all ranks again.
@@ -113,13 +114,13 @@ class Functional:
         return operators.call("all_to_all", x, self._groups.place(comm), split, concat)
 
     def shift(self, dims: Dims, x: Tensor, offset: int = 1) -> Tensor:
-        """The x of the rank `offset` coords before this one, in a ring. The gradient is shifted back."""
+        """Return the x of the rank `offset` coords before this one, in a ring. The gradient is shifted back."""
         comm = self._checked(dims, x, "shift")
         check_offset(offset, partial(comm.where, "functional.shift"))
         return operators.call("shift", x, self._groups.place(comm), offset)
 
     def _checked(self, dims: Dims, x: Tensor, call: str) -> Communicator:
-        """The communicator of a call, after checking that it can send the tensor."""
+        """Return the communicator of a call, after checking that it can send the tensor."""
         comm = self._at.along(dims)
         check_tensor(x, comm.transport.kinds, partial(comm.where, f"functional.{call}"), plain=False)
         return comm
@@ -177,7 +178,7 @@ def mean_message(values: Tensor, weights: Tensor | float, where: str) -> Tensor:
 
 
 def mean_of(values: Tensor, sums: Tensor) -> Tensor:
-    """The mean, from the sum of `mean_message` over all ranks; with the gradient of this rank's own values."""
+    """Return the mean, from the sum of `mean_message` over all ranks; with the gradient of this rank's own values."""
     total, weight = sums[: values.numel()].view_as(values), sums[values.numel() :]
     weight = weight.view_as(values) if weight.numel() == values.numel() else weight.view(())
     mean: Tensor = _Mean.apply(values, total / weight, weight)

@@ -152,17 +152,17 @@ class Handle(Generic[T]):
             self._pending.at_once()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return or raise without blocking."""
+        """Return whether `wait` would return or raise without blocking."""
         return self._works is None or all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether the call has completed without an error."""
+        """Return whether the call has completed without an error."""
         if self._works is None:
             return self._error is None
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error of the call; None while the call is in flight and after success."""
+        """Return the error of the call; None while the call is in flight and after success."""
         if self._error is not None or self._works is None:
             return self._error
         if not self.is_completed():
@@ -174,7 +174,7 @@ class Handle(Generic[T]):
         return None
 
     def result(self) -> T:
-        """The result of `wait`. Raises CommunicationError before `wait` has been called."""
+        """Return the result of `wait`. Raises CommunicationError before `wait` has been called."""
         if self._works is not None:
             raise CommunicationError(
                 f"{self._by.where(self._call)}: the result was asked for before wait()",
@@ -209,7 +209,7 @@ class Handle(Generic[T]):
 
 
 def failure(where: str, error: BaseException) -> CommunicationError:
-    """The backend's error, with the operation, the dim and the coords added."""
+    """Return the backend's error, with the operation, the dim and the coords added."""
     return CommunicationError(
         f"{where} failed",
         given=first_line(error),

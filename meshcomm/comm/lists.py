@@ -89,13 +89,13 @@ def _write(packed: Tensor, group: list[Tensor], dense: bool) -> None:
 
 
 def _lie_apart(tensors: Sequence[Tensor]) -> bool:
-    """Whether no two of these contiguous tensors share memory."""
+    """Return whether no two of these contiguous tensors share memory."""
     spans = sorted(zip(map(Tensor.data_ptr, tensors), map(_NBYTES, tensors), strict=True))
     return all(begin + nbytes <= other for (begin, nbytes), (other, _) in pairwise(spans))
 
 
 def _messages(tensors: Sequence[Tensor], one_device: bool) -> list[list[Tensor]]:
-    """The tensors that share a message: equal dtype and device, in order, up to a size limit."""
+    """Return the tensors that share a message: equal dtype and device, in order, up to a size limit."""
     if one_device and sum(map(_NBYTES, tensors)) <= _MOST_BYTES:
         dtypes = dict.fromkeys(map(_DTYPE, tensors))
         return [[x for x in tensors if x.dtype is dtype] for dtype in dtypes]

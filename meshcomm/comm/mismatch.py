@@ -88,20 +88,20 @@ def _done(work: Work | None) -> None:
 
 
 def _sign(call: str, facts: dict[str, Any], past: bool) -> int:
-    """A 63-bit number that is the same for equal calls in every process."""
+    """Return a 63-bit number that is the same for equal calls in every process."""
     text = json.dumps([call, facts, past]).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def _is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two calls, each as (call, facts, site, past), are the same operation."""
+    """Return whether two calls, each as (call, facts, site, past), are the same operation."""
     mine, theirs = one[1], other[1]
     known = mine.keys() & theirs.keys() if one[3] or other[3] else mine.keys() | theirs.keys()
     return bool(one[0] == other[0]) and all(mine.get(key) == theirs.get(key) for key in known)
 
 
 def majority(signs: Mapping[int, Any]) -> tuple[list[int], list[int]]:
-    """The ranks with the most common sign, the first of equally common ones; and all other ranks.
+    """Return the ranks with the most common sign, the first of equally common ones; and all other ranks.
 
     >>> majority({0: "a", 1: "b", 2: "b"}), majority({3: "a", 4: "b"})
     (([1, 2], [0]), ([3], [4]))
@@ -114,7 +114,7 @@ def majority(signs: Mapping[int, Any]) -> tuple[list[int], list[int]]:
 def mismatch(
     name: str, number: int, ranks: Sequence[int], calls: Sequence[Sequence[Any]]
 ) -> CallMismatchError:
-    """The error for ranks of a group whose calls, each as (call, facts, site), differ.
+    """Return the error for ranks of a group whose calls, each as (call, facts, site), differ.
 
     ranks: global, in the order of `calls`. Ranks that differ from the majority are mismatched.
     """
@@ -137,7 +137,7 @@ def mismatch(
 
 
 def _message(call: str, facts: dict[str, Any], past: bool) -> bytes:
-    """The call in at most 512 bytes; equal facts give equal texts, whatever the site."""
+    """Return the call in at most 512 bytes; equal facts give equal texts, whatever the site."""
     whole = json.dumps(facts)
     if len(whole) > _FACTS:
         # A shape with very many axes: a digest of all facts, and their beginning.
@@ -216,7 +216,7 @@ class StepHistory:
         self.step = step
 
     def data(self) -> dict[str, Any] | None:
-        """The history as plain data; None before the first step.
+        """Return the history as plain data; None before the first step.
 
         sums: (step, sum). runs: as _Run. cut: whether older runs have been dropped.
         """
@@ -227,14 +227,14 @@ class StepHistory:
 
 
 def last_common(*sums: Mapping[int, int]) -> int:
-    """The last step for which all have a sum, 0 if there is none."""
+    """Return the last step for which all have a sum, 0 if there is none."""
     return max(set.intersection(*map(set, sums)), default=0) if sums else 0
 
 
 def find_desync(
     label: str, histories: Mapping[int, Any], coords: Mapping[int, Mapping[str, int]]
 ) -> dict[str, Any] | None:
-    """The first step in which ranks of a group differ, as plain data for `error_of`; None if none is known.
+    """Return the first step in which ranks of a group differ, as plain data for `error_of`; None if none is known.
 
     histories: `StepHistory.data` by rank, in coord order; coords: the coords of these ranks, by rank.
     """
@@ -263,13 +263,13 @@ def find_desync(
 
 
 def error_of(difference: Mapping[str, Any]) -> CallMismatchError:
-    """The error for a result of `find_desync`."""
+    """Return the error for a result of `find_desync`."""
     facts = {key: difference[key] for key in ("given", "expected", "hint", "step")}
     return CallMismatchError(difference["what"], **facts, mismatched_ranks=tuple(difference["mismatched"]))
 
 
 def _run_at(runs: Sequence[Sequence[Any]], step: int) -> _Run:
-    """One step of the runs."""
+    """Return one step of the runs."""
     run = next(_Run(*run) for run in reversed(runs) if run[0] <= step)
     return run._replace(first=step, number=run.number + step - run.first)
 
@@ -320,7 +320,7 @@ def _difference(
 
 
 def _calls(step: _Run, other: _Run) -> str:
-    """The number of calls, and the lines with calls that `other` has not made as often from there."""
+    """Return the number of calls, and the lines with calls that `other` has not made as often from there."""
     text = _collectives(step.calls)
     if step.nbytes != other.nbytes and step.calls == other.calls:
         text += f" of {step.nbytes:,} bytes"

@@ -75,7 +75,7 @@ class Objects:
     def broadcast(
         self, dims: Dims, obj: Any, src: int, *, pickle: bool = False, max_bytes: int = MAX_BYTES
     ) -> Any:
-        """The object of coord `src`. Objects on other ranks are ignored.
+        """Return the object of coord `src`. Objects on other ranks are ignored.
 
         Called by: every rank along `dims`, in the same program order.
         Raises:    ObjectError, on every rank along `dims`; LayoutError if src is not a coord.
@@ -93,7 +93,7 @@ class Objects:
     def all_gather(
         self, dims: Dims, obj: Any, *, pickle: bool = False, max_bytes: int = MAX_BYTES
     ) -> list[Any]:
-        """Every rank's object, in coord order. Sizes may differ.
+        """Return every rank's object, in coord order. Sizes may differ.
 
         Called by: every rank along `dims`, in the same program order.
         Raises:    ObjectError, on every rank along `dims`.
@@ -109,7 +109,7 @@ class Objects:
     def gather(
         self, dims: Dims, obj: Any, dst: int, *, pickle: bool = False, max_bytes: int = MAX_BYTES
     ) -> list[Any] | None:
-        """Every rank's object, in coord order, on coord `dst`; None on the others.
+        """Return every rank's object, in coord order, on coord `dst`; None on the others.
 
         Called by: every rank along `dims`, in the same program order.
         Raises:    ObjectError, on every rank along `dims`; LayoutError if dst is not a coord.
@@ -192,7 +192,7 @@ class Objects:
     def recv(
         self, dims: Dims, src: int, tag: int = 0, *, pickle: bool = False, max_bytes: int = MAX_BYTES
     ) -> Any:
-        """The object that coord `src` sends.
+        """Return the object that coord `src` sends.
 
         Raises: ObjectError, on both ranks; LayoutError if src is not a coord.
         """
@@ -218,7 +218,7 @@ class Objects:
         return _Call(comm, name, root, _Offer("", 0, None, None, max_bytes, bool(pickle)), self._device)
 
     def _own_of(self, call: _Call, obj: Any, copies: int = 1, group: bool = True) -> Any:
-        """This rank's object as the result of a call in a simulated world, counted like any call."""
+        """Return this rank's object as the result of a call in a simulated world, counted like any call."""
         with (
             call.begun(group) as (_, moves),
             without_modes(),
@@ -265,7 +265,7 @@ class _Call:
         self._cause: Exception | None = None
 
     def begun(self, group: bool = True) -> AbstractContextManager[tuple[Communicator, Callable[[int], None]]]:
-        """The context of the call. group: whether every rank of the group makes it; see `Communicator.named`."""
+        """Return the context of the call. group: whether every rank of the group makes it; see `Communicator.named`."""
         facts = {_ROOTS[self.name]: self.root} if group and self.root >= 0 else {}
         return self.comm.named(f"objects.{self.name}", group, self.root if group else -1, facts)
 
@@ -274,14 +274,14 @@ class _Call:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._carrier)
 
     def decoded(self, data: Tensor) -> Any:
-        """The object of the received bytes."""
+        """Return the object of the received bytes."""
         try:
             return decode(data, self._device, self.offer.pickle)
         finally:
             self.comm.confirm(f"objects.{self.name}")
 
     def encoded(self, make: Callable[[], Sequence[Any]]) -> list[Tensor]:
-        """This rank's objects as bytes; empty, with the reason in the offer, if they cannot be encoded."""
+        """Return this rank's objects as bytes; empty, with the reason in the offer, if they cannot be encoded."""
         which = ""
         messages = []
         try:
@@ -301,7 +301,7 @@ class _Call:
         return messages
 
     def packed(self) -> Tensor:
-        """The offer as uint8 of its fixed length."""
+        """Return the offer as uint8 of its fixed length."""
         offer = self.offer
         while len(text := json.dumps(offer).encode()) > _OFFER_BYTES:
             assert offer.failed is not None
@@ -311,7 +311,7 @@ class _Call:
         return torch.frombuffer(data, dtype=torch.uint8).to(self._carrier)
 
     def read(self, coord: int, data: Tensor) -> tuple[int, _Offer]:
-        """The offer of a coord. Raises ObjectError for bytes that are not an offer."""
+        """Return the offer of a coord. Raises ObjectError for bytes that are not an offer."""
         told = data.cpu().numpy().tobytes()
         self.comm.confirm(f"objects.{self.name}")
         try:
@@ -336,7 +336,7 @@ class _Call:
     def agree(
         self, comm: Communicator, make: Callable[[], Sequence[Any]], moves: Callable[[int], None]
     ) -> tuple[list[Tensor], list[int]]:
-        """This rank's objects as bytes, and every rank's size. Otherwise raises ObjectError on every rank."""
+        """Return this rank's objects as bytes, and every rank's size. Otherwise raises ObjectError on every rank."""
         mine = self.encoded(make)
         table = comm.collective(ALL_GATHER, self.packed()).view(comm.size, -1)
         try:
@@ -397,7 +397,7 @@ class _Call:
 
 
 def _gathered(comm: Communicator, mine: Tensor, sizes: list[int], dst: int | None = None) -> list[Tensor]:
-    """Every rank's bytes in coord order: on coord dst if there is one, otherwise on all."""
+    """Return every rank's bytes in coord order: on coord dst if there is one, otherwise on all."""
     longest = max(sizes)
     # Padding to the longest must not move and hold more than twice the actual data.
     even = longest * comm.size <= max(2 * sum(sizes), 1 << 16)
@@ -427,7 +427,7 @@ def _one_each(objs: Any, size: int) -> Sequence[Any]:
 
 
 def _by_coord(pairs: Iterable[tuple[str, int]]) -> dict[str, str]:
-    """The coords that sent each text."""
+    """Return the coords that sent each text."""
     found: dict[str, list[int]] = {}
     for text, coord in pairs:
         found.setdefault(text, []).append(coord)

@@ -59,7 +59,7 @@ class Groups:
         _LIVE[self.key] = self
 
     def place(self, comm: Communicator) -> Place:
-        """Where operators communicate: group, size, traced."""
+        """Return where operators communicate: group, size, traced."""
         return f"{self.key}/{comm.name}", comm.size, is_compiling()
 
 
@@ -68,7 +68,7 @@ _LIVE: Final[WeakValueDictionary[str, Groups]] = WeakValueDictionary()
 
 
 def groups_of(key: str, what: str) -> Groups:
-    """The groups of the mesh with this key. Raises MeshClosed for `what`."""
+    """Return the groups of the mesh with this key. Raises MeshClosed for `what`."""
     groups = _LIVE.get(key)
     if groups is None:
         raise MeshClosed(
@@ -206,7 +206,7 @@ _ROWS: Final = (
 
 
 def call(name: str, x: Tensor, place: Place, *args: int | str) -> Tensor:
-    """The operator of this name."""
+    """Return the operator of this name."""
     result: Tensor = getattr(torch.ops.meshcomm, name).default(x, *place, *args)
     return result
 
@@ -234,7 +234,7 @@ class _Linear(SingleLevelFunction):  # type: ignore[misc]
 
 
 def _below(row: _Row, keys: Any, x: Tensor, place: Place, args: tuple[Any, ...]) -> Tensor:
-    """The operator below autograd: the call itself, an outer transform, or a tracer."""
+    """Return the operator below autograd: the call itself, an outer transform, or a tracer."""
     if only_device(keys):
         return row.run(_communicator(place[0]), x, *args)
     with below_autograd():
@@ -279,7 +279,7 @@ def _call_text(row: _Row, group: str) -> str:
 
 
 def _batched(row: _Row, info: Any, in_dims: Any, x: Tensor, *given: Any) -> tuple[Tensor, int]:
-    """One call for the whole batch of a vmap."""
+    """Return one call for the whole batch of a vmap."""
     place, args = given[:3], given[3:]
     args = (*(axis + 1 for axis in args[: row.axes]), *args[row.axes :])
     return call(row.name, x.movedim(in_dims[0], 0), place, *args), 0

@@ -166,7 +166,7 @@ class Messages(Caller):
     # -- inside ---------------------------------------------------------------------------------
 
     def _fast_batch(self, sends: Any, recvs: Any) -> list[P2P] | None:
-        """The messages of an exchange, receives first; None if one of them still has to be checked."""
+        """Return the messages of an exchange, receives first; None if one of them still has to be checked."""
         known, ends, tensors, spans = self._fast, [], [], []
         device: Any = None
         try:
@@ -199,7 +199,7 @@ class Messages(Caller):
         return ends
 
     def _is_fast(self, direction: Direction, x: Any, peer: object, tag: object) -> bool:
-        """Whether a message of this kind was checked before, and `x` can be sent unchanged."""
+        """Return whether a message of this kind was checked before, and `x` can be sent unchanged."""
         try:
             device = self._fast.get((direction, peer, tag, x.dtype))
         except (AttributeError, TypeError):
@@ -208,7 +208,7 @@ class Messages(Caller):
         return device is not None and type(peer) is type(tag) is int and unobserved() and is_plain(x, device)
 
     def _checked(self, direction: Direction, call: str, x: Any, peer: Any, tag: int = 0) -> P2P:
-        """One end of a message for `x`; a peer of None, any source, is for irecv and recv_any."""
+        """Return one end of a message for `x`; a peer of None, any source, is for irecv and recv_any."""
         if self._is_fast(direction, x, peer, tag):
             return P2P(direction, x, peer, tag)
 
@@ -346,14 +346,14 @@ class Messages(Caller):
         )
 
     def _served_by(self, work: Work, message: PendingMessage) -> int:
-        """The coord whose message a receive from any source received."""
+        """Return the coord whose message a receive from any source received."""
         src = self.transport.source_of(work)
         self.recorder.messages.arrived(message, src)
         return src
 
 
 def _carried(ends: Sequence[P2P]) -> list[P2P]:
-    """The messages, with dtypes that backends support."""
+    """Return the messages, with dtypes that backends support."""
     return [end if end.x.dtype in CARRIED else end._replace(x=as_bytes(end.x.view(-1))) for end in ends]
 
 

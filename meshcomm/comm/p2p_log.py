@@ -154,7 +154,9 @@ class MessageLog:
         self.waiting: PendingMessage | None = None
 
     def settled(self, direction: Direction, peer: int) -> bool:
-        """Whether messages with this peer no longer need numbers: they are no longer checked, and no trace is taken."""
+        """Return whether messages with this peer no longer need numbers: they are no longer checked, and no trace
+        is taken.
+        """
         return self.spans is None and (self._check is None or not self._check.is_compared(direction, peer))
 
     def begin(self, name: str, batch: Batch, counted: bool) -> PendingMessage:
@@ -199,7 +201,9 @@ class MessageLog:
     def past(
         self, name: str, direction: Direction, peer: int | None, tensors: Sequence[Tensor], frame: FrameType
     ) -> PendingMessage:
-        """A message that is sent or received outside the mesh; torch does not report its tag, which counts as 0."""
+        """Return a message that is sent or received outside the mesh; torch does not report its tag, which counts
+        as 0.
+        """
         if self._check is not None:
             self._check.takes_any()
         number = 0 if peer is None else self._count(direction, peer, 0)
@@ -230,11 +234,13 @@ class MessageLog:
         self._posted.append((message, work))
 
     def unfinished(self) -> list[PendingMessage]:
-        """The messages outside the mesh that are not over, the oldest first."""
+        """Return the messages outside the mesh that are not over, the oldest first."""
         return [message for message, work in list(self._posted) if not work.is_completed()]
 
     def failed(self) -> list[tuple[PendingMessage, RuntimeError]]:
-        """The first message outside the mesh that its backend gave up, and the backend's error; [] if there is none."""
+        """Return the first message outside the mesh that its backend gave up, and the backend's error; [] if there
+        is none.
+        """
         over = ((message, work) for message, work in list(self._posted) if work.is_completed())
         found = ((message, work_error(work)) for message, work in over)
         return next(([(message, error)] for message, error in found if error is not None), [])
@@ -259,7 +265,7 @@ class MessageLog:
             message.told.parts = (("recv", src, tag, number),)
 
     def _count(self, direction: Direction, peer: int, tag: int) -> int:
-        """The sequence number of the next message on its channel."""
+        """Return the sequence number of the next message on its channel."""
         begun, channel = self.begun, (direction, peer, tag)
         begun[channel] = number = begun.get(channel, 0) + 1
         if len(begun) > _CHANNELS:
@@ -267,7 +273,7 @@ class MessageLog:
         return number
 
     def history(self) -> list[dict[str, Any]]:
-        """The last calls as plain data; see FlightRecorder.history."""
+        """Return the last calls as plain data; see FlightRecorder.history."""
         return [
             {
                 "dim": message.name,
@@ -285,7 +291,7 @@ class MessageLog:
         self._posted.clear()
 
     def status(self, ranks: Sequence[int]) -> dict[str, Any]:
-        """The log as plain data, with peers as global ranks; `ranks` by coord."""
+        """Return the log as plain data, with peers as global ranks; `ranks` by coord."""
         waiting = self.waiting
         return {
             # A copy, as another thread may be sending to another rank.
@@ -334,7 +340,7 @@ class MessageCheck:
         self.pairs: Counter[tuple[Direction, int]] = Counter()
 
     def is_compared(self, direction: Direction, peer: int) -> bool:
-        """Whether the next message of this pair is compared."""
+        """Return whether the next message of this pair is compared."""
         return self.pairs[direction, peer] < self._limit
 
     def takes_any(self) -> None:
@@ -374,7 +380,8 @@ class MessageCheck:
         return []
 
     def confirm(self, waiting: Sequence[Unanswered]) -> float | None:
-        """Return when the peers confirm, or after some seconds without an answer; the backend then reports a difference.
+        """Return when the peers confirm, or after some seconds without an answer; the backend then reports a
+        difference.
 
         Returns the rest of the timeout if a peer was silent. Raises CallMismatchError if a peer passes another tensor.
         """
@@ -398,7 +405,7 @@ class MessageCheck:
         return left
 
     def key(self, src: int, dst: int, tag: int, number: int) -> str:
-        """The store's key for the announcement of the end that arrives first."""
+        """Return the store's key for the announcement of the end that arrives first."""
         return f"{self._label}/{src}>{dst}/{tag}/{number}"
 
     def _differs(self, key: str, told: str) -> CallMismatchError:

@@ -87,7 +87,7 @@ class Request:
     repeatable: bool = field(default=False, init=False)
 
     def where(self) -> str:
-        """The beginning of an error about the call."""
+        """Return the beginning of an error about the call."""
         return self.comm.where(self.row.name)
 
     @property
@@ -129,6 +129,6 @@ class Request:
 
 @cache
 def _compared(kind: Any) -> list[tuple[str, object]]:
-    """The options on which ranks must agree, with their defaults: also options that a subclass adds."""
+    """Return the options on which ranks must agree, with their defaults: also options that a subclass adds."""
     given = (each for each in fields(kind) if each.init and each.name not in _KNOWN)
     return [(each.name, each.default) for each in given if "own" not in each.metadata]

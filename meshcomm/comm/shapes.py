@@ -76,7 +76,9 @@ def into(out: Tensor, buffer: Tensor) -> Tensor:
 
 
 def unwatched(*outs: Tensor) -> AbstractContextManager[object]:
-    """Whether `outs` may be written here: a call is checked when it is made, and may be waited for in another mode."""
+    """Return whether `outs` may be written here: a call is checked when it is made, and may be waited for in
+    another mode.
+    """
     return torch.inference_mode() if any(map(Tensor.is_inference, outs)) else torch.no_grad()
 
 
@@ -100,7 +102,7 @@ def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """All values in one flat buffer of new memory."""
+    """Return all values in one flat buffer of new memory."""
     return torch.cat([x if x.ndim == 1 else x.reshape(-1) for x in tensors])
 
 
@@ -113,7 +115,7 @@ def without(x: Tensor, axis: int) -> Tensor:
 
 
 def wire(x: Tensor, added: bool = False) -> Tensor:
-    """The memory of `x`, which is dense, as a flat tensor in a dtype that backends support.
+    """Return the memory of `x`, which is dense, as a flat tensor in a dtype that backends support.
 
     added: in a dtype that they can add: complex numbers as pairs, bool as bytes. Otherwise, any other dtype is sent as
     bytes, which is exact.
@@ -129,7 +131,7 @@ def wire(x: Tensor, added: bool = False) -> Tensor:
 
 
 def as_bytes(flat: Tensor) -> Tensor:
-    """The same memory as bytes. `flat`: of one axis, contiguous.
+    """Return the same memory as bytes. `flat`: of one axis, contiguous.
 
     One element of a slice is contiguous with any stride, and torch then cannot view it as bytes.
     """
@@ -139,7 +141,7 @@ def as_bytes(flat: Tensor) -> Tensor:
 
 
 def is_ordered(dtype: torch.dtype, op: str) -> bool:
-    """Whether this reduction sends `as_ordered`: backends do not agree on the smaller of a number and NaN."""
+    """Return whether this reduction sends `as_ordered`: backends do not agree on the smaller of a number and NaN."""
     return WIRE_OPS[op].nan is not None and dtype in _INTS
 
 
@@ -159,7 +161,7 @@ def as_ordered(x: Tensor, op: str) -> Tensor:
 
 
 def from_ordered(carried: Tensor, dtype: torch.dtype, op: str) -> Tensor:
-    """The values of a received tensor; `carried` itself if it was not sent as `as_ordered`."""
+    """Return the values of a received tensor; `carried` itself if it was not sent as `as_ordered`."""
     if not is_ordered(dtype, op):
         return carried
     kind = _INTS[dtype]
@@ -171,7 +173,7 @@ def from_ordered(carried: Tensor, dtype: torch.dtype, op: str) -> Tensor:
 
 
 def blank_header(device: torch.device) -> Tensor:
-    """A buffer for a header."""
+    """Return a buffer for a header."""
     return torch.zeros(_MOST_AXES + 2, dtype=torch.int64, device=device)
 
 

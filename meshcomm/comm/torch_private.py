@@ -16,7 +16,7 @@ _forward_mode: Any = forward_ad
 
 
 def forward_level() -> int:
-    """The level of forward-mode AD, below 0 while none is open."""
+    """Return the level of forward-mode AD, below 0 while none is open."""
     level: int = _forward_mode._current_level
     return level
 
@@ -43,5 +43,5 @@ _DEVICES = tuple(getattr(torch._C.DispatchKey, name) for name in ("CPU", "CUDA",
 
 
 def only_device(keys: Any) -> bool:
-    """Whether only the call itself remains below autograd, on a device's dense tensor."""
+    """Return whether only the call itself remains below autograd, on a device's dense tensor."""
     return keys.remove(torch._C.DispatchKey.ADInplaceOrView).highestPriorityTypeId() in _DEVICES

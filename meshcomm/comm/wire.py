@@ -68,7 +68,9 @@ def _load_even(request: Request) -> None:
 
 
 def _prepared(request: Request, dense: Tensor) -> tuple[Tensor, str]:
-    """The tensor to send for a dense one that is reduced, and the backend's operation; the same memory if possible."""
+    """Return the tensor to send for a dense one that is reduced, and the backend's operation; the same memory if
+    possible.
+    """
     reduction, x = REDUCTIONS[request.op], request.x
     op = reduction.wire.name
     if reduction.prepare is not None:
@@ -83,7 +85,9 @@ def _prepared(request: Request, dense: Tensor) -> tuple[Tensor, str]:
 
 
 def _room(request: Request, sent: Tensor | None) -> Tensor | None:
-    """The buffer of the result: `out` if the parts arrive in its order, otherwise new memory; None if there is no result."""
+    """Return the buffer of the result: `out` if the parts arrive in its order, otherwise new memory; None if there
+    is no result.
+    """
     row, comm, out = request.row, request.comm, request.out
     if row is BARRIER or not request.gets:
         return None
@@ -101,7 +105,9 @@ def _room(request: Request, sent: Tensor | None) -> Tensor | None:
 
 
 def _flat(request: Request) -> tuple[Tensor, int]:
-    """This rank's input, flat, with the uneven axis in front; and the number of elements in one index of that axis."""
+    """Return this rank's input, flat, with the uneven axis in front; and the number of elements in one index of
+    that axis.
+    """
     source = request.source
     assert source is not None
     return materialised(source.movedim(request.axis, 0)).view(-1), prod(
@@ -177,7 +183,7 @@ def carry_out(request: Request) -> Tensor | None:
 
 
 def finish(request: Request) -> Tensor | None:
-    """The result, after the Works have completed. Raises the error of this rank alone."""
+    """Return the result, after the Works have completed. Raises the error of this rank alone."""
     row, came, target, call = request.row, request.arrived, request.target, request.call
     if request.problem is not None:
         raise request.problem

@@ -43,7 +43,7 @@ class DimOptions(Section):
     """
 
     def backend_options(self) -> tuple[tuple[str, int], ...]:
-        """The backend-specific options that are set, by name."""
+        """Return the backend-specific options that are set, by name."""
         values = ((name, getattr(self, name)) for name in NCCL_OPTIONS)
         return tuple((name, value) for name, value in values if value not in (None, False))
 
@@ -103,7 +103,7 @@ class MeshConfig(Section):
         order: str = "tp-cp-ep-dp-pp",
         **keys: Any,
     ) -> MeshConfig:
-        """The mesh of Megatron-Core's `initialize_model_parallel`.
+        """Return the mesh of Megatron-Core's `initialize_model_parallel`.
 
         Its dims are pp, dp, cp, tp and, for experts, a view with edp, ep, etp.
 
@@ -141,7 +141,7 @@ class MeshConfig(Section):
 
     @classmethod
     def from_parallel_dims(cls, dims: Any, **keys: Any) -> MeshConfig:
-        """The mesh of torchtitan's `ParallelDims`, with its flattened meshes as merged dims, and a view for
+        """Return the mesh of torchtitan's `ParallelDims`, with its flattened meshes as merged dims, and a view for
         experts.
 
         dims: has dp_replicate, dp_shard, cp, tp, pp, ep and world_size. keys: further keys of `[mesh]`.
@@ -163,7 +163,7 @@ class MeshConfig(Section):
     _world: int | None = PrivateAttr(None)
 
     def count(self, world: int | None) -> int | None:
-        """Number of ranks of the mesh in a world of `world` processes, or None if it is unknown."""
+        """Return the number of ranks of the mesh in a world of `world` processes, or None if it is unknown."""
         if self.ranks is not None:
             return len(self.ranks)
         if world is not None:
@@ -173,7 +173,7 @@ class MeshConfig(Section):
         return None if self.rank_order is None else len(self.rank_order)
 
     def world_problems(self, world: int | None) -> list[Problem]:
-        """The problems of laying the mesh out on `world` processes (None if unknown).
+        """Return the problems of laying the mesh out on `world` processes (None if unknown).
 
         Raises LayoutError if no job can have that many processes.
         """
@@ -205,7 +205,7 @@ class MeshConfig(Section):
         return resolve(self.dims, self.count(world))
 
     def layout(self, world: int | None, source: str | None = None) -> Layout:
-        """The placement of ranks. Raises ConfigError if `world` does not fit; source: as for `sizes`."""
+        """Return the placement of ranks. Raises ConfigError if `world` does not fit; source: as for `sizes`."""
         return Layout(
             self.sizes(world, source),
             rank_order=self.ranks if self.rank_order is None else self.rank_order,
@@ -214,7 +214,7 @@ class MeshConfig(Section):
         )
 
     def plan(self, world: int | None, source: str | None = None) -> Plan:
-        """Every group, with its options. Raises ConfigError if `world` does not fit.
+        """Return every group, with its options. Raises ConfigError if `world` does not fit.
 
         world: number of processes of the job; None if it is not known and every size is given. source: as for
                `sizes`.
@@ -227,7 +227,7 @@ class MeshConfig(Section):
         )
 
     def resolved(self, world: int | None, source: str | None = None) -> MeshConfig:
-        """The same mesh with every -1 resolved. Raises ConfigError if `world` does not fit; source: as for
+        """Return the same mesh with every -1 resolved. Raises ConfigError if `world` does not fit; source: as for
         `sizes`.
         """
         layout = self.layout(world, source)
@@ -235,7 +235,7 @@ class MeshConfig(Section):
         return self.model_copy(update={"dims": Table(layout.dims), "views": views})
 
     def merging(self, dims: tuple[str, ...]) -> MeshConfig:
-        """The same mesh with a merged dim over `dims`, added if several are given and no merged dim is over
+        """Return the same mesh with a merged dim over `dims`, added if several are given and no merged dim is over
         exactly these.
         """
         if len(dims) < 2 or dims in self.merge.values():

@@ -28,7 +28,9 @@ from meshcomm.layout.sizes import divisors
 
 
 def _fact(example: int) -> Any:
-    """A setting that follows from `pretrained`, is not needed for models built by code, and is required for the built-in model."""
+    """Return a setting that follows from `pretrained`, is not needed for models built by code, and is required for
+    the built-in model.
+    """
     return Field(default=None, ge=1, examples=[example])
 
 
@@ -205,7 +207,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_pretrained(cls, data: Any) -> Any:
-        """The sizes in the folder's config.json, if it can be read. `_folder` reports why not."""
+        """Return the sizes in the folder's config.json, if it can be read. `_folder` reports why not."""
         if isinstance(data, dict) and isinstance(data.get("pretrained"), str):
             return {**sizes_of(data["pretrained"]), **data}
         return data
@@ -238,7 +240,7 @@ class ModelConfig(Section):
         return self.pretrained is None and self.build is None
 
     def sized(self, what: str) -> ModelConfig:
-        """This section. Raises ConfigError, naming `what`, if code builds the model and no sizes are given."""
+        """Return this section. Raises ConfigError, naming `what`, if code builds the model and no sizes are given."""
         unknown = [name for name in FACTS if getattr(self, name) is None]
         if unknown:
             raise ConfigError(
@@ -250,5 +252,5 @@ class ModelConfig(Section):
         return self
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts instead of one feed-forward block."""
+        """Return whether a layer, counted from 0, has experts instead of one feed-forward block."""
         return self.experts > 0 and (layer + 1) % self.experts_every == 0

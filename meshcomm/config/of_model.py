@@ -28,14 +28,15 @@ _EXAMPLE: Final = "--dims pp=16,fsdp=64,tp=8,ep=64"
 
 
 def is_of_model(path: Path) -> bool:
-    """Whether the file is the config.json of a model, and not a configuration of meshcomm."""
+    """Return whether the file is the config.json of a model, and not a configuration of meshcomm."""
     with suppress(OSError, ValueError):
         return path.suffix == ".json" and "model_type" in read(path)
     return False
 
 
 def training_of(path: Path, dims: str) -> dict[str, Any]:
-    """A configuration: nodes of TOPOLOGY, bfloat16, activation checkpointing, samples of 4,096 tokens, two microbatches per stage.
+    """Return a configuration: nodes of TOPOLOGY, bfloat16, activation checkpointing, samples of 4,096 tokens, two
+    microbatches per stage.
 
     path: a config.json. dims: such as "pp=16,fsdp=64,tp=8,ep=64"; ep divides the ranks left after pp and tp.
     Raises ConfigError for invalid dims, or dims that do not divide.
@@ -85,8 +86,8 @@ def training_of(path: Path, dims: str) -> dict[str, Any]:
 
 
 def placed_on(path: Path, world: int) -> dict[str, Any]:
-    """The configuration for which `tune` ranks the meshes of `world` ranks: with pp, fsdp, tp and, for experts, ep; two samples
-    per rank and step. path: a config.json.
+    """Return the configuration for which `tune` ranks the meshes of `world` ranks: with pp, fsdp, tp and, for
+    experts, ep; two samples per rank and step. path: a config.json.
     """
     spread = ",ep=2" if world % 2 == 0 and sizes_of(path.parent).get("experts") else ""
     return training_of(path, f"pp=1,fsdp={world},tp=1{spread}")

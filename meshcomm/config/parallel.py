@@ -146,7 +146,7 @@ class ParallelConfig(Section):
         return self._played("data", "shard", "context")
 
     def shard_dims(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """The dims along which all weights except experts' are sharded, as one: shard and context.
+        """Return the dims along which all weights except experts' are sharded, as one: shard and context.
 
         If there are several, only dims of size above 1, in the order of `sizes`.
         """
@@ -156,11 +156,11 @@ class ParallelConfig(Section):
         return run or (self.shard,)
 
     def expert_view(self, views: Mapping[str, Mapping[str, int]]) -> str | None:
-        """The view that contains the expert dim; None if no dim has that role."""
+        """Return the view that contains the expert dim; None if no dim has that role."""
         return next((view for view, sizes in views.items() if self.expert in sizes), None)
 
     def expert_gradient_dims(self, views: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:
-        """The dims along which gradients of experts' weights are summed.
+        """Return the dims along which gradients of experts' weights are summed.
 
         These are the dims of the expert's view other than expert, pipeline and tensor. Without such a view,
         experts are treated as other weights.
@@ -171,22 +171,22 @@ class ParallelConfig(Section):
         return tuple(dim for dim in views[view] if dim not in (self.expert, self.pipeline, self.tensor))
 
     def reshards(self, ranks: int) -> bool:
-        """Whether gathered weights are freed between a layer's passes. ranks: of the pipeline."""
+        """Return whether gathered weights are freed between a layer's passes. ranks: of the pipeline."""
         return ranks == 1 if self.options.reshard is None else self.options.reshard
 
     def size(self, part: ParallelRole, sizes: Mapping[str, int]) -> int:
-        """Number of ranks along the dim of a role; 1 if no dim has it. For expert, `sizes` are from its
+        """Return the number of ranks along the dim of a role; 1 if no dim has it. For expert, `sizes` are from its
         view.
         """
         dim = self.parts.get(part)
         return 1 if dim is None else sizes[dim]
 
     def copies(self, sizes: Mapping[str, int]) -> int:
-        """Number of shards that the samples of a batch are split into."""
+        """Return the number of shards that the samples of a batch are split into."""
         return math.prod(sizes[dim] for dim in self.data_dims)
 
     def stages(self, sizes: Mapping[str, int]) -> int:
-        """Number of pipeline stages over all ranks; 1 if the pipeline has one rank."""
+        """Return the number of pipeline stages over all ranks; 1 if the pipeline has one rank."""
         ranks = self.size("pipeline", sizes)
         return 1 if ranks == 1 else ranks * self.options.stages_per_rank
 
@@ -195,7 +195,7 @@ class ParallelConfig(Section):
 
 
 def runs(schedule: PipelineSchedule, microbatches: int, ranks: int) -> bool:
-    """Whether a schedule supports this number of micro-batches per step on this number of ranks.
+    """Return whether a schedule supports this number of micro-batches per step on this number of ranks.
 
     interleaved_1f1b takes one micro-batch per rank in each round (Narayanan et al. 2021).
     zero_bubble takes microbatches // ranks rounds of equal length, as ScheduleInterleavedZeroBubble

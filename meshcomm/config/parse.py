@@ -36,7 +36,10 @@ _EXAMPLES: Final = {
 
 
 def _parse(language: str, text: str, label: str) -> Any:
-    """The content of a text. A repeated key is refused. Raises ConfigError with the line of the error, or if PyYAML is missing."""
+    """Return the content of a text. A repeated key is refused.
+
+    Raises ConfigError with the line of the error, or if PyYAML is missing.
+    """
     try:
         data = _LOADERS[language](text, label)
         inner = [data]

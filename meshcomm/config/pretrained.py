@@ -36,7 +36,7 @@ _A_SPEC: Final = 'model.build = "module:function", which returns a meshcomm.mode
 
 
 def sizes_of(folder: str | Path) -> dict[str, Any]:
-    """The settings of `[model]` that follow from `folder`/config.json; none if it cannot be read."""
+    """Return the settings of `[model]` that follow from `folder`/config.json; none if it cannot be read."""
     found: dict[str, Any] = {}
     with suppress(Exception):
         config = understood(folder)
@@ -98,7 +98,7 @@ def misunderstood(folder: str | Path, said: Mapping[str, Any], reads_weights: bo
 
 
 def dropouts_of(folder: str | None) -> dict[str, float]:
-    """The dropout probabilities above 0 in `folder`/config.json, by name."""
+    """Return the dropout probabilities above 0 in `folder`/config.json, by name."""
     if folder is None:
         return {}
     with suppress(Exception):
@@ -126,7 +126,9 @@ def windows_of(folder: str | Path | None) -> tuple[int | None, ...]:
 
 
 def has_gate(folder: str | Path | None) -> bool:
-    """Whether a feed-forward block has three matrices, gate, up and down, according to the family's published plan."""
+    """Return whether a feed-forward block has three matrices, gate, up and down, according to the family's
+    published plan.
+    """
     if folder is not None:
         with suppress(Exception):
             config = understood(folder)
@@ -135,7 +137,10 @@ def has_gate(folder: str | Path | None) -> bool:
 
 
 def publishes_plan(folder: str | Path | None) -> bool:
-    """Whether a model can be split along a tensor dim, according to its family. True if no folder names a family."""
+    """Return whether a model can be split along a tensor dim, according to its family.
+
+    True if no folder names a family.
+    """
     if folder is not None:
         with suppress(Exception):
             config = understood(folder)
@@ -144,7 +149,7 @@ def publishes_plan(folder: str | Path | None) -> bool:
 
 
 def understood(folder: str | Path) -> Any:
-    """The configuration that transformers creates from `folder`/config.json. Raises its errors."""
+    """Return the configuration that transformers creates from `folder`/config.json. Raises its errors."""
     path = Path(folder) / "config.json"
     read(path)
     return _understood(str(folder), path.stat().st_mtime_ns)
@@ -158,7 +163,7 @@ def _understood(folder: str, changed: int) -> Any:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The config.json at `path`. Raises OSError if there is none, ValueError if it is not a JSON object."""
+    """Return the config.json at `path`. Raises OSError if there is none, ValueError if it is not a JSON object."""
     return _read(path, path.stat().st_mtime_ns)
 
 

@@ -66,7 +66,7 @@ class Problem:
         return ", or\n".join(way for way in self.tries if isinstance(way, str)) or None
 
     def under(self, section: str) -> Problem:
-        """The same problem with its key one level deeper."""
+        """Return the same problem with its key one level deeper."""
         return replace(self, key=f"{section}.{self.key}")
 
     def __str__(self) -> str:
@@ -75,13 +75,13 @@ class Problem:
 
 
 def report(source: str, problems: Iterable[Problem]) -> ConfigError:
-    """All problems of `source` (a file's name, as it was given) as one error."""
+    """Return all problems of `source` (a file's name, as it was given) as one error."""
     listed = [indent(str(problem), "  ") for problem in problems]
     return ConfigError("\n".join([f"{source}: {len(listed)} problem{'s' * (len(listed) > 1)}", *listed]))
 
 
 def refused(key: str, make: Callable[..., object], *args: Any, **options: Any) -> list[Problem]:
-    """The reason why a layout, or a part of it, cannot be made, as a problem of the setting `key`."""
+    """Return the reason why a layout, or a part of it, cannot be made, as a problem of the setting `key`."""
     try:
         make(*args, **options)
     except LayoutError as error:
@@ -91,7 +91,8 @@ def refused(key: str, make: Callable[..., object], *args: Any, **options: Any) -
 
 
 def nearest(value: int, fitting: Iterable[int], most: int = 2) -> list[int]:
-    """The `most` numbers of `fitting` that are nearest to `value`, without `value` itself; on a tie, the larger first.
+    """Return the `most` numbers of `fitting` that are nearest to `value`, without `value` itself; on a tie, the
+    larger first.
 
     >>> nearest(8, range(3, 100, 3))
     [9, 6]
@@ -101,7 +102,7 @@ def nearest(value: int, fitting: Iterable[int], most: int = 2) -> list[int]:
 
 
 def multiples(number: int, by: int, most: int = 2) -> list[int]:
-    """The nearest multiples of `by`, the nearer first; not `number` itself.
+    """Return the nearest multiples of `by`, the nearer first; not `number` itself.
 
     >>> multiples(34, 16), multiples(5, 8)
     ([32, 48], [8])
@@ -111,12 +112,12 @@ def multiples(number: int, by: int, most: int = 2) -> list[int]:
 
 
 def remainder(number: int, by: int) -> str:
-    """The arithmetic as text: `8 % 3 = 2`."""
+    """Return the arithmetic as text: `8 % 3 = 2`."""
     return f"{number} % {by} = {number % by}"
 
 
 def quotient(number: int, by: int) -> str:
-    """A division as text before another number, `32/2 = 16, `; empty for a division by 1."""
+    """Return a division as text before another number, `32/2 = 16, `; empty for a division by 1."""
     return "" if by == 1 else f"{number}/{by} = {number // by}, "
 
 
@@ -169,14 +170,14 @@ def refusals(
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section in a field's annotation: itself, optional, or as the values of a table."""
+    """Return the section in a field's annotation: itself, optional, or as the values of a table."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for inner in get_args(annotation) if (found := section_of(inner)) is not None), None)
 
 
 def _located(data: Any, error: PydanticError) -> tuple[Path, bool]:
-    """The setting's path, and whether it is present. A union's error appends one of its types to the path."""
+    """Return the setting's path, and whether it is present. A union's error appends one of its types to the path."""
     path: list[str | int] = []
     for part in error["loc"]:
         if isinstance(data, Mapping) and part in data:
@@ -193,7 +194,9 @@ def _located(data: Any, error: PydanticError) -> tuple[Path, bool]:
 
 
 def _field_at(model: type[BaseModel], path: Path) -> tuple[type[BaseModel], FieldInfo | None, int]:
-    """The section and the field at a path, and how many of its components lead there; the rest is inside the field."""
+    """Return the section and the field at a path, and how many of its components lead there; the rest is inside the
+    field.
+    """
     section, field, depth, is_name = model, None, 0, False
     for index, part in enumerate(path):
         if is_name or part not in section.model_fields:
@@ -214,7 +217,10 @@ def _expected(error: PydanticError) -> str:
 def _refused(
     model: type[BaseModel], data: Mapping[str, Any], path: Path, errors: Sequence[PydanticError]
 ) -> Problem:
-    """A setting that pydantic refuses, with its default, its example or a likely correction. If there are no errors, it is missing."""
+    """Return a setting that pydantic refuses, with its default, its example or a likely correction.
+
+    If there are no errors, it is missing.
+    """
     _, field, depth = _field_at(model, path)
     key, examples = key_path(path), list(field.examples or ()) if field is not None else []
     if not errors or field is None:
@@ -243,7 +249,7 @@ def _refused(
 
 
 def _unknown_key(model: type[BaseModel], path: Path, value: Any) -> tuple[Problem, str | None]:
-    """The problem, and the key of the same section that was probably intended."""
+    """Return the problem, and the key of the same section that was probably intended."""
     *above, last = path
     section, key = _field_at(model, path)[0], key_path(path)
     known = list(section.model_fields)

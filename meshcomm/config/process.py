@@ -114,7 +114,7 @@ class NetworkConfig(Section):
     """Sockets per such thread; at most 64 sockets in total. If omitted, NCCL chooses."""
 
     def nccl_settings(self) -> dict[str, object]:
-        """The settings of this section that affect only NCCL, by key."""
+        """Return the settings of this section that affect only NCCL, by key."""
         keys = ("nccl_debug", "nccl_socket_nthreads", "nccl_nsocks_perthread")
         return {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
 

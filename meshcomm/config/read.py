@@ -79,7 +79,7 @@ def plan(
     world_size: int | None = None,
     overrides: Sequence[str] = (),
 ) -> Plan:
-    """Every group of a mesh on `world_size` processes, in creation order.
+    """Return every group of a mesh on `world_size` processes, in creation order.
 
     Needs no process, no GPU and no torch. `Plan.for_rank` gives the groups of any rank.
     world_size: None if every size is given.
@@ -133,7 +133,7 @@ def _read(path: Path, label: str) -> dict[str, Any]:
 
 
 def near_file(path: Path, script: bool = False) -> str:
-    """The hint if there is no such file: the one in its folder with the most similar name, ignoring extensions.
+    """Return the hint if there is no such file: the one in its folder with the most similar name, ignoring extensions.
 
     script: only Python files are considered; otherwise only configurations, which have a mesh or describe a model.
     """
@@ -199,7 +199,7 @@ def apply(data: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
 
 
 def shown(override: str) -> str:
-    """An override on one line, as on a command line."""
+    """Return an override on one line, as on a command line."""
     return "--set " + override.replace("\n", "\\n")
 
 

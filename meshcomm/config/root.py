@@ -74,11 +74,11 @@ class Config(Section):
         yield from problems(Resolved.of(self), self.rules)
 
     def layout(self, world: int | None) -> Layout:
-        """The placement of ranks, on `world` processes. Raises ConfigError if they do not fit."""
+        """Return the placement of ranks, on `world` processes. Raises ConfigError if they do not fit."""
         return self._grouped(world).layout(world, self._source)
 
     def plan(self, world: int | None) -> Plan:
-        """Every group of the mesh, on `world` processes. Raises ConfigError if they do not fit.
+        """Return every group of the mesh, on `world` processes. Raises ConfigError if they do not fit.
 
         If weights are sharded along two dims at once, the groups over both are a merged dim, even if [mesh] has
         none.
@@ -92,7 +92,7 @@ class Config(Section):
         return self.mesh.merging(self.parallel.shard_dims(self.mesh.sizes(world, self._source)))
 
     def resolved(self, world: int | None) -> Config:
-        """The same configuration with every -1 resolved and training checked against the sizes.
+        """Return the same configuration with every -1 resolved and training checked against the sizes.
 
         Raises ConfigError if the world or the training does not fit.
         """

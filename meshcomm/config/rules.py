@@ -53,7 +53,7 @@ class Resolved:
 
     @classmethod
     def of(cls, config: Config) -> Resolved:
-        """The configuration with the sizes that it gives itself."""
+        """Return the configuration with the sizes that it gives itself."""
         number: int | None = None
         sizes: dict[str, int] = {}
         with suppress(Absent):
@@ -96,16 +96,16 @@ class Resolved:
         return _present(self.config.train)
 
     def dim(self, part: ParallelRole) -> str:
-        """The dim with a role."""
+        """Return the dim with a role."""
         return _present(self.parallel.parts.get(part))
 
     def key(self, part: ParallelRole) -> str:
-        """The setting that holds the size of a dim with a role."""
+        """Return the setting that holds the size of a dim with a role."""
         view = self.config.expert_view if part == "expert" else None
         return f"mesh.{'dims' if view is None else f'views.{view}'}.{self.dim(part)}"
 
     def size(self, part: ParallelRole) -> int:
-        """Number of ranks along the dim of a role; 1 if no dim has it."""
+        """Return the number of ranks along the dim of a role; 1 if no dim has it."""
         dim = self.parallel.parts.get(part)
         return 1 if dim is None else _present(self.sizes.get(dim))
 
@@ -132,7 +132,7 @@ def problems(resolved: Resolved, rules: Iterable[Rule]) -> Iterator[Problem]:
 
 
 def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way: str | Fit) -> list[str]:
-    """A fix as text. A size fits if it causes no new problem, and this problem is gone."""
+    """Return a fix as text. A size fits if it causes no new problem, and this problem is gone."""
     if isinstance(way, str):
         return [way]
     part = next(part for part in PARTS if part == way.part)
@@ -152,7 +152,7 @@ def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way
 
 
 def _known(sizes: Mapping[str, int], number: int | None) -> dict[str, int]:
-    """The known sizes, with one -1 replaced by the remaining factor of the number of ranks."""
+    """Return the known sizes, with one -1 replaced by the remaining factor of the number of ranks."""
     known = {name: size for name, size in sizes.items() if size > 0}
     product = math.prod(known.values())
     if number and len(known) == len(sizes) - 1 and -1 in sizes.values() and number % product == 0:

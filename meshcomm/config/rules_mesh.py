@@ -200,7 +200,7 @@ def backends(text: str) -> dict[str, str] | None:
 
 
 def chosen(mesh: MeshConfig, backend: str) -> str | None:
-    """The backend that a group gets, or None if the process decides that at its start."""
+    """Return the backend that a group gets, or None if the process decides that at its start."""
     by_device = backends(backend) or {}
     device = "" if mesh.device == "auto" else mesh.device
     name = by_device.get(device, by_device.get("", "auto"))
@@ -208,7 +208,7 @@ def chosen(mesh: MeshConfig, backend: str) -> str | None:
 
 
 def may_use_nccl(mesh: MeshConfig) -> bool:
-    """Whether some group of the mesh may run on NCCL."""
+    """Return whether some group of the mesh may run on NCCL."""
     options = [mesh.backend, *(o.backend for o in mesh.options.values() if o.backend is not None)]
     return any(chosen(mesh, backend) in (None, "nccl") for backend in options)
 

@@ -11,7 +11,7 @@ DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
 
 def schema() -> dict[str, Any]:
-    """The schema of a config file, in JSON Schema draft 2020-12.
+    """Return the schema of a config file, in JSON Schema draft 2020-12.
 
     It checks less than `load_config`. Rules between settings (sizes that multiply to the world, settings
     without effect, names of dims that exist) are checked only when the file is read, as by `meshcomm plan`.

@@ -175,19 +175,19 @@ class Section(BaseModel):
         yield from run(self.rules, self)
 
     def given(self, field: str) -> bool:
-        """Whether a setting was set explicitly instead of left at its default."""
+        """Return whether a setting was set explicitly instead of left at its default."""
         inner, _, last = field.rpartition(".")
         section = self.at(inner) if inner else self
         return last in section.model_fields_set and getattr(section, last) is not None
 
     def has(self, field: str) -> bool:
-        """Whether the name is a setting, or the path of one in a table of this section, such as
+        """Return whether the name is a setting, or the path of one in a table of this section, such as
         `options.schedule`.
         """
         return field.partition(".")[0] in type(self).model_fields
 
     def at(self, field: str) -> Any:
-        """The value of a setting, by its name or path."""
+        """Return the value of a setting, by its name or path."""
         value: Any = self
         for name in field.split("."):
             value = getattr(value, name)
@@ -257,7 +257,10 @@ def check(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Problem]]:
 
 
 def _valid(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Any]]:
-    """The section made from the valid settings in `data`, and pydantic's errors about the others. Nested sections too."""
+    """Return the section made from the valid settings in `data`, and pydantic's errors about the others.
+
+    Nested sections too.
+    """
     try:
         return model.model_validate(data), []
     except ValidationError as error:

@@ -124,7 +124,7 @@ class DataConfig(Section):
         return next((name for name in ("build", "tokens", "chat") if getattr(self, name)), "files")
 
     def tokenizer_of(self, pretrained: str | None) -> Path | None:
-        """The tokenizer of the text; None if each byte is a token. pretrained: model.pretrained."""
+        """Return the tokenizer of the text; None if each byte is a token. pretrained: model.pretrained."""
         if self.tokenizer is not None:
             return None if self.tokenizer == BYTES else Path(self.tokenizer)
         if pretrained is None or self.source not in ("files", "chat"):

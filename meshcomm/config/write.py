@@ -20,14 +20,14 @@ _BARE = re.compile("[A-Za-z0-9_-]+")
 
 
 def plain(data: Any) -> Any:
-    """A deep copy of tables and lists, as dicts and lists."""
+    """Return a deep copy of tables and lists, as dicts and lists."""
     if isinstance(data, (list, tuple)):
         return [plain(value) for value in data]
     return {key: plain(value) for key, value in data.items()} if isinstance(data, Mapping) else data
 
 
 def key_path(parts: Iterable[str | int]) -> str:
-    """A path in TOML syntax, with positions in a list in brackets.
+    """Return a path in TOML syntax, with positions in a list in brackets.
 
     >>> key_path(["mesh", "rank_order", 3])
     'mesh.rank_order[3]'
@@ -43,7 +43,7 @@ def key_path(parts: Iterable[str | int]) -> str:
 
 
 def toml(value: Any) -> str:
-    """A value in TOML syntax, truncated if it is long.
+    """Return a value in TOML syntax, truncated if it is long.
 
     >>> toml({"dp": 2, "on": True, "name": "x"})
     '{ dp = 2, on = true, name = "x" }'
@@ -101,7 +101,7 @@ def write_whole(
 
 
 def toml_text(head: Sequence[str], sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """A TOML file: `head` as comments, then the sections, without None, which TOML does not have.
+    """Return a TOML file: `head` as comments, then the sections, without None, which TOML does not have.
 
     >>> print(toml_text(["by hand"], {"mesh": {"dims": {"dp": 2}, "device": None}}), end="")
     # by hand

@@ -36,7 +36,7 @@ _DEBUGGING: Final = Finding(
 
 
 def examine(settings: Config | None = None, world: int | None = None) -> Facts:
-    """The output of `meshcomm doctor`, as JSON-serializable data.
+    """Return the output of `meshcomm doctor`, as JSON-serializable data.
 
     settings: the job's. If omitted, checks that need a plan are skipped.
     world: number of processes; defaults to the launcher's number, or to the product of the mesh's sizes.
@@ -97,7 +97,7 @@ def _open_size(settings: Config) -> Finding:
 
 
 def _imagined(settings: Config, world: int | None) -> Launch:
-    """The first rank of a job that has not started; all ranks are on this host unless nodes are given."""
+    """Return the first rank of a job that has not started; all ranks are on this host unless nodes are given."""
     size = 1 if world is None else world
     if world is None:
         with suppress(MeshcommError):
@@ -106,7 +106,7 @@ def _imagined(settings: Config, world: int | None) -> Launch:
 
 
 def _plan(settings: Config, world: int | None, launch: Launch) -> tuple[Plan, torch.device]:
-    """The job's plan and device; raises MeshcommError if there is none."""
+    """Return the job's plan and device; raises MeshcommError if there is none."""
     device = choose_device(settings.mesh.device, launch)
     return settings.resolved(world).plan(world).on(device.type, choose_backend(device)), device
 

@@ -32,7 +32,7 @@ class Finding(NamedTuple):
 
     @classmethod
     def of(cls, error: MeshcommError, level: Level = "error") -> Finding:
-        """The finding for an error."""
+        """Return the finding for an error."""
         return cls(level, error.what, error.given, error.expected, error.hint)
 
     @classmethod
@@ -55,7 +55,7 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 def view(facts: Facts, everything: bool = False) -> Group:
-    """The findings, the worst first. everything: then the facts, lines below each key."""
+    """Return the findings, the worst first. everything: then the facts, lines below each key."""
     from rich.console import Group
 
     findings = [Finding.read(found) for found in facts["findings"]]

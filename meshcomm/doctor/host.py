@@ -29,7 +29,7 @@ class Limit(NamedTuple):
 
 
 def descriptors(needed: int | None) -> Limit:
-    """The limit that applies to this process."""
+    """Return the limit that applies to this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = None if soft == resource.RLIM_INFINITY else soft
     return Limit(limit, psutil.Process().num_fds(), needed)
@@ -57,7 +57,7 @@ class Interface(NamedTuple):
 
 
 def interfaces() -> list[Interface]:
-    """This host's interfaces in the system's order, IPv4 addresses first."""
+    """Return this host's interfaces in the system's order, IPv4 addresses first."""
     states, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
     families = (socket.AF_INET, socket.AF_INET6)
     return [
@@ -72,7 +72,7 @@ def interfaces() -> list[Interface]:
 
 
 def resolve(host: str) -> list[str]:
-    """The addresses that this host's resolver returns for `host`; empty if it knows none."""
+    """Return the addresses that this host's resolver returns for `host`; empty if it knows none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -83,7 +83,9 @@ def resolve(host: str) -> list[str]:
 def chosen(
     present: Sequence[Interface], env: Mapping[str, str], one_host: bool, name: str
 ) -> tuple[str | None, str]:
-    """The interface and address that Gloo will use. env: including the variables of `[network]`. name: this host's."""
+    """Return the interface and address that Gloo will use. env: including the variables of `[network]`. name: this
+    host's.
+    """
     if wanted := env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         addresses = next((each.addresses for each in present if each.name == wanted), ())
         return wanted, addresses[0] if addresses else "none"
@@ -135,7 +137,7 @@ def name_findings(name: str, addresses: Sequence[str], present: Sequence[Interfa
 
 
 def interface_hint(present: Sequence[Interface]) -> str:
-    """The setting that selects the first interface with a route out of this host."""
+    """Return the setting that selects the first interface with a route out of this host."""
     outside = [each.name for each in present if each.up and not all(map(is_loopback, each.addresses))]
     return (
         f'network.interfaces = ["{outside[0]}"]'
@@ -145,7 +147,7 @@ def interface_hint(present: Sequence[Interface]) -> str:
 
 
 def lookup_s(look: Callable[[str], object] = socket.gethostbyaddr) -> float:
-    """Seconds of a reverse lookup of 127.0.0.1, in both forms in which a store's server sees it."""
+    """Return the seconds of a reverse lookup of 127.0.0.1, in both forms in which a store's server sees it."""
     began = time.perf_counter()
     for address in ("127.0.0.1", "::ffff:127.0.0.1"):
         with suppress(OSError):

@@ -177,7 +177,7 @@ def _scattered(hosts: Mapping[str, Sequence[Facts]], settings: Config | None) ->
 
 
 def _by(rows: Sequence[Facts], key: str) -> dict[str, list[Facts]]:
-    """The rows by their value of `key`."""
+    """Return the rows by their value of `key`."""
     values = dict.fromkeys(row[key] for row in rows)
     return {value: [row for row in rows if row[key] == value] for value in values}
 

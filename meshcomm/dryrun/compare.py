@@ -33,7 +33,7 @@ class DryRunFinding(NamedTuple):
 
 
 def call_text(span: Span) -> str:
-    """The operation and its data, as in `all_reduce sum (4, 8) float32`."""
+    """Return the operation and its data, as in `all_reduce sum (4, 8) float32`."""
     root = f"root {span.root}" if span.root >= 0 else ""
     shape = "" if span.shape is None else f"({', '.join(map(str, span.shape))})"
     nbytes = f"{span.nbytes} bytes" if span.shape is None else ""
@@ -43,7 +43,7 @@ def call_text(span: Span) -> str:
 
 
 def find_differences(steps: Sequence[RankStep], where: Callable[[int], str]) -> list[DryRunFinding]:
-    """The first difference in the collectives of each group, and messages without a matching send or receive.
+    """Return the first difference in the collectives of each group, and messages without a matching send or receive.
 
     where: the text for a rank, with its coords. Identical findings of several groups are merged.
     """
@@ -60,7 +60,7 @@ def find_differences(steps: Sequence[RankStep], where: Callable[[int], str]) -> 
 
 
 def sequence(step: RankStep) -> dict[str, list[tuple[object, ...]]]:
-    """A rank's calls along each dim, in order, reduced to the parts that must be equal across a group."""
+    """Return a rank's calls along each dim, in order, reduced to the parts that must be equal across a group."""
     found: dict[str, list[tuple[object, ...]]] = defaultdict(list)
     for span in step.calls:
         found[span.lane].append(_key(span) if not span.parts else (span.call, len(span.parts)))
@@ -68,7 +68,7 @@ def sequence(step: RankStep) -> dict[str, list[tuple[object, ...]]]:
 
 
 def _key(span: Span) -> tuple[object, ...]:
-    """The parts of a call that must be equal on all ranks of a group."""
+    """Return the parts of a call that must be equal on all ranks of a group."""
     if span.call.startswith(_OWN_SHAPES):
         tail = span.shape[1:] if span.shape is not None and span.call.startswith("all_to_all") else None
         return span.call, span.op, span.root, tail, span.dtype
@@ -98,7 +98,7 @@ def _first_difference(
 
 
 def _usual(keys: Mapping[int, object]) -> object:
-    """The most common key. In a tie, the key of the lowest rank."""
+    """Return the most common key. In a tie, the key of the lowest rank."""
     return Counter(keys[rank] for rank in sorted(keys)).most_common(1)[0][0]
 
 
@@ -111,7 +111,7 @@ def _by_call(here: Mapping[int, Span | None], ranks: Sequence[int]) -> Iterable[
 
 
 def _difference_text(mine: Sequence[Span], theirs: Sequence[Span], place: int) -> str:
-    """How the calls of a rank differ from the others' calls, starting at `place`."""
+    """Return how the calls of a rank differ from the others' calls, starting at `place`."""
     call, other = (calls[place] if place < len(calls) else None for calls in (mine, theirs))
     if call is None:
         assert other is not None
@@ -135,7 +135,7 @@ def _calls(count: int) -> str:
 
 
 def _alike(mine: Sequence[Span], here: int, theirs: Sequence[Span], there: int) -> int:
-    """The number of equal calls, starting at `here` in `mine` and at `there` in `theirs`."""
+    """Return the number of equal calls, starting at `here` in `mine` and at `there` in `theirs`."""
     pairs = zip(mine[here:], theirs[there:], strict=False)
     return sum(1 for _ in takewhile(lambda pair: _key(pair[0]) == _key(pair[1]), pairs))
 
@@ -152,7 +152,7 @@ def _those(ranks: Sequence[int], where: Callable[[int], str]) -> str:
 
 
 def _carried(span: Span) -> tuple[object, ...] | None:
-    """The properties that must match at both ends of a message; None where the call has several messages."""
+    """Return the properties that must match at both ends of a message; None where the call has several messages."""
     # The pipelines of torch 2.11 open connections with a message of shape () that is received as (1,).
     return (span.shape or (1,), span.dtype, span.nbytes) if len(span.parts) == 1 else None
 

@@ -122,7 +122,7 @@ class Hollow(LedgerMode):
         return handler(func, args, kwargs or _EMPTY)
 
     def _handler(self, func: Any) -> _Handler:
-        """The handler for an operator."""
+        """Return the handler for an operator."""
         self._names[func] = str(func)
         schema, namespace = schema_of(func), func.namespace
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -321,7 +321,7 @@ def _as_torch(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _spread(tensors: Sequence[Tensor]) -> int:
-    """The most elements that an operator can make of these tensors by broadcasting alone."""
+    """Return the most elements that an operator can make of these tensors by broadcasting alone."""
     try:
         return int(torch.broadcast_shapes(*(x.shape for x in tensors)).numel())
     except RuntimeError:
@@ -352,13 +352,13 @@ def _describe(values: Any, key: list[Any], tensors: list[Tensor]) -> None:
 
 
 def _made(storage: Any, result: _Result, onto: Tensor | None = None) -> Tensor:
-    """A tensor on a new storage. onto: an existing tensor that receives the storage."""
+    """Return a tensor on a new storage. onto: an existing tensor that receives the storage."""
     x = torch.empty(0, dtype=result.dtype) if onto is None else onto
     return x.set_(storage, result.offset, result.shape or (), result.stride)
 
 
 def _of(x: Tensor, result: _Result) -> Tensor:
-    """An argument, or a tensor that shares its memory."""
+    """Return an argument, or a tensor that shares its memory."""
     if result.shape is None:
         return x
     at = x.storage_offset() + result.offset

@@ -99,11 +99,11 @@ class Ledger:
                 held.part = part
 
     def now(self) -> dict[MemoryPart, int]:
-        """Bytes held now."""
+        """Return the bytes held now."""
         return self._sums(self._held.values())
 
     def peak(self) -> Peak:
-        """The largest sum since the start or `restart`, split by the purposes known by now."""
+        """Return the largest sum since the start or `restart`, split by the purposes known by now."""
         there = [each for each in self._held.values() if each.since <= self._peak_clock]
         during, line, operator = self._where
         at = "" if line is None else line_of(*line)

@@ -114,7 +114,7 @@ class Passes(Spans):
         self.unseen = 0
 
     def ledger(self, hollow: bool) -> Ledger:
-        """A ledger that knows the current pass. It supplies the FLOPs of events."""
+        """Return a ledger that knows the current pass. It supplies the FLOPs of events."""
         ledger = Ledger(self.stretch, hollow=hollow)
         self.flops = lambda: ledger.flops
         return ledger
@@ -122,7 +122,7 @@ class Passes(Spans):
     def step_of(
         self, rank: int, coords: dict[str, int], groups: dict[str, list[int]], ledger: Ledger
     ) -> RankStep:
-        """A `RankStep` of the calls and the memory so far."""
+        """Return a `RankStep` of the calls and the memory so far."""
         return RankStep(
             rank=rank,
             coords=coords,
@@ -146,7 +146,7 @@ class Passes(Spans):
         return super().keep(span)
 
     def waiting(self) -> Callable[[], None]:
-        """The function to call when the last call is waited for."""
+        """Return the function to call when the last call is waited for."""
         return partial(self._waited, len(self.calls) - 1, self.calls)
 
     def _waited(self, call: int, calls: list[Span]) -> None:
@@ -158,7 +158,7 @@ class Passes(Spans):
         self.events.append(Event(kind, call, self.flops()))
 
     def stretch(self) -> tuple[str, bool]:
-        """The name of the current pass, and whether it is a forward pass."""
+        """Return the name of the current pass, and whether it is a forward pass."""
         now = self._now
         if now is None or now.left is not None:
             return BETWEEN, False
@@ -289,7 +289,7 @@ def pretended_step(config: Config, rank: int, world: int) -> RankStep:
 
 
 def summed(counts: Iterable[TrafficRow]) -> list[TrafficRow]:
-    """One row for each dim and call."""
+    """Return one row for each dim and call."""
     rows: dict[tuple[str, str], TrafficRow] = {}
     for dim, call, calls, nbytes in counts:
         _, _, before, earlier = rows.get((dim, call), (dim, call, 0, 0))
@@ -298,7 +298,7 @@ def summed(counts: Iterable[TrafficRow]) -> list[TrafficRow]:
 
 
 def alone(settings: Settings) -> Settings:
-    """The settings of a mesh in a world of which only one rank exists."""
+    """Return the settings of a mesh in a world of which only one rank exists."""
     mesh = settings.mesh
     options = Table({name: DimOptions(comm_id=each.comm_id) for name, each in mesh.options.items()})
     changed = {"device": "cpu", "backend": "fake", "options": options, "validate_calls": 0, "reports": ""}

@@ -231,7 +231,7 @@ class _Replayer:
         return True
 
     def over(self, call: _Collective | _Messages, span: Span) -> tuple[float, float] | None:
-        """When the last peer arrived, and the end of the transfer. None while unknown."""
+        """Return the time at which the last peer arrived, and the end of the transfer. None while unknown."""
         if isinstance(call, _Collective):
             return None if call.over is None else (max(call.arrived.values()), call.over)
         if self.missing(call):
@@ -243,7 +243,7 @@ class _Replayer:
         return last, last + max((self.seconds(span, pair) for pair in call.pairs), default=0.0)
 
     def missing(self, call: _Collective | _Messages) -> list[int]:
-        """The ranks that a call still waits for."""
+        """Return the ranks that a call still waits for."""
         if isinstance(call, _Collective):
             return [rank for rank in call.needs if rank not in call.arrived]
         return [
@@ -253,7 +253,9 @@ class _Replayer:
         ]
 
     def stuck(self, waiting: Sequence[_Rank]) -> list[DryRunFinding]:
-        """The cycle of ranks that wait for each other; if there is none, each rank that waits for an ended rank."""
+        """Return the cycle of ranks that wait for each other; if there is none, each rank that waits for an ended
+        rank.
+        """
         calls = {rank.number: rank.step.events[rank.at].call for rank in waiting}
         spans = {rank.number: rank.step.calls[calls[rank.number]] for rank in waiting}
         needs = {rank.number: self.missing(rank.calls[calls[rank.number]]) for rank in waiting}

@@ -108,7 +108,10 @@ class ProgramRecorder(Passes, StepRecorder):
         mesh.metrics.trace_into(self)
 
     def layout_of(self, who: str) -> Layout:
-        """The dims of the mesh, or of the program's DeviceMesh. Raises LaunchError if the program makes no group."""
+        """Return the dims of the mesh, or of the program's DeviceMesh.
+
+        Raises LaunchError if the program makes no group.
+        """
         if self.mesh is not None:
             return self.mesh.layout
         if self.torch is None or not self.torch.ranks:
@@ -174,7 +177,7 @@ def script_step(script: Script, rank: int, world: int) -> RankStep:
 
 
 def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings, tuple[list[bytes], ...]]:
-    """The layout and the settings of a script's mesh, found by running it as rank 0 until it makes one.
+    """Return the layout and the settings of a script's mesh, found by running it as rank 0 until it makes one.
 
     Also returns the objects that it has broadcast to all ranks until then, see `Script`.
     """

@@ -78,7 +78,7 @@ class TorchGroups:
             self._hooks.append(hooked(group, recorder, _lane(group, range(group.size())), who))
 
     def _recorder(self, name: str) -> FlightRecorder | None:
-        """The recorder of a group. It is made at the first call, when the ranks of the group are known."""
+        """Return the recorder of a group. It is made at the first call, when the ranks of the group are known."""
         if name not in self._recorders:
             group = group_named(name)
             ranks = ranks_of(group)
@@ -93,7 +93,10 @@ class TorchGroups:
 
 
 def _lane(group: Any, ranks: Collection[int]) -> str:
-    """The dim of a DeviceMesh, or the group's description. Groups without either share one lane for each group size."""
+    """Return the dim of a DeviceMesh, or the group's description.
+
+    Groups without either share one lane for each group size.
+    """
     described = str(group.group_desc)
     if described.startswith(OF_A_DIM):
         return described.removeprefix(OF_A_DIM)

@@ -43,12 +43,12 @@ def schema_of(operator: Any) -> Any:
 
 
 def decomposes(operator: Any) -> bool:
-    """Whether torch can decompose it into other operators."""
+    """Return whether torch can decompose it into other operators."""
     return bool(operator._can_decompose())
 
 
 def wraps_tensors(types: Iterable[type]) -> bool:
-    """Whether one of these is a tensor subclass, such as DTensor, that calls operators on its inner tensors."""
+    """Return whether one of these is a tensor subclass, such as DTensor, that calls operators on its inner tensors."""
     plain = torch._C._disabled_torch_dispatch_impl
     return any(
         each.__torch_dispatch__ != plain and not issubclass(each, FakeTensor)  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ class ToldWork(Work):  # type: ignore[misc]
         return True
 
     def get_future(self) -> Any:
-        """A future of the call's tensors, as far as they are flat."""
+        """Return a future of the call's tensors, as far as they are flat."""
         self.wait()
         future: Future[Any] = Future()
         future.set_result([x for x in leaves_of(self._held) if isinstance(x, torch.Tensor)])
@@ -108,7 +108,9 @@ class ToldWork(Work):  # type: ignore[misc]
 
 
 def _name_of(boxed: Any) -> str:
-    """The name, such as `sum`, of a ReduceOp boxed by a c10d operator. torch 2.14 and later return it unboxed."""
+    """Return the name, such as `sum`, of a ReduceOp boxed by a c10d operator. torch 2.14 and later return it
+    unboxed.
+    """
     unbox = getattr(dist.ReduceOp, "unbox", None)
     op = dist.ReduceOp.RedOpType(boxed.op()) if unbox is None else unbox(boxed).op
     return str(op.name).lower()

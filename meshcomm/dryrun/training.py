@@ -47,7 +47,7 @@ def dry_training(settings: Config, world: int, ranks: Sequence[int] = (), sample
 
 
 def priced(topology: TopologyConfig) -> Callable[..., Replay]:
-    """The replay function, with times where it is known which ranks share a node."""
+    """Return the replay function, with times where it is known which ranks share a node."""
     links = machine(topology)
     if links is None:
         return replay
@@ -56,7 +56,8 @@ def priced(topology: TopologyConfig) -> Callable[..., Replay]:
 
 
 def prices(machine: Machine) -> Seconds:
-    """The alpha-beta time of each call with the best algorithm that a backend would choose, as in `meshcomm costs`.
+    """Return the alpha-beta time of each call with the best algorithm that a backend would choose, as in `meshcomm
+    costs`.
 
     Exchanges of Python objects and barriers are small and count as 0.
     """
@@ -111,7 +112,7 @@ def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, s
 
 
 def _part(steps: Sequence[RankStep]) -> str:
-    """The part of the program that calls and times cover."""
+    """Return the part of the program that calls and times cover."""
     parts = list(dict.fromkeys(step.part for step in steps))
     return parts[0] if len(parts) == 1 else "the program, of which some ranks end earlier,"
 
@@ -156,7 +157,8 @@ def _stage(stage: int, ran: Sequence[RankStep]) -> Facts:
 
 
 def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None) -> list[Facts]:
-    """Calls and bytes by dim, of the rank that moves the most along it; seconds of the rank that is blocked the longest.
+    """Return the calls and bytes by dim, of the rank that moves the most along it; seconds of the rank that is
+    blocked the longest.
 
     link: the slowest link that a group of a rank that was run crosses; None if it is unknown which ranks share a node.
     """
@@ -195,7 +197,7 @@ def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None)
 
 
 def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Facts | None:
-    """The time of a step; None where calls differ, or where it is unknown which ranks share a node."""
+    """Return the time of a step; None where calls differ, or where it is unknown which ranks share a node."""
     met, links = found.replay, machine(topology)
     if met is None or met.stuck or links is None:
         return None

@@ -51,14 +51,14 @@ class World(NamedTuple):
     replay: Replay | None
 
     def stages(self) -> dict[int, list[RankStep]]:
-        """The steps of each stage."""
+        """Return the steps of each stage."""
         found: dict[int, list[RankStep]] = defaultdict(list)
         for step in self.steps.values():
             found[self.stage(step.rank)].append(step)
         return dict(sorted(found.items()))
 
     def stage(self, rank: int) -> int:
-        """The coord along the pipeline; 0 without one."""
+        """Return the coord along the pipeline; 0 without one."""
         return 0 if self.pipeline is None else self.layout.coord(rank, self.pipeline)
 
 
@@ -129,7 +129,7 @@ def _unlike(found: World, where: Callable[[int], str]) -> tuple[list[int], list[
 def chosen(
     layout: Layout, pipeline: str | None = None, *, also: Sequence[int] = (), sample: int = 8
 ) -> list[int]:
-    """Ranks that represent all ranks, ascending.
+    """Return the ranks that represent all ranks, ascending.
 
     They are the first, middle and last coord along each dim of the base and of each view, with the other coords 0; every
     stage of `pipeline`; every corner, which is first or last along each dim; the ranks in `also`; and `sample` more,
@@ -180,7 +180,10 @@ def _processes(count: int) -> Iterator[_Map]:
 
 
 def _steps(run: _Map, program: Program, names: Mapping[int, str], world: int) -> dict[int, RankStep]:
-    """The steps of the ranks with these names. Raises an error that concerns all ranks, or RankFailed for the first."""
+    """Return the steps of the ranks with these names.
+
+    Raises an error that concerns all ranks, or RankFailed for the first.
+    """
     steps: dict[int, RankStep] = {}
     for rank, made in zip(names, run(partial(_ran, program, world), names.items()), strict=True):
         if isinstance(made, MeshcommError):

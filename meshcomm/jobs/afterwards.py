@@ -25,7 +25,7 @@ def _reports_in(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def newest_run(folder: Path) -> Path:
-    """The folder of the last run with reports in `folder`, which may be that run's folder itself."""
+    """Return the folder of the last run with reports in `folder`, which may be that run's folder itself."""
     if any(_reports_in(folder)):
         return folder
     # Their names begin with the time.
@@ -45,7 +45,7 @@ def _reading_report(file: Path) -> Iterator[None]:
 
 
 def read_reports(folder: Path) -> dict[int, Any]:
-    """The reports in a folder, by rank. Raises LaunchError if there are none, or if one cannot be used."""
+    """Return the reports in a folder, by rank. Raises LaunchError if there are none, or if one cannot be used."""
     files = sorted(_reports_in(folder))
     if not files:
         raise LaunchError(
@@ -73,7 +73,7 @@ def read_reports(folder: Path) -> dict[int, Any]:
 
 
 def report(folder: Path) -> str:
-    """The root cause that the reports in a folder show together, and a line for each rank."""
+    """Return the root cause that the reports in a folder show together, and a line for each rank."""
     runs = {path for path in folder.glob("*/") if any(_reports_in(path))}
     folder = newest_run(folder)
     statuses = read_reports(folder)

@@ -70,7 +70,10 @@ def dryrun(
 
 
 def mesh_made_by(script: Path, world: int | None) -> dict[str, Any]:
-    """The configuration of the mesh, or of the DeviceMesh, that a script creates as rank 0 of `world`. Raises as `dryrun`."""
+    """Return the configuration of the mesh, or of the DeviceMesh, that a script creates as rank 0 of `world`.
+
+    Raises as `dryrun`.
+    """
     if world is None:
         raise how_many_ranks("plan")
     layout, asked, _ = mesh_of_script(Script(script), world)
@@ -87,7 +90,8 @@ def mesh_made_by(script: Path, world: int | None) -> dict[str, Any]:
 
 
 def exactly(settings: Config, ranking: Ranking, topology: TopologyConfig) -> tuple[Ranking, list[Exact]]:
-    """The placements of a ranking, fastest first, after a dry run of each with one rank of each stage; and its results.
+    """Return the placements of a ranking, fastest first, after a dry run of each with one rank of each stage; and
+    its results.
 
     Those that exceed the memory come last.
     """

@@ -95,7 +95,9 @@ def refuse_other_world(here: Launch, world: int | None) -> None:
 
 
 def world_of(settings: Config | None, world: int | None) -> int:
-    """Number of ranks to start: `world`, or the number that the sizes need, or one for each GPU of this host."""
+    """Return the number of ranks to start: `world`, or the number that the sizes need, or one for each GPU of this
+    host.
+    """
     if world is not None:
         return world
     if settings is None:
@@ -106,7 +108,7 @@ def world_of(settings: Config | None, world: int | None) -> int:
 
 
 def label_of(settings: Config | None, rank: int, world_size: int) -> str:
-    """A rank with its coords, for messages about it; without coords if it has none."""
+    """Return a rank with its coords, for messages about it; without coords if it has none."""
     with suppress(MeshcommError):
         return rank_text(rank, None if settings is None else settings.plan(world_size).layout.coords(rank))
     return rank_text(rank, None)

@@ -22,7 +22,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(settings: Config, world_size: int) -> Sizes | None:
-    """The sizes that `[elastic]` allows and training supports; None if the mesh keeps its size.
+    """Return the sizes that `[elastic]` allows and training supports; None if the mesh keeps its size.
 
     Raises ConfigError if no smaller size is possible.
     """
@@ -65,7 +65,7 @@ class Places:
 
     @classmethod
     def first(cls, count: int, sizes: Sizes | None = None) -> Places:
-        """All processes, each with its first rank."""
+        """Return all processes, each with its first rank."""
         return cls(count, sizes, tuple(range(count)), 0 if sizes is None else sizes.dims[sizes.dim])
 
     @property
@@ -76,7 +76,7 @@ class Places:
         return {} if sizes is None or whole else {**sizes.dims, sizes.dim: self.size}
 
     def filled(self, alive: Collection[int]) -> Places | None:
-        """The largest mesh of these processes; None if they are too few.
+        """Return the largest mesh of these processes; None if they are too few.
 
         Complete copies of the model stay, then the copies that miss the fewest processes; processes of other copies fill gaps.
         """
@@ -119,7 +119,7 @@ def _coords(dims: Mapping[str, int], dim: str) -> list[tuple[int, int]]:
 
 
 def _copies(processes: Sequence[int], dims: Mapping[str, int], dim: str) -> list[list[int]]:
-    """The processes of each copy, by the coord along `dim`."""
+    """Return the processes of each copy, by the coord along `dim`."""
     found: list[list[int]] = [[] for _ in range(dims[dim])]
     for process, (copy, _) in zip(processes, _coords(dims, dim), strict=True):
         found[copy].append(process)

@@ -153,7 +153,7 @@ def launch(
 
 
 def _read(words: Sequence[str], replace: int | None) -> tuple[list[str], Config | None, ElasticConfig]:
-    """The words with `--replace`, the configuration that they name, if any, and the policy after a loss."""
+    """Return the words with `--replace`, the configuration that they name, if any, and the policy after a loss."""
     command, *rest = words or [""]
     if command not in ("train", "run"):
         raise LaunchError(
@@ -194,7 +194,7 @@ def _labels(settings: Config | None, world_size: int) -> Label:
 
 
 def _serve(address: str) -> dist.TCPStore:
-    """A job's store at this address of the driver's host."""
+    """Return a job's store at this address of the driver's host."""
     store = serve_on_loopback(address, 0, _STORE_TIMEOUT)
     try:
         return store or dist.TCPStore(
@@ -307,7 +307,7 @@ class _Ranks:
         self._streams[stream] = process
 
     def _variables(self, process: int) -> dict[str, str]:
-        """The variables that torchrun would set for this rank alone."""
+        """Return the variables that torchrun would set for this rank alone."""
         place, count = self._places[process], self._replacing.places.count
         here = sum(each.node == place.node for each in self._places.values())
         # Gloo chooses the loopback if all ranks are on one host, but later ranks may be on other hosts.
@@ -410,7 +410,9 @@ class _Ranks:
         return without_error(process, code, time.time(), self._name)
 
     def _without_room(self) -> dict[int, Failure]:
-        """The processes that the others wait for, and that have had no place for too long; none if fewer can continue."""
+        """Return the processes that the others wait for, and that have had no place for too long; none if fewer can
+        continue.
+        """
         replacing, until = self._replacing, time.monotonic() - self._patience_s
         if replacing.places.sizes is not None:
             return {}
@@ -424,7 +426,7 @@ class _Ranks:
         }
 
     def _name(self, process: int) -> str:
-        """A process, named by its rank in the present mesh."""
+        """Return a process, named by its rank in the present mesh."""
         places = self._replacing.places
         if process in places.processes:
             return self._label(places.processes.index(process), places.dims)

@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
-    """A process that ends all processes of the job, unless it receives DISMISSED before its stdin closes.
+    """Return a process that ends all processes of the job, unless it receives DISMISSED before its stdin closes.
 
     folder: the job's, unique to it. The reaper removes the folder when it acts.
     """

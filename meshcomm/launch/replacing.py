@@ -58,6 +58,11 @@ class Replacing:
         return bool(self._elastic.replace or self.places.sizes)
 
     @property
+    def may_replace(self) -> bool:
+        """Whether another process may be started for a lost one."""
+        return self._left > 0
+
+    @property
     def down(self) -> Collection[int]:
         """The processes that have ended and have no new process yet."""
         return {*range(self.places.count)} - self._alive - {*self.coming}
@@ -105,7 +110,7 @@ class Replacing:
         return True
 
     def starts(self) -> list[int]:
-        """The processes to start now. A launcher calls `started` for each once it has started it."""
+        """Return the processes to start now. A launcher calls `started` for each once it has started it."""
         now = self._now()
         found = [each for each, due in self.due.items() if due <= now]
         for each in found:
@@ -131,7 +136,8 @@ class Replacing:
             )
 
     def unmet(self, ended: Collection[int]) -> Mapping[int, Failure]:
-        """The processes that were lost last, if no rank can meet the new ones because others had ended before; otherwise {}.
+        """Return the processes that were lost last, if no rank can meet the new ones because others had ended
+        before; otherwise {}.
 
         ended: the processes that have completed. A process that has opened no mesh is not waited for.
         """
@@ -150,14 +156,16 @@ class Replacing:
             self._say(f"meshcomm: new processes for {ranks_text(new)}; continues with {self._size()}")
 
     def numbered(self, failures: Mapping[int, Failure]) -> list[Failure]:
-        """The failures in the present mesh, numbered by its ranks."""
+        """Return the failures in the present mesh, numbered by its ranks."""
         ranks = {process: rank for rank, process in enumerate(self.places.processes)}
         return [
             replace(failure, rank=ranks[process]) for process, failure in failures.items() if process in ranks
         ]
 
     def notes(self, failed: Collection[Failure], ended: Collection[int], root: int) -> list[str]:
-        """Lines on why the job has ended and did not continue. failed: as from `numbered`. ended: ranks that had completed."""
+        """Return the lines on why the job has ended and did not continue. failed: as from `numbered`. ended: ranks
+        that had completed.
+        """
         lines = []
         if self.is_elastic and ended and root not in ended:
             lines.append(
@@ -187,7 +195,7 @@ class Replacing:
         announce(self.store, self.number, announcement)
 
     def _ready(self) -> set[int]:
-        """The processes that could take part now."""
+        """Return the processes that could take part now."""
         return self._alive | {
             each for each, number in self.coming.items() if is_waiting(self.store, number, each)
         }

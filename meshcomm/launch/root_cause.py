@@ -22,7 +22,8 @@ def root_cause(
     label: Callable[[int], str],
     ended: Collection[int] = (),
 ) -> tuple[Failure, list[str]]:
-    """The root cause among `failures`, at least one, of ranks that were not asked to end; and lines on the others.
+    """Return the root cause among `failures`, at least one, of ranks that were not asked to end; and lines on the
+    others.
 
     label: the name of a rank, with its coords. ended: ranks that had ended with exit code 0.
 
@@ -92,14 +93,14 @@ def root_cause(
 
 
 def _circle(failures: Iterable[Failure]) -> list[Failure]:
-    """The failures of a cycle of ranks that waited for each other, the earliest first; [] if there is none."""
+    """Return the failures of a cycle of ranks that waited for each other, the earliest first; [] if there is none."""
     of_rank = {failure.rank: failure for failure in failures if failure.missing and failure.follows}
     ranks = find_circle({rank: each.missing for rank, each in of_rank.items()})
     return sorted((of_rank[rank] for rank in ranks), key=attrgetter("time"))
 
 
 def without_error(rank: int, code: int, alive_at: float, label: Callable[[int], str]) -> Failure:
-    """The failure of a rank that left no error. code: its exit code, negative for a signal."""
+    """Return the failure of a rank that left no error. code: its exit code, negative for a signal."""
     if code >= 0:
         return Failure(rank, label(rank), alive_at, f"ended with exit code {code}", code=code, raised=False)
     what = f"was ended by {signal_text(-code)}"
@@ -111,7 +112,7 @@ def _aborted(failure: Failure) -> bool:
 
 
 def _calls_beside(failures: Sequence[Failure]) -> list[str]:
-    """The calls that ranks were in when another was ended by SIGABRT, and how they may be related."""
+    """Return the calls that ranks were in when another was ended by SIGABRT, and how they may be related."""
     made: dict[str, list[int]] = {}
     for failure in failures:
         if (call := failure.call) is not None and failure.follows:
@@ -126,7 +127,7 @@ def _calls_beside(failures: Sequence[Failure]) -> list[str]:
 
 
 def _differing_calls(failures: Sequence[Failure], label: Callable[[int], str]) -> tuple[list[int], list[str]]:
-    """The ranks whose failed call on a group differs from that of most ranks there, and lines about them.
+    """Return the ranks whose failed call on a group differs from that of most ranks there, and lines about them.
 
     At one sequence number of a group all ranks make the same call. Differing numbers are conclusive only if no rank is
     missing: a lost peer may have ended between two calls.
@@ -155,7 +156,7 @@ def _differing_calls(failures: Sequence[Failure], label: Callable[[int], str]) -
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """The ranks in a compact form.
+    """Return the ranks in a compact form.
 
     >>> _ranks([3]), _ranks([0, 1]), _ranks([7, 0, 1, 2, 3, 4, 6])
     ('rank 3', 'ranks 0 1', 'ranks 0-4 6 7')

@@ -21,6 +21,7 @@ from meshcomm.launch.places import Sizes
 from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
 from meshcomm.launch.replacing import Replacing
 from meshcomm.launch.root_cause import root_cause, without_error
+from meshcomm.launch.standby import Standby
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.generation import VARIABLE
 from meshcomm.mesh.rank_failure import Failure, collect, forget, names_of_ranks
@@ -178,6 +179,7 @@ class _Ranks:
             self._common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             self._common[VARIABLE] = "0"
             replacing.store = of_this_attempt(store, self._common)
+        self._standby = Standby(arguments, self._common)
 
     def run(self, grace_s: float) -> tuple[Exits, list[int]]:
         """Start all; return when none is left: the failed processes, and those that had ended well."""
@@ -189,6 +191,8 @@ class _Ranks:
         usual = signal.signal(signal.SIGUSR1, lambda number, _: _send(ranks, number))
         try:
             ranks += map(self._start, range(self._replacing.places.count))
+            if self._replacing.may_replace:
+                self._standby.start()
             return self._await_exits()
         except _Signalled as received:
             signalled, ending, within_s = received, received.number, float(said or grace_s)
@@ -199,6 +203,7 @@ class _Ranks:
             raise
         finally:
             _end(ranks, {ending: within_s, signal.SIGKILL: GRACE_S})
+            self._standby.end()
             if signalled is not None:
                 members = self._replacing.places.processes
                 signalled.saved = {ranks[each].poll() for each in members} == {SAVED}
@@ -210,11 +215,13 @@ class _Ranks:
         return names_of_ranks(self._folder, self._attempt).get(process) or self._label(process)
 
     def name_of_rank(self, rank: int) -> str:
-        """A rank of the present mesh, with its coords."""
+        """Return a rank of the present mesh, with its coords."""
         return self.name(self._replacing.places.processes[rank])
 
     def failures(self, exits: Exits) -> dict[int, Failure]:
-        """How processes have failed; if all of them only lost a peer, including the processes that were lost last."""
+        """Return how processes have failed; if all of them only lost a peer, including the processes that were lost
+        last.
+        """
         found = {
             each: self._unmet.get(each) or without_error(each, code, alive_at, self.name)
             for each, (code, alive_at) in exits.items()
@@ -231,6 +238,14 @@ class _Ranks:
         own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(process))
         return Popen([sys.executable, *self._arguments], env=self._common | own, start_new_session=True)
 
+    def _start_again(self, process: int, generation: int) -> Popen[bytes]:
+        self._common[VARIABLE] = str(generation)
+        own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(process)) | {VARIABLE: str(generation)}
+        started = self._standby.take(own) or self._start(process)
+        if self._replacing.may_replace:
+            self._standby.start()
+        return started
+
     def _goes_on(self, exits: Exits, ended: bool) -> bool:
         failures = self.failures(exits)
         if not self._replacing.lost({each: failures[each] for each in exits}, ended):
@@ -243,7 +258,9 @@ class _Ranks:
         return True
 
     def _await_exits(self) -> tuple[Exits, list[int]]:
-        """Return when all ranks have ended well, or one has failed: the failed processes, and those that had ended well."""
+        """Return when all ranks have ended well, or one has failed: the failed processes, and those that had ended
+        well.
+        """
         ranks, replacing = self._processes, self._replacing
         alive_at = [time.time()] * len(ranks)
         failed: Exits = {}
@@ -251,8 +268,7 @@ class _Ranks:
         while True:
             now = time.time()
             for each in replacing.starts():
-                self._common[VARIABLE] = str(replacing.started(each))
-                ranks[each] = self._start(each)
+                ranks[each] = self._start_again(each, replacing.started(each))
             codes = [process.poll() for process in ranks]
             members = replacing.places.processes
             well = [each for each in members if codes[each] in (0, SAVED)]

@@ -59,14 +59,16 @@ class Digits(tuple[tuple[int, int], ...]):
         return Digits(joined)
 
     def coord(self, position: Ints) -> Ints:
-        """The coord of a position, or of each position of an array."""
+        """Return the coord of a position, or of each position of an array."""
         value = position * 0
         for size, stride in self:
             value = value * size + position // stride % size
         return value
 
     def offset(self, coord: Ints) -> Ints:
-        """The distance of the position with this coord from the position with coord 0, or of each coord of an array."""
+        """Return the distance of the position with this coord from the position with coord 0, or of each coord of
+        an array.
+        """
         value = coord * 0
         for size, stride in reversed(self):
             value = value + coord % size * stride
@@ -248,7 +250,7 @@ class Layout:
         return tuple(name for name in self._digits if isinstance(name, str))
 
     def digits(self, dims: Dims) -> Digits:
-        """How positions map to coords along `dims`. Raises UnknownDim."""
+        """Return how positions map to coords along `dims`. Raises UnknownDim."""
         try:
             return self._digits[dims]
         except (KeyError, TypeError):
@@ -256,7 +258,7 @@ class Layout:
             return digits
 
     def size(self, dims: Dims) -> int:
-        """Number of ranks along `dims`."""
+        """Return the number of ranks along `dims`."""
         return self.digits(dims).size
 
     def expand(self, dims: Dims) -> tuple[str, ...]:
@@ -269,7 +271,7 @@ class Layout:
         return parts
 
     def home(self, dims: Dims) -> str:
-        """The view that contains `dims`; "" for the base. Raises UnknownDim if they belong to no common one."""
+        """Return the view that contains `dims`; "" for the base. Raises UnknownDim if they belong to no common one."""
         names = self.expand(dims)
         for view, sizes in self._factorisations.items():
             if all(name in sizes for name in names):
@@ -282,12 +284,12 @@ class Layout:
         )
 
     def rest(self, dims: Dims) -> tuple[str, ...]:
-        """The other dims of the factorization that contains `dims`."""
+        """Return the other dims of the factorization that contains `dims`."""
         names = self.expand(dims)
         return tuple(name for name in self._factorisations[self.home(names)] if name not in names)
 
     def others(self, dims: Dims) -> Digits:
-        """How positions map to coords along all dims other than `dims`."""
+        """Return how positions map to coords along all dims other than `dims`."""
         return Digits(digit for name in self.rest(dims) for digit in self._digits[name])
 
     def _read(self, dims: Dims) -> Digits:
@@ -357,7 +359,10 @@ class Layout:
             return False
 
     def position(self, rank: int) -> int:
-        """The index of `rank` in the row-major rank grid. Raises LayoutError if the rank is not in the layout."""
+        """Return the index of `rank` in the row-major rank grid.
+
+        Raises LayoutError if the rank is not in the layout.
+        """
         rank = whole(rank, "rank")
         if rank in self._positions:
             return self._positions[rank]
@@ -370,7 +375,7 @@ class Layout:
         )
 
     def rank_of(self, position: int) -> int:
-        """The rank at a position of the row-major rank grid. Raises LayoutError outside of the grid."""
+        """Return the rank at a position of the row-major rank grid. Raises LayoutError outside of the grid."""
         position = whole(position, "position")
         if not 0 <= position < self.world_size:
             raise LayoutError(
@@ -385,7 +390,7 @@ class Layout:
         return positions if self._order is None else self._order[positions]
 
     def coords(self, rank: int, view: str | None = None) -> dict[str, int]:
-        """Every coord of `rank`, by dim, in the base or in a view."""
+        """Return every coord of `rank`, by dim, in the base or in a view."""
         sizes = self.dims if view is None else self.views.get(view)
         if sizes is None:
             raise UnknownDim(
@@ -398,18 +403,18 @@ class Layout:
         return {name: self._digits[name].coord(position) for name in sizes}
 
     def label(self, rank: int) -> str:
-        """The rank with its coords in the base, such as `rank 5 (pp=1 dp=0 tp=1)`.
+        """Return the rank with its coords in the base, such as `rank 5 (pp=1 dp=0 tp=1)`.
 
         A rank outside the layout is labeled as such.
         """
         return rank_text(rank, self.coords(rank)) if rank in self else f"rank {rank} (not in the mesh)"
 
     def coord(self, rank: int, dims: Dims) -> int:
-        """The coord of `rank` along `dims`."""
+        """Return the coord of `rank` along `dims`."""
         return self.digits(dims).coord(self.position(rank))
 
     def get_rank(self, **coords: int) -> int:
-        """The rank at these coords. Pass every dim of the base, or every dim of one view, once."""
+        """Return the rank at these coords. Pass every dim of the base, or every dim of one view, once."""
         sizes = next((s for s in self._factorisations.values() if set(s) == set(coords)), None)
         if sizes is None:
             for name in coords:
@@ -426,7 +431,7 @@ class Layout:
         return self.rank_of(sum(self._digits[name].offset(coord) for name, coord in checked.items()))
 
     def groups(self, dims: Dims) -> Ranks:
-        """Every group along `dims`, shape (number of groups, size), in coord order.
+        """Return every group along `dims`, shape (number of groups, size), in coord order.
 
         Row i, column c is the rank with coord c in group i. Groups are in row-major order of the coords along
         the other dims.
@@ -434,12 +439,12 @@ class Layout:
         return self._ranks_of(self.others(dims).offsets()[:, None] + self.digits(dims).offsets())
 
     def group_of(self, rank: int, dims: Dims) -> Ranks:
-        """The ranks of `rank`'s group along `dims`, in coord order: element c has coord c."""
+        """Return the ranks of `rank`'s group along `dims`, in coord order: element c has coord c."""
         digits, position = self.digits(dims), self.position(rank)
         return self._ranks_of(position - digits.offset(digits.coord(position)) + digits.offsets())
 
     def group_index(self, rank: int, dims: Dims) -> int:
-        """The row of `groups(dims)` that contains `rank`."""
+        """Return the row of `groups(dims)` that contains `rank`."""
         return self.others(dims).coord(self.position(rank))
 
     @overload
@@ -447,7 +452,7 @@ class Layout:
     @overload
     def neighbor_rank(self, rank: int, dims: Dims, offset: int, *, wrap: bool) -> int | None: ...
     def neighbor_rank(self, rank: int, dims: Dims, offset: int, *, wrap: bool = True) -> int | None:
-        """The rank `offset` coords further along `dims`. Without `wrap`, None past the edge."""
+        """Return the rank `offset` coords further along `dims`. Without `wrap`, None past the edge."""
         digits, position = self.digits(dims), self.position(rank)
         coord = digits.coord(position)
         target = coord + whole(offset, "offset")

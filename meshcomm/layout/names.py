@@ -20,7 +20,7 @@ def check_name(name: object, what: str) -> None:
 
 
 def nearest_name(word: str, known: Iterable[str]) -> str | None:
-    """The known name nearest to `word`. None if no name is near, or if several are equally near to a short word.
+    """Return the known name nearest to `word`. None if no name is near, or if several are equally near to a short word.
 
     >>> nearest_name("pt", ["pp", "dp", "tp"]), nearest_name("DP", ["pp", "dp"]), nearest_name("xp", ["pp", "dp"])
     ('tp', 'dp', None)
@@ -35,7 +35,7 @@ def nearest_name(word: str, known: Iterable[str]) -> str | None:
 
 
 def merged_name(dims: Sequence[str], taken: Container[str]) -> str:
-    """The default name of a merged dim of `dims`.
+    """Return the default name of a merged dim of `dims`.
 
     >>> merged_name(("dp", "cp"), {"dp", "cp", "dp_cp"})
     'dp_cp_all'
@@ -47,7 +47,7 @@ def merged_name(dims: Sequence[str], taken: Container[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """A suggestion as a question, or None if no name is near.
+    """Return a suggestion as a question, or None if no name is near.
 
     >>> did_you_mean("dpx", ["pp", "dp", "tp"])
     'did you mean "dp"?'
@@ -57,7 +57,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """The first names, and whether there are more.
+    """Return the first names, and whether there are more.
 
     >>> listed(["a", "b", "c"], most=2)
     'a, b, ...'

@@ -148,12 +148,12 @@ class Plan:
         return tuple(families)
 
     def family(self, name: str) -> Family:
-        """The family of one name. Raises UnknownDim."""
+        """Return the family of one name. Raises UnknownDim."""
         self.layout.digits(name)
         return next(family for family in self.families if family.name == name)
 
     def covering(self, dims: Dims) -> Family | None:
-        """The first family with the groups of `dims`, under any name; None if there is none.
+        """Return the first family with the groups of `dims`, under any name; None if there is none.
 
         Raises UnknownDim; LayoutError if `dims` is not a name or a tuple of names.
         """
@@ -169,7 +169,10 @@ class Plan:
                     yield self._group(family, ranks)
 
     def for_rank(self, rank: int) -> RankPlan:
-        """The coords and groups of `rank`. Time and memory grow with the sizes of its groups, not with the world."""
+        """Return the coords and groups of `rank`.
+
+        Time and memory grow with the sizes of its groups, not with the world.
+        """
         # A process requests its own plan many times.
         last: RankPlan | None = self.__dict__.get("_last")
         if last is None or last.rank != rank:
@@ -193,7 +196,7 @@ class Plan:
         return Group(family.name, family.dims, index, members, common, family.options, family.shares)
 
     def facts(self) -> dict[str, Any]:
-        """All facts that must be equal on every rank, without those that differ per rank."""
+        """Return all facts that must be equal on every rank, without those that differ per rank."""
         layout = self.layout
         order = layout.rank_order
         return {
@@ -215,7 +218,7 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def on(self, device: str, backend: str) -> Plan:
-        """This plan with "auto" resolved for one device type."""
+        """Return this plan with "auto" resolved for one device type."""
 
         def fill(options: GroupOptions) -> GroupOptions:
             return replace(options, backend=backend) if options.backend == "auto" else options

@@ -12,7 +12,7 @@ from meshcomm.layout.names import check_name
 
 
 def times(sizes: Mapping[str, int]) -> str:
-    """The product of the sizes as text.
+    """Return the product of the sizes as text.
 
     >>> times({"pp": 2, "dp": 2, "tp": 3})
     '2*2*3 = 12'
@@ -23,7 +23,7 @@ def times(sizes: Mapping[str, int]) -> str:
 
 
 def toml_dims(sizes: Mapping[str, int]) -> str:
-    """The sizes as written in a config file: `{ dp = 4, tp = 2 }`."""
+    """Return the sizes as written in a config file: `{ dp = 4, tp = 2 }`."""
     # Only ASCII letters may stand without quotes in TOML; a dim may have others.
     written = (name if name.isascii() else f'"{name}"' for name in sizes)
     listed = ", ".join(f"{name} = {size}" for name, size in zip(written, sizes.values(), strict=True))
@@ -31,7 +31,7 @@ def toml_dims(sizes: Mapping[str, int]) -> str:
 
 
 def divisors(n: int) -> list[int]:
-    """The divisors of `n`, ascending. For `n` above 2^24, only divisors up to 4096 and their quotients."""
+    """Return the divisors of `n`, ascending. For `n` above 2^24, only divisors up to 4096 and their quotients."""
     small = [d for d in range(1, min(math.isqrt(n), 4096) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
@@ -66,7 +66,8 @@ def check_mapping(given: Any, where: str, holds: str) -> Mapping[str, Any]:
 
 
 def check_sizes(dims: Mapping[str, int], where: str, open_dim: bool = False) -> dict[str, int]:
-    """The sizes as plain ints. Raises LayoutError unless `dims` names at least one dim and each size is an int of 1 or more.
+    """Return the sizes as plain ints. Raises LayoutError unless `dims` names at least one dim and each size is an
+    int of 1 or more.
 
     where: its name in the message. open_dim: accept -1, which `resolve` fills in.
     """
@@ -92,7 +93,7 @@ def check_sizes(dims: Mapping[str, int], where: str, open_dim: bool = False) -> 
 
 
 def nearest_fits(sizes: Mapping[str, int], world: int, limit: int | None = 3) -> list[dict[str, int]]:
-    """Sizes that fit `world`, each differing from `sizes` in one dim if one is enough.
+    """Return the sizes that fit `world`, each differing from `sizes` in one dim if one is enough.
 
     Sorted by the factor by which a size changes, then by the order of the dims. A dim of -1 stays -1.
     Empty only if no change of a single dim helps and no dim could take all ranks.
@@ -166,7 +167,7 @@ def resolve(
 
 
 def check_coord(name: str, coord: int, size: int) -> int:
-    """The coord as an int. Raises LayoutError if the dim `name` has no such coord."""
+    """Return the coord as an int. Raises LayoutError if the dim `name` has no such coord."""
     coord = whole(coord, "coord")
     if not 0 <= coord < size:
         raise LayoutError(
@@ -179,7 +180,7 @@ def check_coord(name: str, coord: int, size: int) -> int:
 
 
 def coords_text(coords: Mapping[str, int]) -> str:
-    """Text such as `pp=1 tp=0`; also for sizes."""
+    """Return text such as `pp=1 tp=0`; also for sizes."""
     return " ".join(f"{name}={coord}" for name, coord in coords.items())
 
 
@@ -194,7 +195,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def fold(numbers: Iterable[int], most: int = 8) -> str:
-    """A short text for a list of numbers.
+    """Return a short text for a list of numbers.
 
     >>> fold([0, 1, 2, 3]), fold([1, 3, 5, 7, 9, 11, 13, 15, 17, 19])
     ('0 1 2 3', '1 3 5 7 .. 19 (10)')

@@ -143,7 +143,7 @@ def _announce(store: Any, number: int, arrival: _Arrival) -> None:
 
 
 def _announced(store: Any) -> dict[int, _Arrival]:
-    """The ranks that have arrived so far. Called by ranks that have arrived themselves."""
+    """Return the ranks that have arrived so far. Called by ranks that have arrived themselves."""
     if store.has_extended_api():
         lines = store.get("here").decode().splitlines()
     else:
@@ -191,7 +191,7 @@ def _ranks_per_host(hosts: Sequence[str]) -> int:
 
 
 def _packed(hosts: Sequence[str]) -> str:
-    """The host of each rank, run-length encoded: 2 kB for 131,072 ranks that are dealt to hosts in turn.
+    """Return the host of each rank, run-length encoded: 2 kB for 131,072 ranks that are dealt to hosts in turn.
 
     >>> _unpacked(_packed("baab"))
     (0, 1, 1, 0)
@@ -273,7 +273,7 @@ def _absent(store: Any, ranks: Sequence[int], timeout_s: float, what: str) -> Me
 
 
 def _differences(ours: Any, theirs: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """The differing facts, by dotted name, two levels deep; names in another order differ as a whole."""
+    """Return the differing facts, by dotted name, two levels deep; names in another order differ as a whole."""
     if not (isinstance(ours, dict) and isinstance(theirs, dict)) or path.count(".") == 2:
         return [(path, ours, theirs)]
     if path and list(ours) != list(theirs) and set(ours) == set(theirs):

@@ -23,17 +23,20 @@ T = TypeVar("T")
 
 
 def ranks_of(mesh: Mesh) -> list[int]:
-    """The ranks of the mesh, in the order of the layout's grid."""
+    """Return the ranks of the mesh, in the order of the layout's grid."""
     return [int(rank) for rank in mesh.layout.ranks.flat]
 
 
 def is_first(mesh: Mesh) -> bool:
-    """Whether this is the lowest rank of the mesh, which writes the files of a run."""
+    """Return whether this is the lowest rank of the mesh, which writes the files of a run."""
     return mesh.rank == min(ranks_of(mesh))
 
 
 def of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
-    """The plain data of each rank, in the order of `ranks_of`. Called by every rank: a gather of objects per dim."""
+    """Return the plain data of each rank, in the order of `ranks_of`.
+
+    Called by every rank: a gather of objects per dim.
+    """
     records: list[Any] = [mine]
     for dim in reversed(list(mesh.layout.dims)):
         records = [each for part in mesh.objects.all_gather(dim, records) for each in part]
@@ -113,7 +116,7 @@ class StatsOfAll:
         return {"seconds": self.seconds, "rows": [row._asdict() for row in self.rows]}
 
     def __rich__(self) -> RenderableType:
-        """A table with a line for each call on each dim."""
+        """Return a table with a line for each call on each dim."""
         return page_view(spread_page(self.facts()))
 
     def __str__(self) -> str:
@@ -186,7 +189,7 @@ class Stragglers:
     hosts: int
 
     def __rich__(self) -> RenderableType:
-        """A table with a line for each coord of each dim."""
+        """Return a table with a line for each coord of each dim."""
         names = ("dim", "coord", "rank", "mean ms", "worst ms", "last to arrive")
         rows = [
             (

@@ -57,7 +57,7 @@ def monitored_barrier(
 
 
 def _meet(store: Any, coord: int, size: int, timeout_s: float) -> list[int] | None:
-    """The coords of the missing ranks; None if all ranks met."""
+    """Return the coords of the missing ranks; None if all ranks met."""
     store.set(f"here/{coord}", "1")
     if store.add("come", 1) == size:
         # A rank that gives up writes "gave up" first: no rank may continue after that.
@@ -76,7 +76,7 @@ def _meet(store: Any, coord: int, size: int, timeout_s: float) -> list[int] | No
 
 
 def calls_of(watch: Watching | None, recorders: Mapping[int, FlightRecorder], missing: list[int]) -> str:
-    """The calls of ranks that missed a barrier, on the groups that they share with this rank, in lines."""
+    """Return the calls of ranks that missed a barrier, on the groups that they share with this rank, in lines."""
     if watch is None:
         return ""
     mine = {recorder.label: recorder.started for recorder in recorders.values()}

@@ -47,6 +47,6 @@ class _Debugger(pdb.Pdb):
 
 
 def _terminal() -> IO[str] | None:
-    """The process's own stdin, if multiprocessing has not replaced it; None to use sys.stdin."""
+    """Return the process's own stdin, if multiprocessing has not replaced it; None to use sys.stdin."""
     replaced = sys.stdin is None or getattr(sys.stdin, "name", "") == os.devnull
     return open(0, closefd=False) if replaced else None

@@ -30,7 +30,7 @@ _PAUSE_S: Final = 0.01
 
 
 def period_s(world_size: int) -> float:
-    """Seconds between two comparisons of a rank's steps, each three calls of the store."""
+    """Return the seconds between two comparisons of a rank's steps, each three calls of the store."""
     return max(_PERIOD_S, 3 * world_size / _MOST_PER_S)
 
 
@@ -70,7 +70,7 @@ class DesyncMonitor:
             raise self._error(self.found)
 
     def before_leaving(self) -> CallMismatchError | None:
-        """The error from the last steps, if any; waits at most two seconds for the other ranks of each group."""
+        """Return the error from the last steps, if any; waits at most two seconds for the other ranks of each group."""
         if self._step and self.found is None:
             # Calls to a store that is gone may block for minutes.
             leaving = threading.Thread(target=self._leave, name="meshcomm-leave", daemon=True)
@@ -79,7 +79,7 @@ class DesyncMonitor:
         return None if self.found is None or self._raised else self._error(self.found)
 
     def cause(self, statuses: Mapping[int, Any]) -> CallMismatchError | None:
-        """The error for a failed call, if the ranks had made different calls in an earlier step.
+        """Return the error for a failed call, if the ranks had made different calls in an earlier step.
 
         statuses: of the ranks that answered, by rank; see RankRecord.data.
         """

@@ -18,7 +18,7 @@ from meshcomm.transport.torch_private import bound_device
 
 
 def choose_device(wanted: str, launch: Launch) -> torch.device:
-    """The device of this process: cuda if there is one, otherwise cpu.
+    """Return the device of this process: cuda if there is one, otherwise cpu.
 
     Its index is that of the device to which torch's default group is bound; otherwise the program's current device, if set;
     otherwise the local rank, modulo the number of visible devices.
@@ -74,7 +74,9 @@ def refuse_shared(store: dist.Store, rank: int, plan: Plan, device: torch.device
 
 
 def choose_backend(device: torch.device) -> str:
-    """The meaning of "auto": the backend of the default group if there is one, otherwise torch's own for the device."""
+    """Return the meaning of "auto": the backend of the default group if there is one, otherwise torch's own for the
+    device.
+    """
     if dist.is_initialized():
         backend = str(dist.get_backend_config()) if dist.get_backend() == "undefined" else dist.get_backend()
         if ":" in backend or dist.is_backend_available(backend):
@@ -159,7 +161,7 @@ def check_devices(settings: Settings, device: torch.device, backend: str, launch
 
 
 def _devices(kind: str) -> int:
-    """How many devices of a kind this process sees."""
+    """Return how many devices of a kind this process sees."""
     try:
         return int(torch.get_device_module(kind).device_count())
     except RuntimeError:  # torch does not know this kind

@@ -123,7 +123,9 @@ def find_launch(env: Mapping[str, str]) -> Launch:
 
 
 def launch_by_arguments(env: Mapping[str, str]) -> Launch:
-    """The launch of a process whose program passes rank and world size to `meet`: started by Ray or multiprocessing."""
+    """Return the launch of a process whose program passes rank and world size to `meet`: started by Ray or
+    multiprocessing.
+    """
     local = "LOCAL_RANK" in env
     local_rank = _number(env, "LOCAL_RANK") if local else 0
     address, job = env.get("MASTER_ADDR"), _ray_job(env)
@@ -151,7 +153,7 @@ def _slurm(env: Mapping[str, str]) -> Launch:
 
 
 def _step(env: Mapping[str, str]) -> str:
-    """The name of a Slurm step. A requeued job keeps its number, but gets another name here."""
+    """Return the name of a Slurm step. A requeued job keeps its number, but gets another name here."""
     again = _number(env, "SLURM_RESTART_COUNT", 0)
     # Each part of a heterogeneous job has its own number.
     job = env.get("SLURM_JOB_ID_HET_GROUP_0") or env.get("SLURM_JOB_ID", "?")
@@ -186,7 +188,8 @@ def _port(env: Mapping[str, str]) -> int | None:
 
 
 def ports_of(job: str) -> list[int]:
-    """The ports at which the ranks of a job look for its store, in this order: equal on all its ranks, different for other jobs.
+    """Return the ports at which the ranks of a job look for its store, in this order: equal on all its ranks,
+    different for other jobs.
 
     >>> ports_of("Slurm step 17.0")[:3], ports_of("Slurm step 17.1")[0], ports_of("")
     ([31041, 30979, 23700], 23035, [29500])
@@ -228,7 +231,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
 
 
 def _job_of_ranks(env: Mapping[str, str], rank: int, world: int) -> str:
-    """The job of a process that has RANK: torchrun's run, or the launcher whose ranks a script exports as RANK.
+    """Return the job of a process that has RANK: torchrun's run, or the launcher whose ranks a script exports as RANK.
 
     The processes of a torchrun in each task of a Slurm step are not ranks of the step.
     """
@@ -242,7 +245,9 @@ def _job_of_ranks(env: Mapping[str, str], rank: int, world: int) -> str:
 
 
 def _ray_job(env: Mapping[str, str]) -> str:
-    """The name of Ray's job, requested from Ray: a worker that was started before its job does not have the variable."""
+    """Return the name of Ray's job, requested from Ray: a worker that was started before its job does not have the
+    variable.
+    """
     job = env.get("RAY_JOB_ID", "")
     if job and (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
         job = ray.get_runtime_context().get_job_id()
@@ -254,13 +259,13 @@ def _same(env: Mapping[str, str], rank_name: str, size_name: str, rank: int, wor
 
 
 def attempt_of(env: Mapping[str, str]) -> int:
-    """The number of times that torch's agent has restarted its ranks; 0 under other launchers."""
+    """Return the number of times that torch's agent has restarted its ranks; 0 under other launchers."""
     text = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(text) if text.isdecimal() else 0
 
 
 def attempt_prefix(env: Mapping[str, str]) -> str:
-    """A prefix that separates the keys of this attempt from the keys of earlier ones; "" for the first.
+    """Return a prefix that separates the keys of this attempt from the keys of earlier ones; "" for the first.
 
     torch's agents keep their store when they restart the ranks. With one agent, its restart count is the same for all
     ranks. Several agents each count their own failures, and only the world size is the same for all.
@@ -277,7 +282,7 @@ def attempt_prefix(env: Mapping[str, str]) -> str:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list.
+    """Return the first host of a Slurm node list.
 
     >>> first_host("gpu[007-012,20],login1"), first_host("a1,a2"), first_host("r[1-2]n[3-4].x")
     ('gpu007', 'a1', 'r1n3.x')
@@ -302,7 +307,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def how_many_ranks(command: str) -> LaunchError:
-    """The error if neither a config nor the user gives the number of ranks of a script."""
+    """Return the error if neither a config nor the user gives the number of ranks of a script."""
     return LaunchError(
         "how many ranks?",
         given="a script without CONFIG, and no --world-size",
@@ -359,7 +364,9 @@ def check_interfaces(plan: Plan, network: NetworkConfig) -> None:
 
 
 def no_interface(name: str, source: str, present: Sequence[str]) -> LaunchError:
-    """The error for a network interface that this host lacks. source: the setting or the variable that names it."""
+    """Return the error for a network interface that this host lacks. source: the setting or the variable that names
+    it.
+    """
     near = nearest_name(name, present)
     return LaunchError(
         f"this host has no interface {name}",
@@ -370,7 +377,7 @@ def no_interface(name: str, source: str, present: Sequence[str]) -> LaunchError:
 
 
 def network_variables(network: NetworkConfig) -> dict[str, str]:
-    """The environment variables of Gloo and NCCL for `[network]`."""
+    """Return the environment variables of Gloo and NCCL for `[network]`."""
     listed = ",".join(network.interfaces)
     variables = {
         "GLOO_SOCKET_IFNAME": listed,
@@ -385,12 +392,14 @@ def network_variables(network: NetworkConfig) -> dict[str, str]:
 
 
 def nccl_defaults(world_size: int) -> dict[str, str]:
-    """The interval at which each rank's NCCL watchdog polls the store: one second, or 1,000 operations a second for all ranks."""
+    """Return the interval at which each rank's NCCL watchdog polls the store: one second, or 1,000 operations a
+    second for all ranks.
+    """
     return {"TORCH_NCCL_COORD_CHECK_MILSEC": str(max(1_000, world_size))}
 
 
 def gloo_defaults(one_host: bool, ranks: int | None = None) -> dict[str, str]:
-    """How the ranks of a Gloo group connect by default: on one host, by the loopback interface.
+    """Return how the ranks of a Gloo group connect by default: on one host, by the loopback interface.
 
     All ranks connect when the group is created, because Gloo then ends every call at its timeout. In a group of more than
     64 ranks, and in the default group (ranks: None), two ranks connect at their first message.

@@ -188,7 +188,7 @@ def _ranks(name: str, group: Any) -> list[int]:
 
 
 def _digits(ranks: Iterable[int]) -> Digits | None:
-    """The canonical (size, stride) pairs that generate `ranks`; None if there are none."""
+    """Return the canonical (size, stride) pairs that generate `ranks`; None if there are none."""
     places = np.array(sorted(ranks))
     digits: list[tuple[int, int]] = []
     while len(places) > 1:
@@ -206,7 +206,7 @@ def _digits(ranks: Iterable[int]) -> Digits | None:
 
 
 def _parts(layout: Layout, digits: Digits | None) -> tuple[str, ...] | None:
-    """The dims of the base that together generate the same ranks, in the base's order."""
+    """Return the dims of the base that together generate the same ranks, in the base's order."""
     names = [name for name, size in layout.dims.items() if size > 1]
     for count in range(len(names) + 1):
         for parts in combinations(names, count):

@@ -30,7 +30,8 @@ class ExposedRendezvous(UserWarning):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` can only mean this host. The host's own name does not count, as other hosts may resolve it differently.
+    """Return whether `host` can only mean this host. The host's own name does not count, as other hosts may resolve
+    it differently.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "[::1]", "::ffff:127.0.0.1")]
     [True, True, True, True, True]
@@ -49,7 +50,8 @@ def is_loopback(host: str) -> bool:
 
 
 def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore | None:
-    """A store server that listens only on the loopback address `host`; None if it is not a loopback address, or is taken.
+    """Return a store server that listens only on the loopback address `host`; None if it is not a loopback address,
+    or is taken.
 
     Called by: the rank that hosts the store, before `torch.distributed.rendezvous`, which finds a server of its own
     process by the port; keep the result until then.
@@ -75,7 +77,7 @@ def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore
 
 
 def listening(port: int) -> list[str]:
-    """The addresses of this host with a listener at `port`; empty if the system does not report them."""
+    """Return the addresses of this host with a listener at `port`; empty if the system does not report them."""
     import psutil
 
     with suppress(psutil.AccessDenied):
@@ -85,7 +87,7 @@ def listening(port: int) -> list[str]:
 
 
 def exposed_store(host: str, port: int, setting: str, world_size: int) -> LaunchError | None:
-    """The problem of a single-host job whose store is at `host`. setting: the setting that changes it."""
+    """Return the problem of a single-host job whose store is at `host`. setting: the setting that changes it."""
     outside = [address for address in listening(port) if not is_loopback(address)]
     if is_loopback(host) and not outside:
         return None
@@ -103,7 +105,7 @@ def exposed_store(host: str, port: int, setting: str, world_size: int) -> Launch
 
 
 def exposed_file(path: str) -> LaunchError | None:
-    """The problem of a rendezvous file's folder; None if there is none, or if nothing is known."""
+    """Return the problem of a rendezvous file's folder; None if there is none, or if nothing is known."""
     folder = Path(path).absolute().parent
     try:
         mode = os.stat(folder).st_mode

@@ -64,11 +64,11 @@ class Generation:
     dims: Mapping[str, int] = field(default_factory=dict)
 
     def process_of(self, rank: int) -> int:
-        """The launcher's number of the process of a rank."""
+        """Return the launcher's number of the process of a rank."""
         return self.processes[rank] if self.processes else rank
 
     def ranks_of(self, processes: Mapping[int, str]) -> dict[int, str]:
-        """The facts about processes, by rank; ranks without any are left out."""
+        """Return the facts about processes, by rank; ranks without any are left out."""
         if not self.processes:
             return dict(processes)
         return {rank: processes[each] for rank, each in enumerate(self.processes) if each in processes}
@@ -97,12 +97,13 @@ def announce(store: Any, number: int, announcement: Announcement) -> None:
 
 
 def is_waiting(store: Any, number: int, process: int) -> bool:
-    """Whether a process that was started for a future generation is running and waits for it."""
+    """Return whether a process that was started for a future generation is running and waits for it."""
     return bool(store.check([WAITS.format(number, process)]))
 
 
 def may_grow(store: Any, number: int) -> bool:
-    """Whether the ranks will meet in generation `number` though no rank was lost; False after `all_done` of the previous one.
+    """Return whether the ranks will meet in generation `number` though no rank was lost; False after `all_done` of
+    the previous one.
 
     Called by a launcher, which then announces it.
     """
@@ -110,12 +111,14 @@ def may_grow(store: Any, number: int) -> bool:
 
 
 def have_met(store: Any, number: int) -> bool:
-    """Whether all ranks of the job, old and new, have arrived in the generation. Called by a launcher."""
+    """Return whether all ranks of the job, old and new, have arrived in the generation. Called by a launcher."""
     return bool(store.check([_MET.format(number)]))
 
 
 def all_done(store: Any, number: int) -> bool:
-    """Whether a generation is the last one, because its ranks are done; False after `may_grow` of the next was true."""
+    """Return whether a generation is the last one, because its ranks are done; False after `may_grow` of the next
+    was true.
+    """
     return bool(store.compare_set(_NEXT.format(number + 1), "", "done") == b"done")
 
 
@@ -165,11 +168,12 @@ class Generations:
         self._announced.append(announcement)
 
     def newer(self, within_s: float = 0.0) -> bool:
-        """Whether a generation newer than the joined one exists, or is announced within this many seconds."""
+        """Return whether a generation newer than the joined one exists, or is announced within this many seconds."""
         return self.latest > self.joined.number
 
     def lost(self, what: str, waits: bool) -> RankLost | None:
-        """The error if ranks were lost since this process joined. waits: a peer is gone; the launcher may yet notice it.
+        """Return the error if ranks were lost since this process joined. waits: a peer is gone; the launcher may
+        yet notice it.
 
         what: the call that this ends, and its rank.
         """
@@ -198,7 +202,7 @@ class Generations:
         )
 
     def all_done(self) -> bool:
-        """Whether the mesh is the last one, because the program is done; False if it is about to grow.
+        """Return whether the mesh is the last one, because the program is done; False if it is about to grow.
 
         Called by: one rank.
         """
@@ -313,7 +317,7 @@ class AnnouncedGenerations(Generations):
 
 
 def announcement_of(store: Any, number: int) -> Announcement:
-    """A launcher's announcement of a generation."""
+    """Return a launcher's announcement of a generation."""
     found = json.loads(store.get(_KEY.format(number)))
     lost, new = ({int(each): why for each, why in found[name].items()} for name in ("lost", "new"))
     return Announcement(lost, new, tuple(found["processes"]), found["dims"])
@@ -323,7 +327,9 @@ _HERE: dict[str, Generations] = {}
 
 
 def generations_of(store: dist.Store, process: int) -> Generations | None:
-    """The generations of this process; None if its launcher does not replace ranks. store: the job's. process: its rank there."""
+    """Return the generations of this process; None if its launcher does not replace ranks. store: the job's.
+    process: its rank there.
+    """
     number = os.environ.get(VARIABLE, "")
     if not number.isdecimal():
         return None

@@ -34,7 +34,7 @@ def create_transports(
     create: Callable[[Group, bool], Transport],
     existing: Mapping[str, dist.ProcessGroup],
 ) -> dict[str, Transport]:
-    """One transport for every name of the plan, in plan order.
+    """Return one transport for every name of the plan, in plan order.
 
     Called by: every rank of the plan's layout. create: creates one group; its second argument says whether NCCL may split
     it from the world. existing: groups to use instead of new ones, by name; the same names on all ranks.
@@ -103,7 +103,7 @@ def open_group(
 
 
 def _can_split(plan: Plan, group: Group) -> bool:
-    """Whether NCCL may split the world's communicator: the hashes by which torch names the parts must differ."""
+    """Return whether NCCL may split the world's communicator: the hashes by which torch names the parts must differ."""
     if (
         "nccl" not in group.options.backend
         or "nccl" not in backend_of(default_group())

@@ -50,7 +50,7 @@ class Owner:
         return f"{self.job or 'a job without a name'}, whose rank 0 is {self.process}"
 
     def may_be(self, job: str) -> bool:
-        """Whether `job` may be this one: no known fact contradicts it."""
+        """Return whether `job` may be this one: no known fact contradicts it."""
         theirs, ours = _NAME.search(self.job), _NAME.search(job)
         # A host knows only the process that started its own ranks, which may be rank 0 itself.
         elsewhere = theirs is not None and ours is not None and theirs[2] != ours[2]
@@ -72,7 +72,8 @@ class _Found:
 def find_job(
     host: str, ports: Sequence[int], job: str, rank: int, world_size: int, timeout: timedelta
 ) -> dist.TCPStore:
-    """The store of `job` ("": unknown): rank 0 serves it at the first free port of `ports`; the others look for it there.
+    """Return the store of `job` ("": unknown): rank 0 serves it at the first free port of `ports`; the others look
+    for it there.
 
     A rank writes nothing to a store that has not named its job. Raises LaunchError: immediately if another job has the only
     port; otherwise, with a line for each port, if no store of this job answers within the timeout.
@@ -122,7 +123,7 @@ def find_job(
 
 
 def find_agent(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """The store of torchrun's agent. Raises LaunchError where it does not answer."""
+    """Return the store of torchrun's agent. Raises LaunchError where it does not answer."""
     try:
         # The agreement that follows names missing ranks, so do not wait for them here.
         return find_tcp_store(host, port, world_size, hosts=False, timeout=timeout)
@@ -153,7 +154,7 @@ def _look(host: str, port: int, within_s: float, patient: bool) -> _Found:
 
 
 def owner_of(store: dist.Store) -> Owner | None:
-    """The owner of the store; None if no rank 0 has written its name."""
+    """Return the owner of the store; None if no rank 0 has written its name."""
     return Owner(*store.get(_JOB).decode().split("\n")) if store.check([_JOB]) else None
 
 
@@ -210,13 +211,13 @@ def find_tcp_store(
 
 
 def process_name(number: int | None = None) -> str:
-    """A unique name of a process of this host: host, number and start time. number: by default this process."""
+    """Return a unique name of a process of this host: host, number and start time. number: by default this process."""
     found = os.getpid() if number is None else number
     return f"process {found} of {socket.gethostname()}, started at {_started(str(found)) or '?'}"
 
 
 def is_running(name: str) -> bool | None:
-    """Whether the process with this `process_name` runs, as far as this host can tell; None on another host."""
+    """Return whether the process with this `process_name` runs, as far as this host can tell; None on another host."""
     parts = _NAME.fullmatch(name)
     if parts is None or parts[2] != socket.gethostname():
         return None
@@ -234,19 +235,21 @@ def is_running(name: str) -> bool | None:
 
 
 def is_stopped(name: str) -> bool:
-    """Whether the process of this host with this `process_name` is stopped, by SIGSTOP or a debugger."""
+    """Return whether the process of this host with this `process_name` is stopped, by SIGSTOP or a debugger."""
     parts = _NAME.fullmatch(name)
     return parts is not None and (_status(parts[1]) or "R")[0] in "Tt"
 
 
 def _started(process: str) -> str | None:
-    """The start time of a process of this host, in the kernel's ticks; None if it has ended or is unknown."""
+    """Return the start time of a process of this host, in the kernel's ticks; None if it has ended or is unknown."""
     numbers = _status(process)
     return None if numbers is None or numbers[0] in "ZX" else numbers[19]
 
 
 def _status(process: str) -> list[str] | None:
-    """The state of a process of this host, and the kernel's numbers of it; None if it has ended or is unknown."""
+    """Return the state of a process of this host, and the kernel's numbers of it; None if it has ended or is
+    unknown.
+    """
     try:
         # The name in parentheses may contain any character.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -255,7 +258,8 @@ def _status(process: str) -> list[str] | None:
 
 
 def started_by(launch: Launch) -> str:
-    """The name of a job without a name from its launcher: derived from the process that started this host's ranks, or from
+    """Return the name of a job without a name from its launcher: derived from the process that started this host's
+    ranks, or from
     Hydra's mpiexec, which is equal on all hosts of the job; "" if unknown."""
     parent = multiprocessing.parent_process()
     variable = next((name for name in MPI_RANKS if name in os.environ), None)
@@ -275,5 +279,7 @@ def started_by(launch: Launch) -> str:
 
 
 def known_everywhere(job: str) -> bool:
-    """Whether all hosts of a job use this name: not if it comes from the process that started one host's ranks."""
+    """Return whether all hosts of a job use this name: not if it comes from the process that started one host's
+    ranks.
+    """
     return _NAME.search(job) is None

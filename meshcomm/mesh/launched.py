@@ -19,7 +19,9 @@ _NO_NAME: Final = re.compile(r"[^\w.-]")
 
 
 def launch_here() -> Launch:
-    """The launch of this process: by the launcher, or by torch's default group, which may not use the launcher's variables."""
+    """Return the launch of this process: by the launcher, or by torch's default group, which may not use the
+    launcher's variables.
+    """
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return find_launch(os.environ)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -33,7 +35,7 @@ def launch_here() -> Launch:
 
 
 def reports_of(folder: str, moment: str) -> str:
-    """The run's own folder in `folder`: named by its time and, if known, its job."""
+    """Return the run's own folder in `folder`: named by its time and, if known, its job."""
     named = (os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
     job = next((name for name in named if name not in ("", "none")), "")
     return os.path.join(folder, _NO_NAME.sub("-", f"{moment}-{job}".rstrip("-"))) if folder else ""

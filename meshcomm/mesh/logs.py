@@ -43,5 +43,5 @@ class CoordsFormatter(logging.Formatter):
         self._prefix = prefix(layout, rank)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's lines, each with the prefix."""
+        """Return the record's lines, each with the prefix."""
         return "\n".join(f"{self._prefix} {line}".rstrip() for line in super().format(record).split("\n"))

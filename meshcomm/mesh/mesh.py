@@ -167,15 +167,15 @@ class Mesh(AlongDims):
         return self.layout.coords(self._member())
 
     def get_coords(self, rank: int, view: str | None = None) -> dict[str, int]:
-        """The coords of any rank, in the base or in a view."""
+        """Return the coords of any rank, in the base or in a view."""
         return self.layout.coords(rank, view)
 
     def size(self, dims: Dims) -> int:
-        """Number of ranks along `dims`."""
+        """Return the number of ranks along `dims`."""
         return self.layout.size(dims)
 
     def coord(self, dims: Dims) -> int:
-        """This rank's coord along `dims`."""
+        """Return this rank's coord along `dims`."""
         return self.layout.coord(self._member(), dims)
 
     @property
@@ -211,12 +211,12 @@ class Mesh(AlongDims):
         return self._data_dims
 
     def ranks(self, dims: Dims) -> list[int]:
-        """The global ranks of this rank's group along `dims`; element c has coord c."""
+        """Return the global ranks of this rank's group along `dims`; element c has coord c."""
         ranks: list[int] = self.layout.group_of(self._member(), dims).tolist()
         return ranks
 
     def get_rank(self, **coords: int) -> int:
-        """The global rank at these coords."""
+        """Return the global rank at these coords."""
         return self.layout.get_rank(**coords)
 
     @overload
@@ -224,7 +224,7 @@ class Mesh(AlongDims):
     @overload
     def neighbor_rank(self, dims: Dims, offset: int, *, wrap: bool) -> int | None: ...
     def neighbor_rank(self, dims: Dims, offset: int, *, wrap: bool = True) -> int | None:
-        """The global rank `offset` coords further along `dims`. Without `wrap`, None past the edge.
+        """Return the global rank `offset` coords further along `dims`. Without `wrap`, None past the edge.
 
         Use it for logging and lookups: sends and receives take coords, not global ranks.
         """
@@ -250,7 +250,7 @@ class Mesh(AlongDims):
         )
 
     def seed(self, *key: int | str, along: Dims = ()) -> int:
-        """A seed that differs along the dims in `along` and is equal along all other dims.
+        """Return a seed that differs along the dims in `along` and is equal along all other dims.
 
             torch.manual_seed(mesh.seed(0, step, along=("dp", "cp")))   # equal along tp, where activations are
 
@@ -274,7 +274,7 @@ class Mesh(AlongDims):
     def generator(
         self, *key: int | str, along: Dims = (), device: torch.device | str | None = None
     ) -> torch.Generator:
-        """A new generator seeded with `seed`, on `device` or, by default, this rank's device.
+        """Return a new generator seeded with `seed`, on `device` or, by default, this rank's device.
 
         With the same seed, CPU and GPU generators draw different numbers.
         """
@@ -432,7 +432,7 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def stragglers(self) -> Stragglers:
-        """The ranks that started the last 256 collectives on each group later than others, by dim.
+        """Return the ranks that started the last 256 collectives on each group later than others, by dim.
 
         Prints as a table. Under NCCL, a call starts when the host enqueues it.
 
@@ -482,8 +482,7 @@ class Mesh(AlongDims):
         time is added.
 
         Seconds measure how long the calls blocked the program. On devices other than cpu and on NCCL groups, a
-        call
-        returns once it is enqueued: seconds are None there, "-" in the table.
+        call returns once it is enqueued: seconds are None there, "-" in the table.
         """
         self._usable()
         from meshcomm.mesh.stats import stats
@@ -535,7 +534,10 @@ class Mesh(AlongDims):
     # -- torch's own objects ------------------------------------------------------------------------
 
     def group(self, dims: Dims) -> dist.ProcessGroup:
-        """The torch process group along `dims`. Its group rank equals the coord. A group of size 1 only copies."""
+        """Return the torch process group along `dims`. Its group rank equals the coord.
+
+        A group of size 1 only copies.
+        """
         self._usable()
         if self.layout.digits(dims).size > 1 and isinstance(dims, tuple):
             return self._torch.group(self._family_of(dims))
@@ -603,7 +605,7 @@ class Mesh(AlongDims):
     def _merged_plan(
         self, name: str, dims: tuple[str, ...], backend: str | None, timeout_s: float | None, comm_id: str
     ) -> Plan:
-        """The plan with one additional merged dim; see `create_group` for the arguments and errors."""
+        """Return the plan with one additional merged dim; see `create_group` for the arguments and errors."""
         self.layout.digits(dims)
         dims = self.layout.expand(dims)
         if name in self.layout.merge:
@@ -681,7 +683,7 @@ class Mesh(AlongDims):
         return self._recovers
 
     def lost(self, error: BaseException | None = None) -> RankLost | None:
-        """A RankLost error if ranks were lost and replaced since this mesh was opened, otherwise None.
+        """Return a RankLost error if ranks were lost and replaced since this mesh was opened, otherwise None.
 
         error: the exception that interrupted the step. For a communication error, this waits up to five seconds
                for the launcher to announce a replacement.
@@ -795,7 +797,9 @@ class Mesh(AlongDims):
             raise explained
 
     def _explained(self, error: BaseException) -> MeshcommError | None:
-        """The error to raise in place of `error`, by which the program leaves the mesh; None if there is none, see Watching.explain."""
+        """Return the error to raise in place of `error`, by which the program leaves the mesh; None if there is
+        none, see Watching.explain.
+        """
         found = None if self.closed or self._watch is None else self._watch.explain(error)
         return None if found is None else caused_by(found, error)
 
@@ -827,7 +831,8 @@ class Mesh(AlongDims):
         return f"Mesh({dims}; {state}, {self.device.type})"
 
     def show(self, by: Dims | None = None) -> RankGrid:
-        """The ranks of the full mesh as colored blocks, one color for each group along `by`. This rank is marked.
+        """Return the ranks of the full mesh as colored blocks, one color for each group along `by`. This rank is
+        marked.
 
         by:      dims. If None, the innermost dim.
         Returns: an object that prints as text, in color with rich, and as a picture in a notebook. Write it to
@@ -845,7 +850,7 @@ class Mesh(AlongDims):
         return as_text(self.__rich__())
 
     def __rich__(self) -> RenderableType:
-        """The same table at the width of the console."""
+        """Return the same table at the width of the console."""
         from meshcomm.show.plan import plan_view
 
         existing = {
@@ -914,7 +919,7 @@ class Mesh(AlongDims):
         return self._communicator(name, self._transports[name])
 
     def _family_of(self, dims: Dims) -> str:
-        """The name that has the groups of `dims`. Raises UnknownDim if no group was declared."""
+        """Return the name that has the groups of `dims`. Raises UnknownDim if no group was declared."""
         family = self.plan.covering(dims)
         if family is not None:
             return family.name

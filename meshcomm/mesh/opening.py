@@ -148,7 +148,7 @@ def from_groups(
     validate_calls: int | Literal["always"] | None = None,
     warm_up: bool | None = None,
 ) -> Mesh:
-    """A mesh over existing process groups, such as those of Megatron-Core's parallel_state.
+    """Return a mesh over existing process groups, such as those of Megatron-Core's parallel_state.
 
         mesh = meshcomm.from_groups({"tp": get_tensor_model_parallel_group(), "dp": ..., "pp": ...})
 
@@ -218,7 +218,7 @@ class Opening:
         self._aborts: list[Callable[[], object]] = []
 
     def run(self) -> Mesh:
-        """The mesh; with `warm_up`, all groups are used once. Releases everything if a step raises."""
+        """Return the mesh; with `warm_up`, all groups are used once. Releases everything if a step raises."""
         if self._world is None:
             gives_way()
         # The default group of another mesh or of the program, which `reopen` must not create again.
@@ -291,7 +291,7 @@ class Opening:
         return self._create()
 
     def _job_store(self) -> dist.Store:
-        """The job's store, under a prefix of the generation, with a connection that a newer generation cuts."""
+        """Return the job's store, under a prefix of the generation, with a connection that a newer generation cuts."""
         store = self._meeting.store
         if self._generations is not None and self._world is None:
             store = store.clone()
@@ -332,7 +332,9 @@ class Opening:
         )
 
     def _next_prefix(self) -> str:
-        """This mesh's own prefix in the job's store: each rank counts the meshes it opens, equally on all ranks."""
+        """Return this mesh's own prefix in the job's store: each rank counts the meshes it opens, equally on all
+        ranks.
+        """
         store, rank = self._meeting.store, self._meeting.rank
         try:
             claim(store, self._met.rank, kept=self._met.kept or bool(self._generation.number))
@@ -352,7 +354,7 @@ class Opening:
     # -- second: agree --------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Any]:
-        """The facts that must be equal on all ranks; a rank that has failed contributes its problem."""
+        """Return the facts that must be equal on all ranks; a rank that has failed contributes its problem."""
         if self._failure is None:
             try:
                 self._plan, self._device = self._planned()
@@ -379,7 +381,10 @@ class Opening:
         }
 
     def _planned(self) -> tuple[Plan, torch.device]:
-        """The groups of the mesh, and this process's device. Refuses groups that this host or torch cannot support."""
+        """Return the groups of the mesh, and this process's device.
+
+        Refuses groups that this host or torch cannot support.
+        """
         settings, meeting = self._settings, self._meeting
         if self._world is not None:
             device, backend = self._world.place(settings.mesh.device)
@@ -452,7 +457,7 @@ class Opening:
     # -- fourth: create -------------------------------------------------------------------------
 
     def _create(self) -> Runtime:
-        """This rank's groups, each created by its ranks, and the watchdog. Raises CommunicationError."""
+        """Return this rank's groups, each created by its ranks, and the watchdog. Raises CommunicationError."""
         meeting, plan, settings = self._meeting, self._plan, self._settings
         limit = settings.mesh.validate_calls
         compared = None if limit == "always" or self._world is not None else limit
@@ -509,7 +514,7 @@ class Opening:
         return transport
 
     def _client(self, own: bool) -> dist.Store:
-        """The mesh's store client, or a separate one for groups that connect at their first call.
+        """Return the mesh's store client, or a separate one for groups that connect at their first call.
 
         Connecting blocks the client, while the threads that answer for this rank need one. If a rank is lost meanwhile, only
         the end of this separate connection ends the call.
@@ -585,5 +590,7 @@ def _none_lost(what: str, waits: bool) -> RankLost | None:
 
 
 def _refused(meeting: Meeting, last: float) -> MeshcommError | None:
-    """The error if this rank may belong to another job; after `last`, later ranks of this job find no mesh to join."""
+    """Return the error if this rank may belong to another job; after `last`, later ranks of this job find no mesh
+    to join.
+    """
     return None if meeting.launch.job or time.monotonic() > last else another_job(meeting.store)

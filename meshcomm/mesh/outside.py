@@ -124,7 +124,7 @@ def _timeout_s(name: str, device: torch.device, default: Callable[[], float]) ->
 
 
 def _label(group: Any) -> str:
-    """The group's name in errors; the same on all its ranks."""
+    """Return the group's name in errors; the same on all its ranks."""
     if group is default_group():
         return "default group"
     described = str(group.group_desc)

@@ -78,7 +78,7 @@ class Failure:
 
 
 def failure_of(error: BaseException, rank: int, who: str) -> Failure:
-    """The failure of `rank`, which raised `error`. who: the rank with its coords."""
+    """Return the failure of `rank`, which raised `error`. who: the rank with its coords."""
     misused = isinstance(error, MeshcommError) and not isinstance(error, CommunicationError)
     # torch's own errors about a lost store or peer are no better a cause than meshcomm's.
     lost = isinstance(error, (CommunicationError, StoreTimeout, dist.DistError)) or _of_torch(error)
@@ -110,7 +110,7 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
 
 
 def _of_torch(error: BaseException) -> bool:
-    """Whether it is a backend's own error about a peer or a timeout, which shows only that a call ended."""
+    """Return whether it is a backend's own error about a peer or a timeout, which shows only that a call ended."""
     cause = backend_error(error)
     if cause is None:
         return False
@@ -132,7 +132,7 @@ def _starts_scripts(file: str) -> bool:
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of the error's traceback, except those of meshcomm and torch."""
+    """Return the frames of the error's traceback, except those of meshcomm and torch."""
     return [
         each
         for each in traceback.extract_tb(error.__traceback__)
@@ -159,7 +159,7 @@ def leave_names(names: Mapping[int, str], *, again: bool = False) -> None:
 
 
 def names_of_ranks(folder: Path, attempt: int) -> dict[int, str]:
-    """The names that `leave_names` has written; {} if no rank has opened a mesh."""
+    """Return the names that `leave_names` has written; {} if no rank has opened a mesh."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads((folder / _NAMES.format(attempt)).read_text())
         return {int(rank): name for rank, name in found.items()}
@@ -177,7 +177,7 @@ def _leave(facts: Mapping[str, Any], path: Path) -> bool:
 
 
 def _folder_of_job() -> Path | None:
-    """The folder of meshcomm's launcher; None if another launcher started this rank."""
+    """Return the folder of meshcomm's launcher; None if another launcher started this rank."""
     folder = os.environ.get("MESHCOMM_JOB")
     # A rank may start a job itself, by torchrun: then the folder belongs to its parent.
     ours = folder is not None and os.environ.get("TORCHELASTIC_RUN_ID") == Path(folder).name
@@ -192,7 +192,7 @@ def await_cause(folder: Path, attempt: int, within_s: float) -> None:
 
 
 def collect(folder: Path, attempt: int) -> list[Failure]:
-    """The failures that ranks have written, in the order of ranks."""
+    """Return the failures that ranks have written, in the order of ranks."""
     found = []
     for path in folder.glob(f"{attempt}-[cf]*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -237,7 +237,7 @@ def end_rank(
 
 
 def _speaks_first(launch: Launch, patience_s: float) -> bool:
-    """Whether no other rank has printed an error. True if no rank can be asked."""
+    """Return whether no other rank has printed an error. True if no rank can be asked."""
     if launch.world_size == 1 or launch.address is None:
         return True
     limit = timedelta(seconds=_ASK_S)
@@ -307,7 +307,8 @@ class ExceptHooks:
 
 
 def caused_by(explanation: MeshcommError, error: BaseException) -> MeshcommError:
-    """The exception of `raise explanation from error`, with the traceback of `error`, which shows how the program reached
+    """Return the exception of `raise explanation from error`, with the traceback of `error`, which shows how the
+    program reached
     its call."""
     explanation.__cause__ = error
     return explanation.with_traceback(error.__traceback__)

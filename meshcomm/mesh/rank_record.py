@@ -66,7 +66,7 @@ class RankRecord:
         return os.path.dirname(self._reports) or self._reports
 
     def data(self, differs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The record as plain data. differs: a difference between the steps of ranks, see `find_desync`."""
+        """Return the record as plain data. differs: a difference between the steps of ranks, see `find_desync`."""
         return {
             "rank": self.rank,
             "coords": self.coords,
@@ -124,13 +124,16 @@ class RecordExchange:
         self._answered = 0
 
     def limited(self, call: Callable[[], T]) -> T:
-        """The result of `call`, which uses this exchange; TimeoutError if the store does not answer."""
+        """Return the result of `call`, which uses this exchange; TimeoutError if the store does not answer."""
         within(self._within_s, partial(self._store.check, ["asked"]))
         # `shared` waits for another rank's diagnosis, then for answers. A longer silence means that the store has stopped.
         return within(3 * _LONGER * self._within_s, call)
 
     def shared(self, call: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The result of `make` on the first rank that names this call. If it does not publish one, each rank makes its own."""
+        """Return the result of `make` on the first rank that names this call.
+
+        If it does not publish one, each rank makes its own.
+        """
         own, published = str(self._rank), f"diagnosis/{call}"
         if self._store.compare_set(f"first/{call}", "", own).decode() == own:
             found = make()
@@ -143,7 +146,7 @@ class RecordExchange:
         return make()
 
     def ask(self, ranks: Sequence[int]) -> dict[int, Any]:
-        """The records of the `ranks` that answer in time, with a few store operations for each."""
+        """Return the records of the `ranks` that answer in time, with a few store operations for each."""
         began = last = time.monotonic()
         answers = self._read({rank: f"closed/{rank}" for rank in ranks})
         asked = {rank: self._store.add(f"asked/{rank}", 1) for rank in ranks if rank not in answers}
@@ -174,18 +177,18 @@ class RecordExchange:
         self._store.set(f"closed/{self._rank}", json.dumps(status))
 
     def _read(self, keys: dict[int, str]) -> dict[int, Any]:
-        """The values of the keys that exist."""
+        """Return the values of the keys that exist."""
         return {
             rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
         }
 
 
 def error_under_way() -> str:
-    """The exception that ends the program, or has ended it, in one line; "" if there is none."""
+    """Return the exception that ends the program, or has ended it, in one line; "" if there is none."""
     error = sys.exception() or getattr(sys, "last_value", None)
     return "" if error is None or isinstance(error, SystemExit) else one_line(error)
 
 
 def one_line(error: BaseException) -> str:
-    """The type of an error and the first line of its text."""
+    """Return the type of an error and the first line of its text."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

@@ -115,7 +115,7 @@ def of_this_attempt(store: dist.Store, env: Mapping[str, str] = os.environ) -> d
 def _find_store(
     process: ProcessConfig, launch: Launch, rank: int, world_size: int, timeout: timedelta
 ) -> tuple[dist.Store, Launch]:
-    """The job's store, and `launch` with the store's address."""
+    """Return the job's store, and `launch` with the store's address."""
     if process.init == "file":
         return _file_store(str(process.path), rank, world_size), launch
     job = launch.job or started_by(launch)
@@ -187,7 +187,7 @@ def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
 
 
 def state_of_rank(store: Any, rank: int) -> str:
-    """This host's knowledge of the process that has claimed `rank`: "ended", "stopped" or "runs"; "" if none."""
+    """Return this host's knowledge of the process that has claimed `rank`: "ended", "stopped" or "runs"; "" if none."""
     key = f"meshcomm/owner/{rank}"
     name = store.get(key).decode() if store.check([key]) else ""
     runs = is_running(name)
@@ -214,7 +214,7 @@ def claim(store: Any, rank: int, *, kept: bool) -> None:
 
 
 def came_twice(store: Any, rank: int, first: str) -> LaunchError:
-    """The error of this process if the process `first` has the same rank; also reported to the other ranks."""
+    """Return the error of this process if the process `first` has the same rank; also reported to the other ranks."""
     mine = process_name()
     note_twice(store, rank, first)
     return LaunchError(
@@ -241,7 +241,8 @@ def blame(error: MeshMismatchError, store: Any) -> None:
 
 
 def another_job(store: Any) -> LaunchError | None:
-    """The error if processes of another job used this store, and this rank may belong to that job. It cannot if one process
+    """Return the error if processes of another job used this store, and this rank may belong to that job. It cannot
+    if one process
     started both this rank and rank 0, and none of the refused ones."""
     found = _twice(store)
     if not found:
@@ -270,7 +271,7 @@ class _Twice(NamedTuple):
 
 
 def _twice(store: Any) -> list[_Twice]:
-    """The processes that were refused because another one has their rank, except those of earlier attempts."""
+    """Return the processes that were refused because another one has their rank, except those of earlier attempts."""
     lines = store.get(TWICE).decode().splitlines() if store.check([TWICE]) else []
     found = [_Twice(int(rank), *names) for rank, *names in (line.split("\t") for line in lines)]
     owners = {each: f"meshcomm/owner/{each.rank}" for each in found}

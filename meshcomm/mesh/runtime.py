@@ -69,7 +69,7 @@ class Watching(ABC):
 
     @abstractmethod
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
-        """A recorder for another group, which uses `transport`."""
+        """Return a recorder for another group, which uses `transport`."""
 
     def forget(self, recorder: FlightRecorder) -> None:
         """A group has been released."""
@@ -80,11 +80,11 @@ class Watching(ABC):
         """All recorders have noted `step`. Raises CallMismatchError if ranks were found to differ in a step."""
 
     def before_leaving(self) -> CallMismatchError | None:
-        """The error if ranks differ in a step and this rank has not raised it; may wait for seconds."""
+        """Return the error if ranks differ in a step and this rank has not raised it; may wait for seconds."""
         return None
 
     def explain(self, error: BaseException) -> MeshcommError | None:
-        """The error that explains `error`, by which the program leaves the mesh; may wait for seconds.
+        """Return the error that explains `error`, by which the program leaves the mesh; may wait for seconds.
 
         None if `error` is not a backend's, or if no call outside the mesh on one of its groups has failed or is under way.
         """
@@ -95,7 +95,7 @@ class Watching(ABC):
         return
 
     def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
-        """The status of each of `ranks` that answers; may wait for seconds. Empty if no rank can be asked."""
+        """Return the status of each of `ranks` that answers; may wait for seconds. Empty if no rank can be asked."""
         return {}
 
     def close(self, *, abandons: bool = False) -> None:
@@ -118,15 +118,15 @@ class World(Protocol):
     generations: Generations | None
 
     def place(self, wanted: str) -> tuple[torch.device, str]:
-        """The device of the mesh, and the backend for "auto", if `wanted` is the configured device."""
+        """Return the device of the mesh, and the backend for "auto", if `wanted` is the configured device."""
         ...
 
     def open(self, group: Group, prefix: str) -> Transport:
-        """One group of a plan. Called by its ranks; groups of one name and prefix are the same group."""
+        """Return one group of a plan. Called by its ranks; groups of one name and prefix are the same group."""
         ...
 
     def watch(self, coords: Mapping[str, int], prefix: str) -> Watching:
-        """The watch of one mesh on this rank; `coords` are this rank's, `prefix` is the mesh's."""
+        """Return the watch of one mesh on this rank; `coords` are this rank's, `prefix` is the mesh's."""
         ...
 
 
@@ -138,7 +138,7 @@ class Pretended(Protocol):
     """A world in which only this rank exists, and whose program does not know that."""
 
     def settings(self, asked: Settings) -> Settings:
-        """The settings to open a mesh with instead."""
+        """Return the settings to open a mesh with instead."""
         ...
 
     def opened(self, mesh: Mesh) -> None:

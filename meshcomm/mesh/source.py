@@ -50,7 +50,7 @@ _TAKEN: ContextVar[str | None] = ContextVar("meshcomm_config_taken", default=Non
 
 
 def given_keys(**keys: Any) -> dict[str, Any]:
-    """The keys of `[mesh]` that were given, with lists of ranks as tuples."""
+    """Return the keys of `[mesh]` that were given, with lists of ranks as tuples."""
     given = {name: value for name, value in keys.items() if value is not None}
     for name in {"rank_order", "ranks"} & given.keys():
         if isinstance(given[name], Iterable):
@@ -59,7 +59,7 @@ def given_keys(**keys: Any) -> dict[str, Any]:
 
 
 def mesh_of(given: Mapping[str, Any]) -> MeshConfig:
-    """The `[mesh]` of these keys. Raises ConfigError."""
+    """Return the `[mesh]` of these keys. Raises ConfigError."""
     options = given.get("options")
     if isinstance(options, Mapping):  # anything else is refused together with the other problems
         made = {name: DimOptions(**own) if isinstance(own, Mapping) else own for name, own in options.items()}
@@ -68,7 +68,8 @@ def mesh_of(given: Mapping[str, Any]) -> MeshConfig:
 
 
 def settings_of(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Settings:
-    """The configuration that `init` received or that the job has. given: keys of `[mesh]` among the keyword arguments.
+    """Return the configuration that `init` received or that the job has. given: keys of `[mesh]` among the keyword
+    arguments.
 
     Raises ConfigError, LayoutError, and LaunchError if there is none, or if an argument would have no effect.
     """
@@ -85,7 +86,7 @@ S = TypeVar("S", bound="Settings")
 
 
 def with_sizes(settings: S, sizes: Mapping[str, int]) -> S:
-    """The same configuration of a mesh with these sizes of its dims; unchanged for {}."""
+    """Return the same configuration of a mesh with these sizes of its dims; unchanged for {}."""
     if not sizes:
         return settings
     if isinstance(settings, MeshOnly):
@@ -97,7 +98,7 @@ def with_sizes(settings: S, sizes: Mapping[str, int]) -> S:
 
 
 def world_of_mesh(mesh: MeshConfig) -> int:
-    """Number of ranks of the smallest world for this mesh. Raises ConfigError if a size is -1."""
+    """Return the number of ranks of the smallest world for this mesh. Raises ConfigError if a size is -1."""
     return max(mesh.ranks) + 1 if mesh.ranks is not None else prod(mesh.sizes(None).values())
 
 
@@ -227,7 +228,7 @@ def _refuse_unused(path: str, own: Settings) -> None:
 
 
 def _same(asked: Any, own: Any) -> bool:
-    """Names in the same order with the same values; a size that one leaves open matches any size."""
+    """Return the names in the same order with the same values; a size that one leaves open matches any size."""
     if isinstance(asked, Mapping) and isinstance(own, Mapping):
         return list(asked) == list(own) and all(_same(asked[name], own[name]) for name in asked)
     return bool(asked == own) or -1 in (asked, own)

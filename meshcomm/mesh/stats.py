@@ -95,7 +95,7 @@ class Stats:
     rows: tuple[CallStats, ...]
 
     def since(self, earlier: Stats) -> Stats:
-        """The calls made after `earlier`, an earlier result for the same mesh."""
+        """Return the calls made after `earlier`, an earlier result for the same mesh."""
         before = {row.key: row for row in earlier.rows}
         rows = []
         for row in self.rows:
@@ -116,7 +116,7 @@ class Stats:
         return {"rank": self.label, "seconds": self.seconds, "rows": listed}
 
     def __rich__(self) -> RenderableType:
-        """A table with a line for each call on each dim."""
+        """Return a table with a line for each call on each dim."""
         return page_view(stats_page(self.facts()))
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ class Stats:
 
 
 def _less(now: CallStats, before: CallStats) -> CallStats:
-    """The calls after `before`; values that were unknown then stay unchanged."""
+    """Return the calls after `before`; values that were unknown then stay unchanged."""
     pairs = {name: (getattr(now, name), getattr(before, name)) for name in _SUMS}
     less: dict[str, Any] = {name: a if None in (a, b) else a - b for name, (a, b) in pairs.items()}
     return replace(now, **less)
@@ -137,7 +137,7 @@ def stats(
     plan: Plan,
     machine: Machine | None,
 ) -> Stats:
-    """The table of one rank, without calls that were never made.
+    """Return the table of one rank, without calls that were never made.
 
     counters: of each group, and whether its calls return when they are over: only then are their seconds known.
     machine: the speeds of links; if None, nothing is predicted.
@@ -161,7 +161,7 @@ def stats(
 
 
 def stats_of_groups(label: str, seconds: float, recorders: Iterable[FlightRecorder]) -> Stats:
-    """The table of one rank's calls on groups outside any plan, group by group; their durations are unknown."""
+    """Return the table of one rank's calls on groups outside any plan, group by group; their durations are unknown."""
     rows: list[CallStats] = []
     for recorder in recorders:
         for total in list(recorder.counters.values()):
@@ -171,11 +171,11 @@ def stats_of_groups(label: str, seconds: float, recorders: Iterable[FlightRecord
 
 
 def _predictor(plan: Plan, machine: Machine | None) -> Callable[[str, str, int, int], float | None]:
-    """The model's seconds for a call, its number and its bytes; None if the model does not cover the call."""
+    """Return the model's seconds for a call, its number and its bytes; None if the model does not cover the call."""
 
     @cache
     def algorithms(dim: str, operation: Operation) -> list[Line]:
-        """The models from which a backend may choose; empty if a link's speed is unknown."""
+        """Return the models from which a backend may choose; empty if a link's speed is unknown."""
         assert machine is not None
         found = span(plan.layout.groups(dim), machine)
         if slowest_level(found, machine).assumed:

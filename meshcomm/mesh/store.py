@@ -137,7 +137,7 @@ class MeshStore:
         return bool(self._ask("delete_key", [key], key)) and there
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all `keys` are set. Does not wait."""
+        """Return whether all `keys` are set. Does not wait."""
         return bool(self._ask("check", keys, list(keys)))
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
@@ -160,14 +160,16 @@ class MeshStore:
         return None if held == _NOBODY else held
 
     def _until(self, call: str, timeout_s: float | None) -> tuple[float, float]:
-        """The seconds to wait, and the deadline."""
+        """Return the seconds to wait, and the deadline."""
         seconds = self._timeout_s
         if timeout_s is not None:
             seconds = seconds_of(timeout_s, lambda: f"store.{call} on {self._label}")
         return seconds, time.monotonic() + seconds
 
     def _wait(self, call: str, keys: Sequence[str], seconds: float, deadline: float) -> None:
-        """Return when all `keys` are set; after the deadline, raise with the keys that were not set within `seconds`."""
+        """Return when all `keys` are set; after the deadline, raise with the keys that were not set within
+        `seconds`.
+        """
         missing = [key for key in keys if self._alone and not self.check([key])]
         if missing:
             raise UnsupportedOp(
@@ -193,7 +195,7 @@ class MeshStore:
         return self._guarded(method, keys, lambda: getattr(self._store, method)(*given))
 
     def _guarded(self, call: str, keys: Sequence[str], act: Callable[[], T], limit_s: float = 0.0) -> T:
-        """The result of `act`. limit_s: seconds; 0 for the timeout of the mesh."""
+        """Return the result of `act`. limit_s: seconds; 0 for the timeout of the mesh."""
         self._open(call)
         if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
             raise self._refused(call, [], repr(keys), "a list of str")
@@ -244,7 +246,7 @@ def _named(keys: Sequence[str]) -> str:
 
 
 def store_failed(what: str, error: BaseException, about: str = "") -> StoreError:
-    """The error for a store that failed. what: its first line. about: the keys, for its second line."""
+    """Return the error for a store that failed. what: its first line. about: the keys, for its second line."""
     return StoreError(
         what,
         given=f"{about}{first_line(error)}",
@@ -292,7 +294,7 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
 
 
 def wait_for(store: Any, keys: Sequence[str], timeout_s: float) -> bool:
-    """Whether all `keys` were set in time. Raises RuntimeError if the store fails.
+    """Return whether all `keys` were set in time. Raises RuntimeError if the store fails.
 
     A TCPStore's client processes one call at a time. A wait would block the thread that answers for this rank, and the
     others would consider the rank dead. Therefore all but short waits use a separate client while they last. A FileStore

@@ -45,7 +45,7 @@ class TorchMesh:
         self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """The group along `name`; a group of one rank only copies. Raises UnsupportedOp in the simulator."""
+        """Return the group along `name`; a group of one rank only copies. Raises UnsupportedOp in the simulator."""
         transport = self._transports[name]
         if isinstance(transport, ProcessGroupTransport):
             return transport.group
@@ -61,7 +61,7 @@ class TorchMesh:
         return self._solo[name]
 
     def device_mesh(self, names: tuple[str, ...]) -> DeviceMesh:
-        """A DeviceMesh with these dims, in this order. Raises UnknownDim."""
+        """Return a DeviceMesh with these dims, in this order. Raises UnknownDim."""
         self.layout.digits(names)
         for name in names:
             self.layout.digits(name)
@@ -98,7 +98,7 @@ class TorchMesh:
         )
 
     def _ascend(self, dims: tuple[str, ...]) -> bool:
-        """Whether these are dims of the base, in its order."""
+        """Return whether these are dims of the base, in its order."""
         return dims == tuple(dim for dim in self.layout.dims if dim in dims)
 
     def close(self) -> None:

@@ -237,7 +237,7 @@ class Watchdog(Watching):
     # -- answering --------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """This rank's record as plain data."""
+        """Return this rank's record as plain data."""
         return self.own.data(self._desync.found)
 
     def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
@@ -300,7 +300,10 @@ class Watchdog(Watching):
         return {}
 
     def _held_call(self, now: float) -> MeshcommError | None:
-        """The error of a call in which a thread is blocked past its timeout. A pending Work outside the mesh is only reported."""
+        """Return the error of a call in which a thread is blocked past its timeout.
+
+        A pending Work outside the mesh is only reported.
+        """
         for recorder, call in self._timer.overdue(self._recorders, now):
             past = call is recorder.work
             inside = C10D if past else _COMM
@@ -319,7 +322,7 @@ class Watchdog(Watching):
         return None
 
     def _held_queue(self, now: float) -> MeshcommError | None:
-        """The error of a queued call that does not end: the program waits for a value, or for the device."""
+        """Return the error of a queued call that does not end: the program waits for a value, or for the device."""
         for recorder, queued in self._timer.stuck(self._recorders, now):
             held = TimeoutError("it was queued and has not completed; this process ends")
             if (message := queued.message) is not None:
@@ -361,7 +364,7 @@ class Watchdog(Watching):
     # -- calls outside the mesh ----------------------------------------------------------------------------
 
     def _calls_past(self) -> list[_Past]:
-        """The calls outside the mesh that are not over, or that their backend gave up, the earliest first."""
+        """Return the calls outside the mesh that are not over, or that their backend gave up, the earliest first."""
         found: list[_Past] = []
         for recorder in self._recorders:
             if recorder.ordered:
@@ -381,7 +384,7 @@ class Watchdog(Watching):
             return self._diagnosed(self._failed_past(past.recorder, error))
 
     def _failed_past(self, recorder: FlightRecorder, error: BaseException) -> FailedCall:
-        """The error of a message, or of the last collective, made outside the mesh on a group."""
+        """Return the error of a message, or of the last collective, made outside the mesh on a group."""
         status = recorder.status()
         call = status["messages"]["waiting"] or status["last"] or {"call": "a call", "dim": "?"}
         where = f'{call["call"]} {recorder.past_the_mesh}along "{call["dim"]}" on {self.own.label}'
@@ -390,7 +393,7 @@ class Watchdog(Watching):
     # -- asking -----------------------------------------------------------------------------------------
 
     def inquire(self, recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
-        """The error for a call that failed: the ranks that have not arrived, and their activities."""
+        """Return the error for a call that failed: the ranks that have not arrived, and their activities."""
         failed = FailedCall.last_of(self.own.rank, recorder, where, error)
         if isinstance(error, RuntimeError):
             # The rest is a trace through C++, and its frames are meshcomm's.
@@ -426,7 +429,7 @@ class Watchdog(Watching):
         return failed.error(diagnosis, own.reports if written else "")
 
     def _shared_diagnosis(self, failed: FailedCall) -> dict[str, Any]:
-        """One rank's diagnosis for all ranks of the group; for a message, this rank's own."""
+        """Return one rank's diagnosis for all ranks of the group; for a message, this rank's own."""
         make = partial(self._diagnosis, failed)
         if failed.blocked.messages is not None:
             return make()
@@ -444,7 +447,7 @@ class Watchdog(Watching):
 
 
 def look_interval_s(world_size: int) -> float:
-    """Seconds between two looks of a rank for questions of other ranks."""
+    """Return the seconds between two looks of a rank for questions of other ranks."""
     return max(0.25, world_size / _LOOKS_PER_S)
 
 
@@ -495,7 +498,9 @@ class CallTimer:
     def overdue(
         self, recorders: Sequence[FlightRecorder], now: float, most_s: float = math.inf
     ) -> list[tuple[FlightRecorder, Any]]:
-        """The calls under way for longer than `most_s`, or longer than their group's timeout and a grace, see `_under_way`."""
+        """Return the calls under way for longer than `most_s`, or longer than their group's timeout and a grace,
+        see `_under_way`.
+        """
         found = []
         for recorder in list(recorders):
             call, seen = _under_way(recorder), self._groups.setdefault(recorder, _Timed(None, now))
@@ -507,7 +512,8 @@ class CallTimer:
         return found
 
     def stuck(self, recorders: Sequence[FlightRecorder], now: float) -> list[tuple[FlightRecorder, Queued]]:
-        """The calls that are queued for longer than their group's timeout, the first made first: others may wait for it.
+        """Return the calls that are queued for longer than their group's timeout, the first made first: others may
+        wait for it.
 
         The backend is asked only eight times per timeout, as asking may disturb the capture of a CUDA graph. It is asked
         about the same call until that is over.
@@ -547,7 +553,7 @@ def _queued(
     asked: Callable[[], Mapping[str, Sequence[tuple[int, str]]]],
     now: float,
 ) -> Queued | None:
-    """The call that the backend has queued and not completed: `before` again while it is the same."""
+    """Return the call that the backend has queued and not completed: `before` again while it is the same."""
     if before is not None and before.work is not None and not before.work.is_completed():
         return before
     work, message, number = recorder.work, recorder.message, recorder.started
@@ -565,7 +571,7 @@ def _queued(
 
 
 def _began(recorder: FlightRecorder, queued: Queued) -> float:
-    """When the program made the call; if unknown, when it was first seen."""
+    """Return the time at which the program made the call; if unknown, when it was first seen."""
     if queued.message is not None:
         return queued.message.began
     made = recorder.call_data(queued.number) if queued.number else None
@@ -573,7 +579,10 @@ def _began(recorder: FlightRecorder, queued: Queued) -> float:
 
 
 def _has_recorded(recorder: FlightRecorder, number: int, name: str) -> bool:
-    """Whether the recorder has the call that the backend calls `name`. Without hooks, it has no calls made outside the mesh."""
+    """Return whether the recorder has the call that the backend calls `name`.
+
+    Without hooks, it has no calls made outside the mesh.
+    """
     told = recorder.hooks is not None and recorder.hooks.group is not None
     if told or (number == recorder.started and recorder.under_way is not None):
         return True
@@ -582,7 +591,9 @@ def _has_recorded(recorder: FlightRecorder, number: int, name: str) -> bool:
 
 
 def _under_way(recorder: FlightRecorder) -> Any:
-    """The thing that blocks the rank now: a sequence number, a message, a wait, or the last Work outside the mesh; or None."""
+    """Return the thing that blocks the rank now: a sequence number, a message, a wait, or the last Work outside the
+    mesh; or None.
+    """
     if recorder.under_way is not None:
         return recorder.started
     if recorder.messages.waiting is not None:
@@ -595,7 +606,7 @@ def _under_way(recorder: FlightRecorder) -> Any:
 
 
 def _is_held(recorder: FlightRecorder, call: Any) -> bool:
-    """Whether this call is still under way. For a call outside the mesh, its Work is checked."""
+    """Return whether this call is still under way. For a call outside the mesh, its Work is checked."""
     return bool(_under_way(recorder) == call and (call is not recorder.work or recorder.inside))
 
 
@@ -645,7 +656,7 @@ def _inquire(
 
 
 def _timeout_s(transport: ref[Transport], default: float) -> float:
-    """The timeout of a group, which a program may change; `default` if the transport does not know it."""
+    """Return the timeout of a group, which a program may change; `default` if the transport does not know it."""
     alive = transport()
     return default if alive is None else alive.timeout_s or default
 

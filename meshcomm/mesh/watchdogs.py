@@ -21,7 +21,7 @@ def add(watchdog: Watchdog) -> None:
 
 
 def explained(error: BaseException) -> BaseException:
-    """The explanation of `error`, which ends the process, if a watchdog has one; otherwise `error`."""
+    """Return the explanation of `error`, which ends the process, if a watchdog has one; otherwise `error`."""
     for watchdog in _latest():
         if (found := watchdog.explain(error)) is not None:
             return caused_by(found, error)
@@ -35,7 +35,7 @@ def leave_all() -> None:
 
 
 def latest_label() -> str | None:
-    """This rank as errors name it, with its coords in the last mesh opened; None if there is none."""
+    """Return this rank as errors name it, with its coords in the last mesh opened; None if there is none."""
     return next((watchdog.own.label for watchdog in _latest()), None)
 
 

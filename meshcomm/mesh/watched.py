@@ -117,7 +117,7 @@ class Watch:
             self._begin()
 
     def stats(self) -> Stats:
-        """Calls and bytes of this rank on each group, as in `Mesh.stats`, while the default group exists."""
+        """Return the calls and bytes of this rank on each group, as in `Mesh.stats`, while the default group exists."""
         from meshcomm.mesh.stats import stats_of_groups
 
         recorders = [] if self._outside is None else self._outside.recorders

@@ -20,7 +20,7 @@ from meshcomm.parallel.build import Model, on_meta
 
 
 def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model:
-    """The model of a `[model]` section: built in, from a transformers folder, or the result of its function.
+    """Return the model of a `[model]` section: built in, from a transformers folder, or the result of its function.
 
     Raises: ConfigError if the function cannot be called, or returns no model; UnsupportedOp for a folder of a type
             that meshcomm does not know.
@@ -43,7 +43,7 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
 
 
 def no_adapters(kind: str) -> ConfigError:
-    """The error of [model.lora] for a model that is not made by a ModelSpec."""
+    """Return the error of [model.lora] for a model that is not made by a ModelSpec."""
     return ConfigError(
         "this model cannot have adapters",
         given=f"[model.lora], and a {kind}",
@@ -53,7 +53,7 @@ def no_adapters(kind: str) -> ConfigError:
 
 
 def with_lora(spec: ModelSpec, config: ModelConfig | None, train: TrainConfig) -> ModelSpec:
-    """The spec with the adapters of [model.lora], if it is set."""
+    """Return the spec with the adapters of [model.lora], if it is set."""
     if config is None or config.lora is None:
         return spec
     from meshcomm.models.lora import adapted
@@ -62,7 +62,10 @@ def with_lora(spec: ModelSpec, config: ModelConfig | None, train: TrainConfig) -
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names, imported as from a script in the working directory. Raises the errors of the import."""
+    """Return the function that `module:function` names, imported as from a script in the working directory.
+
+    Raises the errors of the import.
+    """
     where, _, key = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

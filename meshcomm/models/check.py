@@ -136,14 +136,17 @@ def check_model(
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The exception of a rank of the simulator."""
+    """Return the exception of a rank of the simulator."""
     while isinstance(error, RankFailed) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _original(spec: ModelSpec) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The module itself in float64, and its parameters. Norms and biases are not ones and zeros, so that each has an effect."""
+    """Return the module itself in float64, and its parameters.
+
+    Norms and biases are not ones and zeros, so that each has an effect.
+    """
     module = spec.module().eval()
     cast(module, torch.float64)
     generator = torch.Generator().manual_seed(1)
@@ -166,7 +169,7 @@ def _original(spec: ModelSpec) -> tuple[nn.Module, dict[str, Tensor]]:
 def _on_a_mesh(
     model: SpecModel, use: Use, values: Mapping[str, Tensor], tokens: Tensor, factors: Tensor, mesh: Mesh
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The full outputs, and the gradients of all parameters, as before the model was split."""
+    """Return the full outputs, and the gradients of all parameters, as before the model was split."""
     tensor = TensorSplit(mesh, "tp" if use.tensor else None, torch.float64, use.sequence_parallel)
     context = ContextSplit(mesh, "cp" if use.context else None, use.attention)
     splits = Splits(tensor, context, "ep" if use.expert else None)
@@ -280,7 +283,7 @@ def _use_of(parallel: ParallelConfig, sizes: Mapping[str, int]) -> Use:
 
 
 def _described(spec: ModelSpec, module: nn.Module) -> list[object]:
-    """A description of a model without its code."""
+    """Return a description of a model without its code."""
     plain = (str, int, float, tuple, dict, type(None))
     said = [(key, value) for key, value in vars(spec).items() if isinstance(value, plain)]
     numbers = [
@@ -296,7 +299,7 @@ def _versions() -> list[str]:
 
 
 def _sources(spec: ModelSpec, module: nn.Module) -> list[tuple[str, str]]:
-    """The files of the module's classes, the specification's functions and meshcomm, with digests."""
+    """Return the files of the module's classes, the specification's functions and meshcomm, with digests."""
     functions = [getattr(each, "func", each) for each in vars(spec).values() if callable(each)]
     found: dict[str, str] = {}
     for kind in {*map(type, module.modules()), *functions}:

@@ -36,7 +36,7 @@ class Conversion:
         self._whole = whole
 
     def sources(self, names: Iterable[str]) -> dict[str, Source]:
-        """The source of each parameter in a folder with tensors of these names."""
+        """Return the source of each parameter in a folder with tensors of these names."""
         module: Any = self._whole.module
         transforms = get_model_conversion_mapping(module)
         renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
@@ -57,7 +57,8 @@ class Conversion:
         return found
 
     def stored(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """The tensors of a folder that a parameter becomes. If a tensor needs several parameters, the parameter keeps its
+        """Return the tensors of a folder that a parameter becomes. If a tensor needs several parameters, the
+        parameter keeps its
         name, which from_pretrained reads too."""
         module: Any = self._whole.module
         try:
@@ -68,7 +69,7 @@ class Conversion:
 
 
 def _converted(module: Any, target: str, converter: Any, lying: Mapping[str, list[str]]) -> dict[str, Source]:
-    """The sources of a converter's results. lying: its patterns -> names in the folder."""
+    """Return the sources of a converter's results. lying: its patterns -> names in the folder."""
     rows = [lying.get(pattern, []) for pattern in converter.source_patterns]
     kinds = [(type(each), getattr(each, "dim", 0)) for each in converter.operations]
     if kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):

@@ -44,7 +44,7 @@ _ATTENTION: Final = ("full_attention", "sliding_attention", "attention")
 
 
 def hugging_face(model: ModelConfig, seq_len: int, train: TrainConfig) -> ModelSpec:
-    """The spec of the causal language model with config.json in the folder `model.pretrained`.
+    """Return the spec of the causal language model with config.json in the folder `model.pretrained`.
 
     With model.random_weights, weights are drawn by name from train.seed; otherwise they are read from the folder.
     Raises: ConfigError if transformers refuses config.json, UnsupportedOp for a model that no mesh trains exactly.
@@ -88,7 +88,7 @@ def _small(config: Any) -> ModelSpec:
 
 
 def spec_of(of: Whole) -> ModelSpec:
-    """The spec of the causal language model of a configuration, without weights."""
+    """Return the spec of the causal language model of a configuration, without weights."""
     config: Any = of.config
     whole = of.module
     layers = _layers(whole)
@@ -176,7 +176,7 @@ def _check(config: Any, seq_len: int) -> None:
 
 
 def _layers(whole: Any) -> str:
-    """The dotted name of the list of blocks; "" if there is none."""
+    """Return the dotted name of the list of blocks; "" if there is none."""
     count = getattr(whole.config, "num_hidden_layers", 0)
     lists = [
         (sum(each.numel() for each in part.parameters()), name)
@@ -187,7 +187,7 @@ def _layers(whole: Any) -> str:
 
 
 def _around(whole: nn.Module, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The modules with parameters that are registered before the blocks, and after them, by name."""
+    """Return the modules with parameters that are registered before the blocks, and after them, by name."""
     before: list[str] = []
     behind: list[str] = []
     found = before
@@ -211,7 +211,7 @@ def _whole_behind(whole: nn.Module, layers: str, split: Mapping[str, Entry]) -> 
 
 
 def _dropped(whole: nn.Module, layers: str) -> list[str]:
-    """The modules that write to the residual stream: parts of blocks with parameters that are not norms."""
+    """Return the modules that write to the residual stream: parts of blocks with parameters that are not norms."""
     blocks = whole.get_submodule(layers).children() if layers else ()
     found = {
         f"*.{key}": None

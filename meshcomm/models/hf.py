@@ -85,7 +85,7 @@ def _attention(
 
 
 def _function_of(module: nn.Module) -> Callable[..., Any] | None:
-    """The attention function of a module's own file, with a matrix of scores."""
+    """Return the attention function of a module's own file, with a matrix of scores."""
     files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
     return next((found for file in files if (found := getattr(file, "eager_attention_forward", None))), None)
 
@@ -116,7 +116,7 @@ def _by_family(
     v: Tensor,
     heads: slice,
 ) -> Tensor:
-    """Attention over full sequences by the function of a family, for some of `count` heads."""
+    """Compute attention over full sequences by the function of a family, for some of `count` heads."""
     length, window = q.shape[2], named["sliding_window"]
     mask = None
     if causal:
@@ -159,7 +159,8 @@ class _Logits:
 
 
 def make(config: PreTrainedConfig, exact: bool = False) -> nn.Module:
-    """The model of a configuration. exact: its experts compute in float64, one by one; torch has no grouped matmul for it.
+    """Return the model of a configuration. exact: its experts compute in float64, one by one; torch has no grouped
+    matmul for it.
 
     Raises ConfigError if transformers cannot create it.
     """
@@ -175,7 +176,7 @@ def make(config: PreTrainedConfig, exact: bool = False) -> nn.Module:
 
 
 def not_made(folder: Path | str, error: Exception) -> ConfigError:
-    """The error of a config.json that transformers refuses."""
+    """Return the error of a config.json that transformers refuses."""
     return ConfigError(
         "transformers cannot create the model that a config.json describes",
         given=f"{type(error).__name__}: {error}".strip() + f"\nof {folder}",
@@ -185,7 +186,7 @@ def not_made(folder: Path | str, error: Exception) -> ConfigError:
 
 
 def unmodified(folder: Path, weights: Mapping[str, Tensor] | None) -> nn.Module:
-    """The model as transformers computes it, in float64, with nothing replaced.
+    """Return the model as transformers computes it, in float64, with nothing replaced.
 
     weights: by the names in a folder of safetensors. If None, those of `folder`.
     """
@@ -233,7 +234,7 @@ class Whole:
             return make(self.config, self.exact)
 
     def initialise(self, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The full parameter as its family initializes it, from (seed, name) alone: the same on every mesh."""
+        """Return the full parameter as its family initializes it, from (seed, name) alone: the same on every mesh."""
         owner, _, key = name.rpartition(".")
         part = self.module.get_submodule(owner)
         there = dict(part._parameters)

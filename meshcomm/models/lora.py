@@ -37,7 +37,7 @@ _NONE: Final[Entry] = {"set": {}}
 
 
 def adapted(spec: ModelSpec, lora: LoraConfig, seed: int) -> ModelSpec:
-    """The same model with adapters, which alone are trained. seed: for drawing A; B is 0.
+    """Return the same model with adapters, which alone are trained. seed: for drawing A; B is 0.
 
     Raises: ConfigError if peft is not installed, or `lora.targets` names no linear layer; UnsupportedOp for layers that
             cannot be split with an adapter.
@@ -72,7 +72,9 @@ def _small(small: Callable[[], ModelSpec], lora: LoraConfig) -> ModelSpec:
 
 
 def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list[str]:
-    """The names of the linear layers that get adapters. named: as LoraConfig.targets; if none, all in the blocks."""
+    """Return the names of the linear layers that get adapters. named: as LoraConfig.targets; if none, all in the
+    blocks.
+    """
     linear = [name for name, part in module.named_modules() if is_split_linear(part)]
     tied = {name.rpartition(".")[0] for name in spec.tied or ()}
     outside = {*spec.first, *spec.last, *tied}
@@ -109,7 +111,7 @@ def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list
 
 
 def adapter_options(lora: LoraConfig, targets: Sequence[str], *, transposed: bool = False) -> Any:
-    """The options for peft. transposed: whether the layers are transformers' Conv1D."""
+    """Return the options for peft. transposed: whether the layers are transformers' Conv1D."""
     from peft import LoraConfig as Options
 
     scale: Any = lora.alpha
@@ -117,7 +119,7 @@ def adapter_options(lora: LoraConfig, targets: Sequence[str], *, transposed: boo
 
 
 def with_adapters(module: nn.Module, lora: LoraConfig, targets: Sequence[str]) -> nn.Module:
-    """The module with adapters of the layers `targets`, in place; everything else is frozen."""
+    """Return the module with adapters of the layers `targets`, in place; everything else is frozen."""
     from peft import inject_adapter_in_model
 
     for parameter in module.parameters():
@@ -146,7 +148,7 @@ def _made(make: Callable[[], nn.Module], lora: LoraConfig, targets: Sequence[str
 
 
 def _plan_of(plan: Mapping[str, Entry], module: nn.Module, targets: Sequence[str]) -> dict[str, Entry]:
-    """The plan of the same module with adapters."""
+    """Return the plan of the same module with adapters."""
     found: dict[str, Entry] = {}
     names = [name for name, _ in module.named_modules()]
     entering = [pattern for pattern, entry in plan.items() if _style(entry) == "enter"]
@@ -174,7 +176,7 @@ def _style(entry: Entry) -> str:
 
 
 def _with_adapter(entry: Entry, entered: bool) -> dict[str, Entry]:
-    """The entries of a layer with its adapter, by the suffix of its name. entered: x has entered around it."""
+    """Return the entries of a layer with its adapter, by the suffix of its name. entered: x has entered around it."""
     style = _style(entry)
     whole = isinstance(entry, Mapping) and entry.get("sequence") == "whole"
     a, b = f".lora_A.{ADAPTER}", f".lora_B.{ADAPTER}"
@@ -187,7 +189,7 @@ def _with_adapter(entry: Entry, entered: bool) -> dict[str, Entry]:
 
 
 def _plain(name: str) -> str:
-    """A parameter's name in the model without adapters."""
+    """Return a parameter's name in the model without adapters."""
     return name.replace(BASE, ".")
 
 
@@ -223,7 +225,7 @@ def _name_of(own: Callable[[str], tuple[Names, bool]] | None, name: str) -> tupl
 
 
 def _initialise(spec: ModelSpec, seed: int) -> Callable[[str, tuple[int, ...]], Tensor] | None:
-    """The function that draws adapters, and the rest if it is not read. If None, the module draws all of it."""
+    """Return the function that draws adapters, and the rest if it is not read. If None, the module draws all of it."""
     if spec.initialise is None and spec.weights is None:
         return None
     return partial(_drawn, spec.initialise, seed)

@@ -71,7 +71,7 @@ def absent_parts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, nn.Module | Tensor]:
-    """The modules that replace blocks, and parts of the first stage only, that are not on `stage`; by name.
+    """Return the modules that replace blocks, and parts of the first stage only, that are not on `stage`; by name.
 
     module: unsplit. layers, first: as in ModelSpec. dtype, device: of hidden states.
     """
@@ -120,7 +120,7 @@ class RoutedBlock:
     """A block whose calls by its module's forward go through `OwnForward.block`. A base of its class."""
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """The result of the block."""
+        """Return the result of the block."""
         running = _PASS.get()
         if running is None:
             return super().__call__(*args, **named)  # type: ignore[misc]
@@ -152,7 +152,7 @@ class OwnForward:
         self._waiting: Iterator[nn.Module] | None = iter(blocks) if stage.count > 1 else None
 
     def run(self, forward: Callable[..., Any], tokens: Tensor, named: Mapping[str, Any]) -> Any:
-        """The result of `forward`; on all stages except the last, the hidden states.
+        """Return the result of `forward`; on all stages except the last, the hidden states.
 
         Raises UnsupportedOp if there are several stages and it does not call each block once, in order.
         """
@@ -169,7 +169,7 @@ class OwnForward:
         return y
 
     def block(self, block: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The result of a block, whose first argument is the hidden states."""
+        """Return the result of a block, whose first argument is the hidden states."""
         if self._waiting is not None and block is not (expected := next(self._waiting, None)):
             which = f"{type(block).__name__} {self._number(block)}"
             raise self._refused(
@@ -192,7 +192,7 @@ class OwnForward:
         return y
 
     def _begun(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the first block here. The first of them is the hidden states."""
+        """Return the arguments of the first block here. The first of them is the hidden states."""
         key = "" if args else next(iter(named))
         x = args[0] if args else named[key]
         if self._entering is not None:

@@ -60,7 +60,7 @@ class UnknownStyle(Exception):
 
 
 def tensor_plan(module: Any) -> dict[str, Entry]:
-    """The plan for all parts except experts, embedding and head; {} if the family publishes none.
+    """Return the plan for all parts except experts, embedding and head; {} if the family publishes none.
 
     Raises UnknownStyle with a text that names the part that cannot be split.
     """
@@ -92,7 +92,7 @@ def tensor_plan(module: Any) -> dict[str, Entry]:
 
 
 def packed_experts(module: Any) -> dict[str, Axes]:
-    """The modules of packed experts by name, and how each of their parameters is split along the tensor dim.
+    """Return the modules of packed experts by name, and how each of their parameters is split along the tensor dim.
 
     Raises UnknownStyle.
     """
@@ -116,7 +116,7 @@ def packed_experts(module: Any) -> dict[str, Axes]:
 
 
 def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The additions to the plan of a model of blocks for sequence_parallel.
+    """Return the additions to the plan of a model of blocks for sequence_parallel.
 
     Sequences are full before the first block, and sliced from there to the head. In a block, norms work on
     slices. A part that has only columns and rows gathers at its start. Every other part computes on full sequences,
@@ -161,7 +161,7 @@ def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> 
 
 
 def _with_set(entry: Entry, before: Entry | None) -> Entry:
-    """An entry that replaces another one, with its attributes set as well."""
+    """Return an entry that replaces another one, with its attributes set as well."""
     if not isinstance(before, Mapping) or "set" not in before:
         return entry
     own = {"style": entry} if isinstance(entry, str) else entry
@@ -180,7 +180,7 @@ def _of_part(name: str, part: nn.Module, styled: Mapping[str, str]) -> Entry:
 
 
 def _style(name: str, plan: Mapping[str, Entry]) -> str:
-    """The style of a part by the plan; "" if none, "other" if it has options."""
+    """Return the style of a part by the plan; "" if none, "other" if it has options."""
     for pattern, entry in plan.items():
         if matches(pattern, name):
             if isinstance(entry, str):
@@ -191,7 +191,7 @@ def _style(name: str, plan: Mapping[str, Entry]) -> str:
 
 
 def is_norm(part: nn.Module) -> bool:
-    """Whether it operates on each token separately, judged by the name of its class."""
+    """Return whether it operates on each token separately, judged by the name of its class."""
     return "Norm" in type(part).__name__
 
 
@@ -201,13 +201,13 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_split_linear(part: nn.Module | None) -> bool:
-    """Whether "column" and "row" can split it."""
+    """Return whether "column" and "row" can split it."""
     return (isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward) or is_conv1d(
         part or nn.Module()
     )
 
 
 def names_of(module: nn.Module, parts: Iterable[nn.Module | None]) -> list[str]:
-    """The dotted names of parts of `module`."""
+    """Return the dotted names of parts of `module`."""
     known = {id(part): name for name, part in module.named_modules()}
     return [known[id(part)] for part in parts if part is not None]

@@ -144,7 +144,7 @@ class ModelSpec:
 
 
 def blocks_of(module: nn.Module, layers: str) -> dict[str, nn.Module]:
-    """The blocks of a module by their keys, in order; none if `layers` is ""."""
+    """Return the blocks of a module by their keys, in order; none if `layers` is ""."""
     return dict(module.get_submodule(layers).named_children()) if layers else {}
 
 
@@ -163,14 +163,14 @@ def cut(module: nn.Module, spec: ModelSpec, stage: Stage) -> tuple[nn.Module, ..
 
 
 def default_values(spec: ModelSpec, seed: int) -> Mapping[str, Tensor]:
-    """The values that `module` writes into its parameters, drawn from the seed."""
+    """Return the values that `module` writes into its parameters, drawn from the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return {name: parameter.detach() for name, parameter in spec.module().named_parameters()}
 
 
 def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
-    """The full parameter, float32, from (seed, name) alone: the same on every mesh."""
+    """Return the full parameter, float32, from (seed, name) alone: the same on every mesh."""
     # NumPy's generators give the same numbers on every kind of processor; torch's are not guaranteed to.
     key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16])
     return torch.from_numpy(

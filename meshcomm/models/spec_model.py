@@ -140,7 +140,9 @@ class SpecModel(Model):
         return module  # type: ignore[no-any-return]
 
     def _spread(self, module: nn.Module, splits: Splits) -> dict[str, nn.Module]:
-        """The experts of a module by name, distributed over ranks and removed from it, because plans do not cover them."""
+        """Return the experts of a module by name, distributed over ranks and removed from it, because plans do not
+        cover them.
+        """
         found = {
             name: (part, axes)
             for name, part in module.named_modules()
@@ -189,7 +191,10 @@ class SpecModel(Model):
         return any(matches(pattern, name) for pattern in self.spec.added)
 
     def _sources(self, folder: Folder) -> Mapping[str, Source]:
-        """The source of each parameter in a folder. A tied weight that the folder has twice is listed under both names."""
+        """Return the source of each parameter in a folder.
+
+        A tied weight that the folder has twice is listed under both names.
+        """
         stored = self.spec.stored
         if stored is not None and not callable(stored):
             return stored.sources(folder.names)
@@ -309,7 +314,7 @@ class _Facts:
         return self
 
     def unsplit_calls(self, x: Tensor) -> Calls:
-        """The calls of the parts of the full module on `x`, as far as it runs without values."""
+        """Return the calls of the parts of the full module on `x`, as far as it runs without values."""
         calls = Calls()
         with contextlib.suppress(Exception), torch.device("meta"), torch.no_grad():
             module = self.spec.module()
@@ -322,7 +327,10 @@ class _Facts:
         return family_code(self.between) if self.family else contextlib.nullcontext()
 
     def passed_on(self, y: Any, samples: int) -> Tensor:
-        """The tensor for the next stage, which has allocated memory for it. Raises ShapeError if it does not fit."""
+        """Return the tensor for the next stage, which has allocated memory for it.
+
+        Raises ShapeError if it does not fit.
+        """
         split = self.splits.tensor
         tokens = len(self.positions) // (split.size if split.sequence_parallel else 1)
         expected = (samples, tokens, self.spec.hidden_size)
@@ -347,13 +355,15 @@ class _Facts:
         return called
 
     def positions_in(self, documents: Tensor | None) -> Tensor:
-        """The positions of this rank's tokens in their samples, (tokens,), or in their documents, (samples, tokens)."""
+        """Return the positions of this rank's tokens in their samples, (tokens,), or in their documents, (samples,
+        tokens).
+        """
         return self.positions if documents is None else places(documents)[:, self.positions]
 
     def own_forward(
         self, forward: Callable[..., Any], through: Callable[..., Any], x: Tensor, positions: Tensor
     ) -> Any:
-        """This stage's result for x by the module's own forward."""
+        """Return this stage's result for x by the module's own forward."""
         first = self.stage.is_first
         run = OwnForward(
             self.stage, self.layers, through, None if first else x, self.splits.tensor, self.gathers
@@ -414,7 +424,7 @@ def _with_drops(block: nn.Module, drops: tuple[Drops, ...]) -> Callable[..., Any
 
 
 def logits_of(found: Any) -> Tensor:
-    """The logits in a model's output. Raises UnsupportedOp if there are none."""
+    """Return the logits in a model's output. Raises UnsupportedOp if there are none."""
     logits = found[0] if isinstance(found, tuple) and found else getattr(found, "logits", found)
     if not isinstance(logits, Tensor):
         raise UnsupportedOp(
@@ -527,6 +537,6 @@ class _Stage:
 
 
 def _has(module: nn.Module, pattern: str) -> bool:
-    """Whether this stage has the parts that a pattern of a plan matches; other stages have the rest."""
+    """Return whether this stage has the parts that a pattern of a plan matches; other stages have the rest."""
     named = chain(module.named_modules(), module.named_parameters())
     return any(matches(pattern, name) for name, _ in named)

@@ -43,7 +43,7 @@ _TOKENS: Final = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def tiny(config: Any) -> PreTrainedConfig:
-    """The configuration of the small model. Raises the error of transformers if a family does not accept it."""
+    """Return the configuration of the small model. Raises the error of transformers if a family does not accept it."""
     said = config.to_dict()
     layers = getattr(config, "num_hidden_layers", _LAYERS)
     kept = _kept(said.get("layer_types"), layers)
@@ -80,7 +80,7 @@ def _smaller(said: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def _kept(kinds: Sequence[str] | None, layers: int) -> list[int]:
-    """The remaining layers: some of each kind, in order."""
+    """Return the remaining layers: some of each kind, in order."""
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if kinds else []
     kept = dict.fromkeys([*firsts, *range(layers)])
     return sorted(list(kept)[: max(_LAYERS, len(firsts))])

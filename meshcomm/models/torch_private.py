@@ -14,10 +14,10 @@ def draw(model: Any, part: nn.Module) -> None:
 
 
 def published_styles(model: Any) -> Mapping[str, str]:
-    """The tensor-parallel plan of a full model: patterns of names -> styles."""
+    """Return the tensor-parallel plan of a full model: patterns of names -> styles."""
     return model._tp_plan or {}
 
 
 def has_attention_interface(model: Any) -> bool:
-    """Whether its attention is computed by a function that can be replaced."""
+    """Return whether its attention is computed by a function that can be replaced."""
     return bool(model._supports_attention_backend)

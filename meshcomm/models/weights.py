@@ -46,10 +46,10 @@ class Conversions(Protocol):
     """How tensors of a folder become parameters, and back."""
 
     def sources(self, names: Iterable[str]) -> Mapping[str, Source]:
-        """The source of each parameter in a folder with tensors of these names."""
+        """Return the source of each parameter in a folder with tensors of these names."""
 
     def stored(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
-        """The tensors of a folder that a parameter, or a tensor without memory of its shape, becomes."""
+        """Return the tensors of a folder that a parameter, or a tensor without memory of its shape, becomes."""
 
 
 # Tables and masks that older versions of transformers saved, and that no model reads.
@@ -166,7 +166,7 @@ class Folder:
             )
 
     def read(self, source: Source, shape: tuple[int, ...]) -> Stored:
-        """A reader of slices of a parameter with this shape.
+        """Return a reader of slices of a parameter with this shape.
 
         Raises: TrainingError for a missing name, or one without floating-point numbers; ShapeError.
         """
@@ -192,7 +192,7 @@ class Folder:
         return _Twice(stored[0], stored[1], (str(there[0].names), str(there[1].names)), self._path)
 
     def piece(self, name: str) -> Any:
-        """A tensor of which slices can be read, as the safetensors package returns it."""
+        """Return a tensor of which slices can be read, as the safetensors package returns it."""
         called = self._called(name)
         if called not in self._places:
             raise TrainingError(
@@ -216,7 +216,7 @@ class Folder:
     def refused(
         self, name: str, what: str, expected: str, kind: type[TrainingError] | type[ShapeError]
     ) -> Exception:
-        """An error about a tensor."""
+        """Return an error about a tensor."""
         where = self._path / self._places[self._called(name)]
         return kind(
             f"{name} does not fit the model",
@@ -254,7 +254,7 @@ class Stored:
         raise NotImplementedError
 
     def __getitem__(self, at: slice) -> Tensor:
-        """The full tensor. Only `[:]`, for a tensor that is kept in another order."""
+        """Return the full tensor. Only `[:]`, for a tensor that is kept in another order."""
         assert at == slice(None)
         whole = torch.empty(self.shape, dtype=torch.float64)
         self.copy((0,) * len(self.shape), whole)

@@ -18,7 +18,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def batch_norms(module: nn.Module) -> list[str]:
-    """The names of the batch norms in `module`."""
+    """Return the names of the batch norms in `module`."""
     return [name for name, part in module.named_modules() if isinstance(part, BATCH_NORMS)]
 
 
@@ -35,7 +35,7 @@ def synchronise(module: nn.Module, mesh: Mesh, dims: Dims | None) -> None:
 
 
 def is_synchronised(part: nn.Module) -> bool:
-    """Whether `part` uses the statistics of all ranks."""
+    """Return whether `part` uses the statistics of all ranks."""
     return isinstance(part.forward, _SynchronisedForward)
 
 

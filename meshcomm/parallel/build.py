@@ -93,7 +93,7 @@ class Model(ABC):
 
     @abstractmethod
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
-        """A stage's module, split, its parameters on the meta device: see `on_meta`.
+        """Return a stage's module, split, its parameters on the meta device: see `on_meta`.
 
         It maps int64 tokens or hidden states of one microbatch to hidden states, or on the last stage to this rank's
         slice of the logits, both in train.compute_dtype, or train.dtype if that is not set. Its `layers`, a ModuleDict or
@@ -109,19 +109,19 @@ class Model(ABC):
         """Called before any stage is built. Raises UnsupportedOp, with the reason, for settings that it does not support."""
 
     def outputs(self, splits: Splits) -> int:
-        """The number of logits per token that the last stage returns on a rank."""
+        """Return the number of logits per token that the last stage returns on a rank."""
         return self.vocab_size // splits.tensor.size
 
     def costs(self, seq_len: int) -> PartCosts:
-        """The relative costs of the parts, used to divide layers among stages."""
+        """Return the relative costs of the parts, used to divide layers among stages."""
         return PartCosts(0, (1,) * self.num_layers, 0)
 
     def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the cross-entropy over the targets of a microbatch that are not -100."""
+        """Return the sum of the cross-entropy over the targets of a microbatch that are not -100."""
         return cross_entropy(splits.tensor, logits, targets, reduction="sum")
 
     def count(self, targets: Tensor, microbatches: int) -> Tensor:
-        """This rank's share of the divisor of the sum of all losses: (), of any dtype."""
+        """Return this rank's share of the divisor of the sum of all losses: (), of any dtype."""
         return (targets != -100).sum()
 
 
@@ -135,7 +135,7 @@ class Sections(NamedTuple):
 
 
 def sections(mesh: Mesh, config: Config) -> Sections:
-    """The training sections of `config`, checked against the sizes of the open mesh.
+    """Return the training sections of `config`, checked against the sizes of the open mesh.
 
     Raises ConfigError if [parallel] and [train] are missing or do not fit the mesh, LayoutError if the
     mesh was opened with dims other than those of `config`.
@@ -160,7 +160,7 @@ def sections(mesh: Mesh, config: Config) -> Sections:
 
 
 def merged(mesh: Mesh, dims: tuple[str, ...]) -> str:
-    """The name under which `dims` have one DeviceMesh. A group is created if the mesh was opened without it.
+    """Return the name under which `dims` have one DeviceMesh. A group is created if the mesh was opened without it.
 
     Called by: every rank of the mesh, in the same program order.
     """
@@ -172,7 +172,7 @@ def merged(mesh: Mesh, dims: tuple[str, ...]) -> str:
 
 
 def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
-    """The dims of size above 1, merged for one call along all of them. A group is created if none was declared.
+    """Return the dims of size above 1, merged for one call along all of them. A group is created if none was declared.
 
     Called by: every rank of the mesh, in the same program order. Returns None if no such dim remains.
     """
@@ -276,7 +276,7 @@ class LocalModel:
             self._tied.sum_gradients()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """This rank's parameters by global name, each once, stage by stage."""
+        """Return this rank's parameters by global name, each once, stage by stage."""
         tied = self._tied_weight()
         return [
             (self.model.tied if parameter is tied else name, parameter)
@@ -285,7 +285,9 @@ class LocalModel:
         ]
 
     def copies(self) -> list[nn.Parameter]:
-        """The parameters that another rank counts: if the first and the last stage share a weight, the one on the last."""
+        """Return the parameters that another rank counts: if the first and the last stage share a weight, the one
+        on the last.
+        """
         weight = self._tied_weight()
         return [] if self._tied is None or self._tied.is_owner or weight is None else [weight]
 
@@ -309,7 +311,7 @@ class LocalModel:
         return Splits(split, context, parallel.expert, weight, parallel.data_dims, draws)
 
     def _divide(self) -> list[Stage]:
-        """The stages of this rank."""
+        """Return the stages of this rank."""
         parallel, model = self._parallel, self.model
         each = parallel.options.stages_per_rank if self._ranks > 1 else 1
         count = self._ranks * each
@@ -339,7 +341,7 @@ class LocalModel:
                 self.model.fill(module, stage)
 
     def _synced(self) -> list[GradientSync | Sharded]:
-        """The sums of gradients of dense parameters, and of experts, along different dims."""
+        """Return the sums of gradients of dense parameters, and of experts, along different dims."""
         parallel, mesh = self._parallel, self.mesh
         hooks = schedule_properties(parallel.options.schedule).hooks_fire or self._ranks == 1
         kinds = [separate(module) for module in self.modules]
@@ -355,7 +357,7 @@ class LocalModel:
         return found
 
     def _tied_weight(self) -> nn.Parameter | None:
-        """The weight that embedding and head share, if one of this rank's stages has it."""
+        """Return the weight that embedding and head share, if one of this rank's stages has it."""
         weights = (getattr(module, "tied_weight", None) for module in self.modules)
         return next((weight for weight in weights if weight is not None), None)
 

@@ -127,19 +127,24 @@ class Engine:
         self._results = Results(mesh, (parallel, train), self._norm, named, stage, model.vocab_size)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """This rank's parameters by global name, each once, stage by stage.
+        """Return this rank's parameters by global name, each once, stage by stage.
 
         A weight that embedding and head share has one name, whether a stage has the embedding or the head.
         """
         return self._local.named_parameters()
 
     def own_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters of this rank's stages only. If the first and the last stage share a weight, the first counts it."""
+        """Return the parameters of this rank's stages only.
+
+        If the first and the last stage share a weight, the first counts it.
+        """
         copies = {id(weight) for weight in self._local.copies()}
         return [pair for pair in self.named_parameters() if id(pair[1]) not in copies]
 
     def own_weights(self) -> dict[str, Tensor | Kept]:
-        """The weights of `own_parameters` in the layout of a checkpoint, and the buffers that are saved with them."""
+        """Return the weights of `own_parameters` in the layout of a checkpoint, and the buffers that are saved with
+        them.
+        """
         fused = {name: each for module in self.modules for name, each in fused_parts(module).items()}
         found: dict[str, Tensor | Kept] = dict(self._state.buffers())
         saved = {id(each) for _, each in self._saved_parameters()}
@@ -209,7 +214,10 @@ class Engine:
         reached.applied = self.done = number
 
     def _value(self, x: Tensor) -> float:
-        """The number, after waiting for it. Raises RankLost: calls abandoned for a lost rank end normally and leave any value."""
+        """Return the number, after waiting for it.
+
+        Raises RankLost: calls abandoned for a lost rank end normally and leave any value.
+        """
         found = float(x.item())
         if self._recovers and self.mesh.is_async and (lost := self.mesh.lost()) is not None:
             raise lost
@@ -224,7 +232,7 @@ class Engine:
     # -- after a loss of ranks ------------------------------------------------------------------------
 
     def outcome(self) -> tuple[list[float], float]:
-        """The outcome of the step `reached.decided`, for `complete` on a rank that does not know it."""
+        """Return the outcome of the step `reached.decided`, for `complete` on a rank that does not know it."""
         return self._results.outcome()
 
     def complete(self, number: int, outcome: tuple[Sequence[float], float]) -> None:
@@ -250,11 +258,14 @@ class Engine:
                 gradients.abandon()
 
     def pending(self) -> list[Done]:
-        """The steps that `results` has not returned yet. Does not communicate."""
+        """Return the steps that `results` has not returned yet. Does not communicate."""
         return self._results.pending()
 
     def _packed(self, batch: Batch) -> dict[str, Tensor]:
-        """The document arguments of stages. Raises ShapeError; UnsupportedOp if the model was not built for documents."""
+        """Return the document arguments of stages.
+
+        Raises ShapeError; UnsupportedOp if the model was not built for documents.
+        """
         if batch.documents is None:
             return {}
         if not self.model.packed:
@@ -286,7 +297,7 @@ class Engine:
             )
 
     def results(self) -> list[Done]:
-        """The results of the steps since the last call, in order. Waits for the device.
+        """Return the results of the steps since the last call, in order. Waits for the device.
 
         Called by: every rank.
         Raises:    TrainingError on every rank, with train.on_nonfinite = "stop", if the loss or the gradient norm
@@ -295,7 +306,8 @@ class Engine:
         return self._results.collect()
 
     def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
-        """The mean loss over the tokens of some global batches, by forward passes only, with the modules in eval mode.
+        """Return the mean loss over the tokens of some global batches, by forward passes only, with the modules in
+        eval mode.
 
         batches:   this rank's shares, shaped as for `step`; the same number on every rank.
         Called by: every rank.
@@ -331,7 +343,8 @@ class Engine:
         return self._value(sums[0] / (sums[1] / context.size))
 
     def state(self) -> dict[str, Tensor]:
-        """All state that a step changes: this rank's weights, and the state of optimizer, modules and scheduler, by global names.
+        """Return all state that a step changes: this rank's weights, and the state of optimizer, modules and
+        scheduler, by global names.
 
         Full tensors, as DTensors if they are split: `model.layers.3.attn.wq.weight`,
         `optimizer.layers.3.attn.wq.weight.exp_avg`. Names and full tensors do not depend on the mesh. A weight that
@@ -364,7 +377,10 @@ class Engine:
         self.reached = Reached(*[steps] * len(fields(Reached)))
 
     def names_of_all_stages(self) -> set[str]:
-        """The names of the checkpoint's tensors that belong to the modules of the full model. Every rank calls this."""
+        """Return the names of the checkpoint's tensors that belong to the modules of the full model.
+
+        Every rank calls this.
+        """
         mine, pipeline = self._state.names(), self.sections.parallel.pipeline
         return mine if pipeline is None else set().union(*self.mesh.objects.all_gather(pipeline, mine))
 
@@ -378,7 +394,7 @@ class Engine:
         self._state.follow(scheduler)
 
     def parameters_of_all_stages(self) -> int:
-        """Number of elements of the full model's parameters. Every rank calls this."""
+        """Return the number of elements of the full model's parameters. Every rank calls this."""
         count = sum(p.numel() for _, p in self.own_parameters())
         if self.sections.parallel.pipeline is None:
             return count
@@ -388,7 +404,7 @@ class Engine:
     # -- inside ---------------------------------------------------------------------------------
 
     def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """A microbatch's share of the mean loss."""
+        """Return a microbatch's share of the mean loss."""
         return self.model.loss(self.splits, outputs, targets) / self._tokens
 
     def _drawing(self, step: str) -> AbstractContextManager[None]:
@@ -399,7 +415,7 @@ class Engine:
         return draws.step(step, self.data_coord * self.microbatches)
 
     def _sum_over_data(self, count: Tensor) -> Tensor:
-        """The sum of `count` over the ranks with different samples, () in the dtype of losses."""
+        """Return the sum of `count` over the ranks with different samples, () in the dtype of losses."""
         total = count.to(torch.float64)
         for dim in self.sections.parallel.data_dims:
             self.mesh.all_reduce(dim, total)

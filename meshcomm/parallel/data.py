@@ -156,7 +156,10 @@ class GradientSync:
         return self
 
     def _still_there(self) -> bool:
-        """Whether gradients still exist and are unused. False after zero_grad, and if a loss scaler skips the step."""
+        """Return whether gradients still exist and are unused.
+
+        False after zero_grad, and if a loss scaler skips the step.
+        """
         flats = [bucket.flat for bucket in self._buckets]
         return (
             all(slot.parameter.grad is slot.grad for slot in self._slots)
@@ -301,7 +304,9 @@ class _Slot:
             self.grad = DTensor.from_local(grad, *place, run_check=False, **shape)
 
     def fits(self) -> bool:
-        """Whether the gradient is still a view of the buffer, and has the parameter's dtype, device and shape."""
+        """Return whether the gradient is still a view of the buffer, and has the parameter's dtype, device and
+        shape.
+        """
         value, grad, flat = local(self.parameter.detach()), local(self.grad), self.flat
         same = (value.dtype, value.device, value.shape) == (flat.dtype, flat.device, grad.shape)
         return same and storage_id(grad) == storage_id(flat)
@@ -451,8 +456,9 @@ def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """The axis along which experts' weights are sharded: the experts' axis if it divides, otherwise one that does.
-    Shards of unequal length are padded: one expert of a rank, in two shards of its first axis, would save no memory.
+    """Return the axis along which experts' weights are sharded: the experts' axis if it divides, otherwise one that
+    does. Shards of unequal length are padded: one expert of a rank, in two shards of its first axis, would save no
+    memory.
     """
     # In a weight with parts, the rows of a unit stay together.
     together = {id(part.get_parameter(name)): parts.axis + 1 for name, parts in fused_parts(part).items()}

@@ -21,7 +21,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def _signed(value: int) -> int:
-    """The 64 bits of `value` as a torch int64."""
+    """Return the 64 bits of `value` as a torch int64."""
     value &= 2**64 - 1
     return value - 2**64 if value >= 2**63 else value
 
@@ -46,7 +46,7 @@ class Drops(NamedTuple):
 
     @staticmethod
     def at(seed: int, step: int, samples: Tensor, positions: Tensor) -> Drops:
-        """The drops of these samples at a step.
+        """Return the drops of these samples at a step.
 
         samples:   int64 (batch,): indices in the global batch, the same on ranks with the same samples.
         positions: as in Drops.
@@ -129,7 +129,9 @@ def _hash(text: str) -> int:
 
 
 def _number(state: Tensor, index: Tensor) -> Tensor:
-    """Number `index` of the SplitMix64 sequence that starts at `state`: counter-based, as in Salmon et al. 2011."""
+    """Return the number `index` of the SplitMix64 sequence that starts at `state`: counter-based, as in Salmon et
+    al. 2011.
+    """
     return _mixed(state + (index + 1) * _STEP)
 
 
@@ -175,7 +177,10 @@ class Draws:
         self.seed(self._seed, self._step, self._microbatch, place)
 
     def seeded(self, number: int, block: Callable[..., Any]) -> Callable[..., Any]:
-        """The number-th block of the model, for one forward pass. When it is called again, it draws the same again."""
+        """Return the number-th block of the model, for one forward pass.
+
+        When it is called again, it draws the same again.
+        """
         self._blocks[number] += 1
         key = (self._seed, self._step, self._microbatch, f"block {number}", self._blocks[number])
         return partial(self._drawn, key, block)

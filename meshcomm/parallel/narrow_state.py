@@ -48,12 +48,12 @@ class NarrowState(torch.optim.Optimizer):
 
 
 def narrowed(kind: type[torch.optim.Optimizer], dtype: torch.dtype) -> type[torch.optim.Optimizer]:
-    """A subclass of `kind`, from torch.optim, with the same name."""
+    """Return a subclass of `kind`, from torch.optim, with the same name."""
     return type(kind.__name__, (NarrowState, kind), {"state_dtype": dtype, "kind": kind})
 
 
 def is_moment(value: Any, parameter: Tensor) -> bool:
-    """Whether an optimizer has this value for each element of `parameter`."""
+    """Return whether an optimizer has this value for each element of `parameter`."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
 
 

@@ -24,7 +24,7 @@ class _Named(NamedTuple):
     parameter: nn.Parameter
 
     def gradient(self) -> Tensor:
-        """This rank's part of a gradient that exists."""
+        """Return this rank's part of a gradient that exists."""
         assert self.parameter.grad is not None
         return local(self.parameter.grad)
 
@@ -90,7 +90,7 @@ class GradientNorm:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The norm, float64 (), equal on all ranks; inf or nan if a gradient is.
+        """Return the norm, float64 (), equal on all ranks; inf or nan if a gradient is.
 
         If one rank alone has a gradient that is not finite, for example after a memory fault, all ranks along split
         dims and along the pipeline see it, even if the parameter itself is not split.
@@ -179,7 +179,7 @@ class GradientNorm:
 
 
 def _dims_of(mesh: Mesh, held: _Named, pipeline: str | None) -> tuple[str, ...]:
-    """The dims of more than one rank along which a parameter is split, sorted."""
+    """Return the dims of more than one rank along which a parameter is split, sorted."""
     dims = tuple(sorted(dim for dim in split_dims(held.parameter) if mesh.size(dim) > 1))
     if pipeline in mesh.layout.expand(dims):
         raise LayoutError(
@@ -192,7 +192,7 @@ def _dims_of(mesh: Mesh, held: _Named, pipeline: str | None) -> tuple[str, ...]:
 
 
 def _norms(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of each, float64 (n,).
+    """Return the norm of each, float64 (n,).
 
     On CPU sums are in float64, because a long float32 sum loses digits. An accelerator adds in a tree, so its float32
     sums are accurate, and float64 may be slow.
@@ -215,7 +215,7 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _by_kind(gradients: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """The positions of the tensors of each device and dtype."""
+    """Return the positions of the tensors of each device and dtype."""
     found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, gradient in enumerate(gradients):
         found.setdefault((gradient.device, gradient.dtype), []).append(place)

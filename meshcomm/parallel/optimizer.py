@@ -37,7 +37,7 @@ _OWN: Final = ("params", "lr", "weight_decay", "betas", "eps", "differentiable",
 def decay_groups(
     module: nn.Module, patterns: Mapping[str, Mapping[str, float]] | None = None
 ) -> list[dict[str, Any]]:
-    """The parameter groups of `module` for an optimizer, each parameter in one of them.
+    """Return the parameter groups of `module` for an optimizer, each parameter in one of them.
 
     Matrices decay, including embeddings and experts' stacks of matrices. Vectors (norms, biases)
     do not: their groups have `weight_decay` 0. Within a group, all parameters are DTensors on one
@@ -94,7 +94,8 @@ def check_some_learn(frozen: Sequence[str], names: Sequence[str]) -> None:
 
 
 def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
-    """A function that makes the optimizer of `[train]`. On GPUs its step is fused, or otherwise foreach, if torch has it.
+    """Return a function that makes the optimizer of `[train]`. On GPUs its step is fused, or otherwise foreach, if
+    torch has it.
 
     Raises ConfigError for unknown train.optimizer_args.
     """
@@ -124,7 +125,7 @@ def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
 
 
 def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer of `groups`.
+    """Return the optimizer of `groups`.
 
     Raises ConfigError if it cannot be made from them, or has other parameters; UnsupportedOp for an optimizer such as LBFGS,
     whose step needs a closure that recomputes the loss.

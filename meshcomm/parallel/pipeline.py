@@ -261,7 +261,7 @@ def _schedule(schedule: PipelineSchedule, stages: list[_PipelineStage], microbat
 
 
 def _no_view(_module: object, _inputs: object, output: Tensor) -> Tensor:
-    """The output in new memory: torch detaches it in place, which is not allowed for a view."""
+    """Return the output in new memory: torch detaches it in place, which is not allowed for a view."""
     return output.clone() if is_view(output) else output
 
 

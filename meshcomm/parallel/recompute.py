@@ -38,7 +38,7 @@ over ranks, because the sum is kept."""
 def run(
     setting: ActivationCheckpointing, number: int, block: Callable[..., Any], /, *args: Any, **named: Any
 ) -> Any:
-    """The result of `block`, the number-th of the model. Its tensors for backward are kept or recomputed.
+    """Return the result of `block`, the number-th of the model. Its tensors for backward are kept or recomputed.
 
     Random state is not kept: a block must draw the same numbers when it is called again with the same arguments.
     """
@@ -88,7 +88,8 @@ def added_up() -> Iterator[None]:
 
 
 def once(call: Callable[[], Sequence[Tensor]], x: Tensor) -> Sequence[Tensor]:
-    """The result of `call`, new tensors without autograd. When a block is recomputed selectively, it gets them again.
+    """Return the result of `call`, new tensors without autograd. When a block is recomputed selectively, it gets
+    them again.
 
     For code that communicates without `mesh.functional`, whose results are kept anyway. x: any tensor that `call` uses.
     """

@@ -110,7 +110,9 @@ class Results:
         self._last = torch.zeros(3, dtype=torch.float64)
 
     def outcome(self) -> tuple[list[float], float]:
-        """The values of the last `add`: loss, sum of values that are not finite elsewhere and norm; and its return value."""
+        """Return the values of the last `add`: loss, sum of values that are not finite elsewhere and norm; and its
+        return value.
+        """
         return self._last.tolist(), float(self._spoilt)
 
     @torch.no_grad()
@@ -123,7 +125,7 @@ class Results:
         return self._spoilt
 
     def pending(self) -> list[Done]:
-        """The steps that `collect` has not returned, without asking another rank why one is not finite."""
+        """Return the steps that `collect` has not returned, without asking another rank why one is not finite."""
         found = [*self._seen]
         for step in self._steps:
             mean, elsewhere, norm = step.values.tolist()
@@ -166,7 +168,7 @@ class Results:
         return self._spoilt
 
     def collect(self) -> list[Done]:
-        """The steps since the last call, in order. The only wait for the device.
+        """Return the steps since the last call, in order. The only wait for the device.
 
         Called by: every rank of the mesh.
         Raises:    TrainingError on every rank, with stop, if a step is not finite. That step was not applied,
@@ -204,7 +206,8 @@ class Results:
 
     @torch.no_grad()
     def _blamed(self, norms: Mapping[str, float], lost: bool, outside: str) -> str:
-        """One line or more, the same on every rank: the first gradient, in the order of backward, that is not finite.
+        """Return one line or more, the same on every rank: the first gradient, in the order of backward, that is
+        not finite.
 
         The first is the one nearest to the loss, because backward propagates it to earlier ones. Gradients that are
         summed along a dim are the same on all its ranks; the losses of the ranks' own samples are then more specific.
@@ -264,7 +267,7 @@ def _stopped(done: Done, lr: float, most: float, nothing: bool) -> TrainingError
 
 
 def _dims(mesh: Mesh, parallel: ParallelConfig, ranks: list[int]) -> list[str]:
-    """The coords that the ranks have in common, and the dims along which a sum has spread the values."""
+    """Return the coords that the ranks have in common, and the dims along which a sum has spread the values."""
     roles: dict[str, str] = {dim: role for role, dim in parallel.parts.items()}
     only, summed = [], []
     for dim, size in mesh.layout.dims.items():

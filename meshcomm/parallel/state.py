@@ -91,7 +91,8 @@ class State:
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor | Kept]:
-        """All state, by name. Parameters, buffers and tensors of the optimizer share memory with it. Nothing is changed.
+        """Return all state, by name. Parameters, buffers and tensors of the optimizer share memory with it. Nothing
+        is changed.
 
         Raises TrainingError that names the state that cannot be saved.
         """
@@ -124,7 +125,7 @@ class State:
         return found
 
     def _of_parameter(self, name: str, parameter: nn.Parameter) -> tuple[dict[str, Tensor], dict[Any, Any]]:
-        """The optimizer's state of a parameter: tensors under their names, and the rest."""
+        """Return the optimizer's state of a parameter: tensors under their names, and the rest."""
         state = self._optimizer.state.get(parameter, {})
         if not isinstance(state, Mapping):
             raise _refused(f"the optimizer's state of {name}", _type(state))
@@ -139,7 +140,7 @@ class State:
         return own, rest
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers in the modules' state dicts, such as the running means of batch norms."""
+        """Return the buffers in the modules' state dicts, such as the running means of batch norms."""
         return {
             f"model.{name}": buffer
             for module in self._modules
@@ -175,7 +176,7 @@ class State:
         return {name: each for module in self._modules for name, each in fused_parts(module).items()}
 
     def names(self) -> set[str]:
-        """The names of a checkpoint's tensors that are loaded into the modules."""
+        """Return the names of a checkpoint's tensors that are loaded into the modules."""
         extra = (name for part, _ in self._with_extra_state() for name in (_extra(part), OF_MODULE + part))
         return {*(f"model.{name}" for name, _ in self._named()), *self.buffers(), *extra}
 
@@ -352,7 +353,7 @@ class State:
     def _saved_entries(
         self, group: Mapping[str, Any], names: Mapping[int, str], facts: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """The saved entries of a group's parameters, which were in one group, or in equal ones."""
+        """Return the saved entries of a group's parameters, which were in one group, or in equal ones."""
         called = [names[id(parameter)] for parameter in group["params"]]
         first = called[0] if called else ""
         found: dict[str, Any] = facts[first].get("group", {}) if called else {}
@@ -377,7 +378,7 @@ def _text(value: Any) -> bytes:
 
 
 def _texts(values: Mapping[Any, Any], where: str = "") -> dict[Any, bytes | None]:
-    """Each value encoded. Code is left out. A value that cannot be encoded is None, or refused with `where`."""
+    """Return each value encoded. Code is left out. A value that cannot be encoded is None, or refused with `where`."""
     found: dict[Any, bytes | None] = {}
     for key, value in values.items():
         if isinstance(value, _CODE):
@@ -393,7 +394,7 @@ def _texts(values: Mapping[Any, Any], where: str = "") -> dict[Any, bytes | None
 
 
 def _values(texts: Mapping[Any, bytes | str | None]) -> dict[Any, Any]:
-    """The values that were encoded."""
+    """Return the values that were encoded."""
     return {
         key: decode(torch.frombuffer(bytearray(text), dtype=torch.uint8), _HOST)
         for key, text in texts.items()
@@ -404,7 +405,7 @@ def _values(texts: Mapping[Any, bytes | str | None]) -> dict[Any, Any]:
 def _changed(
     values: Mapping[Any, Any], before: Mapping[Any, bytes | None], where: str = ""
 ) -> dict[Any, Any]:
-    """The values that differ from the old ones, or cannot be encoded."""
+    """Return the values that differ from the old ones, or cannot be encoded."""
     now = _texts(values, where)
     return {key: values[key] for key, text in now.items() if text is None or text != before.get(key)}
 
@@ -423,7 +424,7 @@ class _Outline(pickle.Pickler):
     """Pickles an object: tensors by their values, without code and without objects that are saved elsewhere."""
 
     def persistent_id(self, value: Any) -> str | None:
-        """The text that replaces a tensor, for example."""
+        """Return the text that replaces a tensor, for example."""
         if type(value) is Tensor:
             return hashlib.sha256(_text(value.detach())).hexdigest()
         elsewhere = (Tensor, nn.Module, torch.optim.Optimizer, LRScheduler, *_CODE)
@@ -443,7 +444,8 @@ def _fingerprint(value: Any) -> bytes | str:
 
 
 def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
-    """Whether the value is written as a tensor with this name, in parts if it is split. Otherwise it is plain data.
+    """Return whether the value is written as a tensor with this name, in parts if it is split. Otherwise it is
+    plain data.
 
     Raises TrainingError for a tensor that is not the same, or not a known part, on every rank.
     """
@@ -465,7 +467,7 @@ def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
 
 
 def as_before(tensor: Tensor, parts: Parts | None) -> Tensor | Kept:
-    """A tensor in the layout of a checkpoint: the layout that its weight had before the model was split."""
+    """Return a tensor in the layout of a checkpoint: the layout that its weight had before the model was split."""
     return tensor if parts is None else Kept(tensor, parts)
 
 
@@ -489,7 +491,10 @@ def _room(
 
 
 def _fitting(optimizer: torch.optim.Optimizer, parameter: Tensor, state: dict[Any, Any]) -> dict[Any, Any]:
-    """The state in the current train.state_dtype, if another was set when it was saved. Moments of torch's optimizers have the weights' dtype."""
+    """Return the state in the current train.state_dtype, if another was set when it was saved.
+
+    Moments of torch's optimizers have the weights' dtype.
+    """
     if type(optimizer).__module__.partition(".")[0] != "torch":
         return state
     return {
@@ -542,8 +547,8 @@ def _unfit(what: str, given: str, expected: str) -> TrainingError:
 
 
 def _leaves(state: Any, *path: Any) -> dict[tuple[Any, ...], Any]:
-    """The entries of nested dicts, and of lists of dicts, as of nested schedulers, by path, without the rates of the
-    groups. Ranks may have different numbers of groups.
+    """Return the entries of nested dicts, and of lists of dicts, as of nested schedulers, by path, without the
+    rates of the groups. Ranks may have different numbers of groups.
     """
     found: dict[tuple[Any, ...], Any] = {}
     for key, value in dict(enumerate(state)).items() if isinstance(state, list) else state.items():

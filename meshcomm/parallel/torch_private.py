@@ -44,12 +44,12 @@ _storage_at: Any = torch._C._construct_storage_from_data_pointer
 
 
 def storage_without_memory(nbytes: int) -> Any:
-    """A CPU storage of this size, with a unique address and no memory. It cannot be resized."""
+    """Return a CPU storage of this size, with a unique address and no memory. It cannot be resized."""
     return _storage_at(_addresses().take(nbytes), _CPU, nbytes)
 
 
 def has_memory(x: torch.Tensor) -> bool:
-    """Whether a tensor has memory, and so values: neither a FakeTensor, nor on a `storage_without_memory`."""
+    """Return whether a tensor has memory, and so values: neither a FakeTensor, nor on a `storage_without_memory`."""
     if isinstance(x, FakeTensor):
         return False
     known = _addresses() if _addresses.cache_info().currsize else None
@@ -57,12 +57,13 @@ def has_memory(x: torch.Tensor) -> bool:
 
 
 def parts_of_dtensor(x: Any) -> tuple[torch.Tensor, Any]:
-    """This rank's part of a DTensor, its own memory, and its position. Autograd does not record it."""
+    """Return this rank's part of a DTensor, its own memory, and its position. Autograd does not record it."""
     return x._local_tensor, x._spec
 
 
 def dtensor_of(kind: Any, held: torch.Tensor, where: Any) -> Any:
-    """A DTensor of which this rank holds `held`, laid out like another one. DTensor.from_local without its checks.
+    """Return a DTensor of which this rank holds `held`, laid out like another one. DTensor.from_local without its
+    checks.
 
     kind: DTensor. Importing its module takes half a second for each rank, even in a job that does not need it.
     """
@@ -70,18 +71,18 @@ def dtensor_of(kind: Any, held: torch.Tensor, where: Any) -> Any:
 
 
 def is_view(x: torch.Tensor) -> bool:
-    """Whether autograd knows a tensor as a view of another one."""
+    """Return whether autograd knows a tensor as a view of another one."""
     return x._is_view()
 
 
 def unsaved_buffers(module: Any) -> set[str]:
-    """The names of a module's buffers that are not in its state dict."""
+    """Return the names of a module's buffers that are not in its state dict."""
     names: set[str] = module._non_persistent_buffers_set
     return names
 
 
 def offsets(tensor: Any) -> tuple[int, ...]:
-    """The start of this rank's part of a DTensor in the full one; zeros if it has none of it."""
+    """Return the start of this rank's part of a DTensor in the full one; zeros if it has none of it."""
     chunks = tensor.__create_chunk_list__()
     return tuple(chunks[0].offsets) if chunks else (0,) * tensor.ndim
 
@@ -92,7 +93,7 @@ def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """The 2-norm () of each of some tensors of one device and dtype, summed in `dtype`, in one call."""
+    """Return the 2-norm () of each of some tensors of one device and dtype, summed in `dtype`, in one call."""
     found: Sequence[torch.Tensor] = torch._foreach_norm(list(tensors), 2.0, dtype=dtype)
     return found
 
@@ -111,7 +112,7 @@ def _fsdp_groups(module: Any) -> list[Any]:
 
 
 def fsdp_tensors(module: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The weights that an FSDPModule has gathered, and gradients that are not summed over ranks yet."""
+    """Return the weights that an FSDPModule has gathered, and gradients that are not summed over ranks yet."""
     gathered, gradients = [], []
     for each in [each for group in _fsdp_groups(module) for each in group.fsdp_params]:
         whole = getattr(each, "_unsharded_param", None)

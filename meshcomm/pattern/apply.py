@@ -103,7 +103,7 @@ class Rearranger:
         return x
 
     def recipe(self, pattern: str, shape: tuple[int, ...], partial: str | None, sizes: Sizes) -> Recipe:
-        """The steps for a tensor of this shape. Raises PatternError."""
+        """Return the steps for a tensor of this shape. Raises PatternError."""
         try:
             return self._recipe(pattern, shape, partial, sizes)
         except TypeError:
@@ -120,7 +120,7 @@ class Rearranger:
     def calls(
         self, recipe: Recipe, shape: tuple[int, ...], grad: GatherRules | None, needs_grad: bool
     ) -> _Calls:
-        """The steps with their gradient rules. Raises AutogradError, PatternError."""
+        """Return the steps with their gradient rules. Raises AutogradError, PatternError."""
         given, gathered = f'"{recipe.text}" on {self._who}', recipe.gathered
         tensor = f"x of shape {tuple(shape)} with requires_grad=True"
         if grad is None and gathered and needs_grad:
@@ -190,7 +190,7 @@ def _calls_in_graph(
     grad: GatherRules | None,
     needs_grad: bool,
 ) -> _Calls | MeshcommError:
-    """The calls, or the error of planning: an error must be raised by the traced code.
+    """Return the calls, or the error of planning: an error must be raised by the traced code.
 
     All arguments are constants of a graph, as torch 2.11 requires. `merged` is one of them, so that another merged dim
     plans again. asked: the arguments of `Rearranger.recipe`.

@@ -40,7 +40,7 @@ class Pattern:
 
 
 def names_of(side: Side) -> tuple[str, ...]:
-    """Every name of a side, in order.
+    """Return every name of a side, in order.
 
     >>> names_of((("b",), ("h", "w"), ()))
     ('b', 'h', 'w')
@@ -49,7 +49,7 @@ def names_of(side: Side) -> tuple[str, ...]:
 
 
 def text_of(side: Side) -> str:
-    """A side as text.
+    """Return a side as text.
 
     >>> text_of((("b",), ("h", "w"), ()))
     'b (h w) 1'
@@ -59,7 +59,7 @@ def text_of(side: Side) -> str:
 
 
 def fault(what: str, expected: str, hint: str) -> PatternError:
-    """The error for something wrong with a pattern; `plan` adds what was given."""
+    """Return the error for something wrong with a pattern; `plan` adds what was given."""
     return PatternError(f"rearrange: {what}", expected=expected, hint=hint)
 
 
@@ -109,7 +109,7 @@ def parse(text: object, ndim: int | None) -> Pattern:
 
 
 def _read(side: str, where: str) -> ParsedExpression:
-    """A side, as einops reads it."""
+    """Return a side, as einops reads it."""
     try:
         read = ParsedExpression(side)
     except EinopsError as error:
@@ -132,7 +132,7 @@ def _read(side: str, where: str) -> ParsedExpression:
 
 
 def _ellipsis_axes(left: ParsedExpression, ndim: int | None) -> Group:
-    """A name for each axis of the ellipsis."""
+    """Return a name for each axis of the ellipsis."""
     fixed, elastic = len(left.composition) - left.has_ellipsis, left.has_ellipsis
     if ndim is None:
         if not elastic:
@@ -153,7 +153,7 @@ def _ellipsis_axes(left: ParsedExpression, ndim: int | None) -> Group:
 
 
 def _side(read: ParsedExpression, axes: Group) -> Side:
-    """A side with `axes` for its ellipsis."""
+    """Return a side with `axes` for its ellipsis."""
     groups: list[Group] = []
     for group in read.composition:
         names = tuple(each for name in group for each in (axes if name == _ELLIPSIS else (str(name),)))

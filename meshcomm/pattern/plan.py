@@ -35,7 +35,7 @@ def explain_pattern(
     partial: str | None = None,
     **sizes: int,
 ) -> Recipe:
-    """The steps of `mesh.rearrange(x, pattern, partial=partial, **sizes)`, as a value.
+    """Return the steps of `mesh.rearrange(x, pattern, partial=partial, **sizes)`, as a value.
 
     Needs no process and no torch. Print the result to read the steps.
 
@@ -69,7 +69,7 @@ def explain_pattern(
 
 
 def _lengths(shape: Iterable[int]) -> Shape:
-    """A shape as plain ints."""
+    """Return a shape as plain ints."""
     try:
         found = tuple(index(length) for length in shape)
     except TypeError:
@@ -87,7 +87,7 @@ def _lengths(shape: Iterable[int]) -> Shape:
 def plan(
     text: object, layout: Layout, shape: Shape | None, partial: object = None, sizes: Sizes = ()
 ) -> Recipe:
-    """The recipe of a pattern on a mesh, for a local tensor of `shape` (None: of any shape).
+    """Return the recipe of a pattern on a mesh, for a local tensor of `shape` (None: of any shape).
 
     Raises PatternError with the pattern, the shape and the mesh.
     """
@@ -156,7 +156,7 @@ class _Route:
         self._partial = partial
 
     def axis_of(self, name: str) -> int:
-        """The axis that has `name` in it."""
+        """Return the axis that has `name` in it."""
         return next(number for number, group in enumerate(self.axes) if name in group)
 
     def _step(self, kind: Kind, axes: Side, *args: Any, dim: str = "") -> None:
@@ -192,7 +192,7 @@ class _Route:
         self._step("rearrange", target, " -> ".join(map(text_of, sides)), lengths)
 
     def lead(self, name: str) -> int:
-        """The axis whose outermost part is `name`, after splitting an axis if needed."""
+        """Return the axis whose outermost part is `name`, after splitting an axis if needed."""
         axis = self.axis_of(name)
         group = self.axes[axis]
         at = group.index(name)
@@ -236,7 +236,7 @@ class _Route:
         self._packed = True
 
     def _behind(self, axis: int) -> bool:
-        """Whether an axis of more than one element precedes `axis`."""
+        """Return whether an axis of more than one element precedes `axis`."""
         return any(self.axes[:axis])
 
 
@@ -245,7 +245,7 @@ def _replaced(axes: Side, axis: int, group: Group) -> Side:
 
 
 def _runs(axes: Side, other: Side) -> tuple[Group, ...]:
-    """The pieces of `axes`, in order, that neither `axes` nor `other` splits."""
+    """Return the pieces of `axes`, in order, that neither `axes` nor `other` splits."""
     neighbours = {pair for group in other for pair in pairwise(group)}
     runs: list[Group] = []
     for group in axes:

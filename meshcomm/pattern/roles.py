@@ -20,7 +20,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def mesh_dims(layout: Layout) -> dict[str, int]:
-    """Every name of the mesh with its size; outermost (ranks farthest apart) first.
+    """Return every name of the mesh with its size; outermost (ranks farthest apart) first.
 
     >>> mesh_dims(Layout({"dp": 2, "tp": 4}, merge={"all": ("tp", "dp")}))
     {'dp': 2, 'all': 8, 'tp': 4}
@@ -49,7 +49,7 @@ def check_apart(pattern: Pattern, layout: Layout) -> None:
 
 
 def roles(pattern: Pattern, mesh: MeshDims, partial: object, sizes: Sizes) -> dict[str, Role]:
-    """The role of every mesh dim that the pattern names, in the order of `mesh`. Raises PatternError.
+    """Return the role of every mesh dim that the pattern names, in the order of `mesh`. Raises PatternError.
 
     On the right only: gather. On the left only: slice, or reduce_scatter if `partial` is given. On both sides: stay
     if its neighbors are the same on both sides, otherwise move.
@@ -174,7 +174,7 @@ def _check_partial(partial: object, reduces: bool) -> None:
 
 
 def lengths(pattern: Pattern, shape: Shape, mesh: MeshDims, sizes: Sizes) -> dict[str, int]:
-    """The length of every name of both sides. The length of a mesh dim is its size.
+    """Return the length of every name of both sides. The length of a mesh dim is its size.
 
     pattern: parsed for the number of axes of `shape`.
     Raises PatternError if the shape does not fit the sizes, or does not determine a name.
@@ -213,7 +213,7 @@ def lengths(pattern: Pattern, shape: Shape, mesh: MeshDims, sizes: Sizes) -> dic
 
 
 def _fitting(group: Group, mesh: MeshDims, known: Mapping[str, int], length: int) -> str:
-    """The hint for an axis whose length differs from the length of its names."""
+    """Return the hint for an axis whose length differs from the length of its names."""
     given = [name for name in group if name not in mesh and name in known]
     if not group:
         return "a name for the axis"

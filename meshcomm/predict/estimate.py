@@ -88,7 +88,10 @@ class Workload:
         return -(-self.model.num_layers // (sizes.pipeline * each)) * each
 
     def with_experts(self, layers: int) -> int:
-        """The number of layers with experts among `layers`. Where only every n-th has them, a rank's share, rounded up."""
+        """Return the number of layers with experts among `layers`.
+
+        Where only every n-th has them, a rank's share, rounded up.
+        """
         return -(-layers * self.expert_layers // self.model.num_layers)
 
     def layers_again(self, sizes: Sizes) -> int:
@@ -100,11 +103,13 @@ class Workload:
         return layers // every if sizes.pipeline == 1 else -(-layers // every)
 
     def shards(self, sizes: Sizes) -> int:
-        """The number of ranks that weights are sharded over: shard times context."""
+        """Return the number of ranks that weights are sharded over: shard times context."""
         return sizes.shard * (sizes.context if "shard" in self.parts else 1)
 
     def expert_shards(self, sizes: Sizes) -> int:
-        """The number of ranks that experts' weights are sharded over: as for other weights, or what the experts' view leaves."""
+        """Return the number of ranks that experts' weights are sharded over: as for other weights, or what the
+        experts' view leaves.
+        """
         if "shard" not in self.parts or "expert" not in self.parts:
             return self.shards(sizes)
         return sizes.data * sizes.shard * sizes.context // sizes.expert // sizes.expert_copies
@@ -120,7 +125,7 @@ class Workload:
 
 
 def workload(settings: Config, counts: Counts | None = None) -> Workload:
-    """The workload of `settings`. counts: the parameters of its model, where they do not follow from its sizes.
+    """Return the workload of `settings`. counts: the parameters of its model, where they do not follow from its sizes.
 
     Raises ConfigError if `settings` trains nothing, or fixes the places of ranks.
     """
@@ -229,7 +234,8 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
 
 
 def memory(work: Workload, sizes: Sizes) -> Memory:
-    """Bytes of the largest rank. Weights and gradients have one dtype; Adam's two moments have train.state_dtype.
+    """Return the bytes of the largest rank. Weights and gradients have one dtype; Adam's two moments have
+    train.state_dtype.
 
     With sharding (FSDP, ZeRO-3: Rajbhandari et al. 2020), each is divided by the shards. Gathered weights are two layers,
     the tables and the last norm, or all weights without `reshard`. Gradients of several micro-batches accumulate unsharded.
@@ -253,7 +259,8 @@ def memory(work: Workload, sizes: Sizes) -> Memory:
 
 
 def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float]:
-    """Bytes that a layer keeps of a micro-batch for backward: with full recompute, with selective recompute, without.
+    """Return the bytes that a layer keeps of a micro-batch for backward: with full recompute, with selective
+    recompute, without.
 
     After Korthikanti et al. 2022. Attention keeps no scores, and experts are evenly loaded.
     """
@@ -272,7 +279,9 @@ def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float
 
 
 def _activations(work: Workload, sizes: Sizes) -> float:
-    """The larger of two ranks of a pipeline: the first has the most micro-batches in flight, the last has the logits."""
+    """Return the larger of two ranks of a pipeline: the first has the most micro-batches in flight, the last has
+    the logits.
+    """
     entry, selective, everything = layer_activations(work, sizes)
     layers, again, options = work.layers_of_rank(sizes), work.layers_again(sizes), work.parallel.options
     usual = selective if work.train.activation_checkpointing == "selective" else everything
@@ -307,12 +316,12 @@ class Flow(NamedTuple):
     sent: float = 1.0
 
     def in_a_step(self, microbatches: int) -> int:
-        """Calls of a step."""
+        """Return the calls of a step."""
         return self.calls * (microbatches if self.each_microbatch else 1)
 
 
 def flows(work: Workload, sizes: Sizes) -> list[Flow]:
-    """All calls of the largest rank."""
+    """Return all calls of the largest rank."""
     makers = {
         "tensor": _tensor,
         "context": _context,
@@ -325,7 +334,7 @@ def flows(work: Workload, sizes: Sizes) -> list[Flow]:
 
 
 def expected(settings: Config, world: int) -> list[Flow]:
-    """The calls of a step along dims of size 2 or more. `along` names dims, and `calls` counts the full step.
+    """Return the calls of a step along dims of size 2 or more. `along` names dims, and `calls` counts the full step.
 
     Raises ConfigError where `settings` does not train.
     """

@@ -129,7 +129,7 @@ def fit_links(times: Sequence[Time], plan: Plan, machine: Machine) -> Fitted:
 
 
 def assumed(backend: str, operation: Operation) -> str | None:
-    """The algorithm that the model assumes for `operation` on `backend`; None if it is not fitted."""
+    """Return the algorithm that the model assumes for `operation` on `backend`; None if it is not fitted."""
     return ASSUMED.get(backend, _ANY_BACKEND).get(operation)
 
 
@@ -159,7 +159,7 @@ def check_sizes(sizes: Sequence[int]) -> None:
 
 
 def fit(times: Sequence[Time], works: Sequence[Work]) -> Fit:
-    """The alpha and beta whose model is nearest to `times`: least squares of relative errors.
+    """Return the alpha and beta whose model is nearest to `times`: least squares of relative errors.
 
     Errors are relative, so that a call of 20 us counts as much as one of 20 ms. Neither value is negative: a negative
     latency becomes 0. If the latency is less than a twentieth of every time, a note is added.
@@ -193,7 +193,7 @@ def fit(times: Sequence[Time], works: Sequence[Work]) -> Fit:
 
 
 def measured_text(settings: Config, topology: TopologyConfig, links: Mapping[str, Fit], facts: str) -> str:
-    """A TOML file with the measured mesh and `[topology]`: a complete config, or text to paste.
+    """Return a TOML file with the measured mesh and `[topology]`: a complete config, or text to paste.
 
     Links that were not measured are left out. The fixed cost of a call is part of the latencies, so `call_us` is 0.
     facts: where, when and on what hardware, for the first lines. Raises ConfigError if a part of it does not load.

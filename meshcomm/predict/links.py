@@ -90,7 +90,7 @@ def places_of(topology: TopologyConfig, ranks: Ranks) -> Ranks:
 
 
 def machine(topology: TopologyConfig) -> Machine | None:
-    """The levels that `[topology]` describes, unknown speeds assumed; None without ranks_per_node."""
+    """Return the levels that `[topology]` describes, unknown speeds assumed; None without ranks_per_node."""
     per_node, links = topology.ranks_per_node, topology.links
     if per_node is None:
         return None
@@ -156,7 +156,7 @@ def _level(name: str, ranks: int, link: Link | None, assumed: Link) -> Level:
 
 
 def _exact(number: float) -> Fraction:
-    """The decimal number as written, not the nearest binary one."""
+    """Return the decimal number as written, not the nearest binary one."""
     return Fraction(str(number))
 
 
@@ -218,7 +218,9 @@ class Span(NamedTuple):
 
 
 def span(groups: Ranks, machine: Machine) -> Span:
-    """Which links groups cross. groups: global ranks, shape (number of groups, size), as `Layout.groups` gives them."""
+    """Return which links groups cross. groups: global ranks, shape (number of groups, size), as `Layout.groups`
+    gives them.
+    """
     size = groups.shape[1]
     levels = machine.levels
     if machine.places:
@@ -237,12 +239,12 @@ def span(groups: Ranks, machine: Machine) -> Span:
 
 
 def slowest_level(found: Span, machine: Machine) -> Level:
-    """The level of the slowest link that a group crosses; the innermost for groups of one."""
+    """Return the level of the slowest link that a group crosses; the innermost for groups of one."""
     return next((level for level in machine.levels if level.name == found.slowest), machine.levels[0])
 
 
 def strided(dims: Sequence[tuple[int, int]], world: int, machine: Machine) -> Ranks:
-    """Groups along dims of these (size, stride), in a world whose ranks are in the mesh's row-major order.
+    """Return the groups along dims of these (size, stride), in a world whose ranks are in the mesh's row-major order.
 
     Returns one group of each kind: the placement of a group follows from its first rank modulo the largest unit.
     """
@@ -258,8 +260,8 @@ def strided(dims: Sequence[tuple[int, int]], world: int, machine: Machine) -> Ra
 
 
 def _factors(units: list[Ranks], size: int) -> list[int] | None:
-    """Ranks of a group in each unit of each level, as factors: [4, 2, 3] means 4 on each node, 2 nodes in each
-    rack, 3 racks. None if one unit holds more ranks of a group than another.
+    """Return the ranks of a group in each unit of each level, as factors: [4, 2, 3] means 4 on each node, 2 nodes
+    in each rack, 3 racks. None if one unit holds more ranks of a group than another.
     """
     factors: list[int] = []
     inner = 1

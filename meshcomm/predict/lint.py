@@ -71,7 +71,7 @@ class Footprint(NamedTuple):
 
 
 def footprint(settings: Config, plan: Plan, world: int) -> Footprint:
-    """The resources of one rank's groups. Communicators made by `ncclCommSplit` count like others.
+    """Return the resources of one rank's groups. Communicators made by `ncclCommSplit` count like others.
 
     The default group is idle unless a group of the plan has all ranks. When idle, Gloo opens no
     connection for it, and NCCL, which connects at the first call, takes no memory.
@@ -93,7 +93,7 @@ def footprint(settings: Config, plan: Plan, world: int) -> Footprint:
 def lint(
     settings: Config, world: int | None, topology: TopologyConfig, descriptor_limit: int | None = None
 ) -> list[LintFinding]:
-    """All findings about `settings` on `world` ranks.
+    """Return all findings about `settings` on `world` ranks.
 
     topology: as `discovered` returns it. descriptor_limit: the most file descriptors of a process;
     None skips the check. Raises ConfigError if the sizes do not fit.
@@ -125,7 +125,7 @@ def lint(
 
 
 def scattered(plan: Plan, topology: TopologyConfig) -> LintFinding | None:
-    """The dims that cross nodes only because the ranks of a node are not consecutive, and the fix."""
+    """Return the dims that cross nodes only because the ranks of a node are not consecutive, and the fix."""
     where = machine(topology)
     if not isinstance(topology, Placed) or where is None:
         return None
@@ -173,7 +173,7 @@ class _Case(NamedTuple):
     world: int
 
     def of(self, part: ParallelRole) -> tuple[str, Span] | None:
-        """The dim of a part, where it has groups."""
+        """Return the dim of a part, where it has groups."""
         dim = next((dim for dim, p in self.roles.items() if p == part and dim in self.spans), None)
         return None if dim is None else (dim, self.spans[dim])
 
@@ -184,7 +184,7 @@ class _Case(NamedTuple):
         return dict(mesh.dims) if mesh.rank_order is None else {}
 
     def laid_out(self, dims: Mapping[str, int], along: str) -> Span:
-        """The span of the groups along a dim, with these dims on the same ranks."""
+        """Return the span of the groups along a dim, with these dims on the same ranks."""
         return span(Layout(dims, rank_order=self.plan.layout.ranks.tolist()).groups(along), self.machine)
 
 
@@ -235,7 +235,7 @@ def _tensor(case: _Case) -> Iterator[LintFinding]:
 
 
 def _moved(case: _Case, dim: str) -> str | None:
-    """Dims with `dim` innermost, and smaller where needed to keep it inside a node."""
+    """Return the dims with `dim` innermost, and smaller where needed to keep it inside a node."""
     dims = case.dims_in_order
     if dim not in dims:
         return None

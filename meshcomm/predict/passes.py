@@ -51,7 +51,7 @@ def schedule_properties(schedule: PipelineSchedule) -> ScheduleProperties:
 
 
 def orders(schedule: PipelineSchedule, ranks: int, each: int, microbatches: int) -> list[list[Pass]]:
-    """The passes of every rank, in the order in which it runs them.
+    """Return the passes of every rank, in the order in which it runs them.
 
     Stage s is on rank s % ranks. `each` is the number of stages on a rank; 1 for schedules with one stage per rank.
     `meshcomm.config.parallel.runs` defines the allowed numbers.
@@ -67,7 +67,7 @@ class Costs(NamedTuple):
     backward_weight: float = 1
 
     def of(self, each: Pass) -> float:
-        """The time of one pass."""
+        """Return the time of one pass."""
         halves = self.backward_input, self.backward_weight
         return {"F": self.forward, "B": sum(halves), "I": halves[0], "W": halves[1]}[each.kind]
 
@@ -98,7 +98,7 @@ class Timeline:
         return 1 - busy / (self.length * len(self.ranks))
 
     def held(self, rank: int) -> int:
-        """The most activations, counted as microbatches times stages, that a rank keeps at once.
+        """Return the most activations, counted as microbatches times stages, that a rank keeps at once.
 
         They are kept from the forward pass to the end of the backward pass for the weights.
         """
@@ -152,7 +152,7 @@ def bubble(schedule: PipelineSchedule, ranks: int, each: int) -> float:
 
 
 def microbatches_held(schedule: PipelineSchedule, ranks: int, each: int, microbatches: int) -> float:
-    """The most micro-batches, each counted with all of a rank's layers, that the first rank keeps.
+    """Return the most micro-batches, each counted with all of a rank's layers, that the first rank keeps.
 
     gpipe: all. 1f1b: one for each rank (Narayanan et al. 2019). Zero bubble: no more than 1f1b, on every rank (Qi et al.
     2024, ZB-H1). Interleaved: 1 + (p - 1) / (p v) times as many (Narayanan et al. 2021, Korthikanti et al. 2022).

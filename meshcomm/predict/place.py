@@ -113,7 +113,7 @@ def rank_placements(
     keep: Mapping[ParallelRole, int] | None = None,
     top: int = 10,
 ) -> Ranking:
-    """The `top` meshes with the shortest predicted step among all legal ones.
+    """Return the `top` meshes with the shortest predicted step among all legal ones.
 
     topology: with ranks_per_node; missing properties of a rank default to an H100's. keep: sizes that do not change.
     Raises ConfigError if no mesh of `world` ranks can train this, or if no such mesh fits in memory.
@@ -165,7 +165,7 @@ class _Model:
         self._lines = cache(self._in_floats)
 
     def steps(self, sizes: Sizes) -> list[tuple[_Order, float]]:
-        """Seconds of a step for every order of these sizes."""
+        """Return the seconds of a step for every order of these sizes."""
         listed = flows(self.work, sizes)
         compute_s, idle = self._compute(sizes)
         seconds = cache(self._seconds)
@@ -178,7 +178,7 @@ class _Model:
         return found
 
     def explained(self, sizes: Sizes, found: _Found, also: int) -> Placement:
-        """A mesh with the parts of its time."""
+        """Return a mesh with the parts of its time."""
         order = tuple(BASE[at] for at in found.order)
         compute_s, idle = self._compute(sizes)
         shares = []
@@ -202,7 +202,7 @@ class _Model:
         )
 
     def _compute(self, sizes: Sizes) -> tuple[float, float]:
-        """Seconds of one micro-batch's arithmetic, and the idle time of a rank in micro-batches."""
+        """Return the seconds of one micro-batch's arithmetic, and the idle time of a rank in micro-batches."""
         options = self.work.parallel.options
         idle = bubble(options.schedule, sizes.pipeline, options.stages_per_rank)
         return self.work.flops(sizes) / (self.tflops * 1e12), idle
@@ -215,7 +215,7 @@ class _Model:
                 yield flow, dims
 
     def _seconds(self, flow: Flow, dims: _Dims) -> float:
-        """Seconds of a flow's calls in a micro-batch or a step: `fastest`, in floats."""
+        """Return the seconds of a flow's calls in a micro-batch or a step: `fastest`, in floats."""
         lines = self._lines(flow.operation, dims)
         return flow.calls * min(fixed_s + byte_s * flow.size_bytes for fixed_s, byte_s in lines)
 
@@ -317,7 +317,7 @@ def _factors(world: int, count: int) -> Iterator[Sequence[int]]:
 
 
 def _splits(work: Workload, sizes: Sizes) -> bool:
-    """Whether heads, layers and tokens can be split this way: the rules of meshcomm.config.rules."""
+    """Return whether heads, layers and tokens can be split this way: the rules of meshcomm.config.rules."""
     model, options, tensor, context = work.model, work.parallel.options, sizes.tensor, sizes.context
     vocab_size = model.vocab_size if model.is_built_in else 0
     split = (model.num_heads, model.num_kv_heads, model.intermediate_size, vocab_size)
@@ -366,7 +366,7 @@ def placed_data(settings: Config, placement: Placement) -> dict[str, Any]:
 
 
 def _expert_view(names: Mapping[ParallelRole, str], copies: str, placement: Placement) -> dict[str, int]:
-    """The view in which the block of data, shard and context is factored into copies and experts."""
+    """Return the view in which the block of data, shard and context is factored into copies and experts."""
     total = prod(placement.dims.get(part, 1) for part in _BLOCK)
     pair = {copies: total // placement.expert, names["expert"]: placement.expert}
     found: dict[str, int] = {}

@@ -33,7 +33,7 @@ class Stage:
 
 
 def stages_of_rank(coord: int, ranks: int, each: int) -> list[int]:
-    """The stages that a rank runs, in the model's order: stage s is on coord s % ranks.
+    """Return the stages that a rank runs, in the model's order: stage s is on coord s % ranks.
 
     >>> stages_of_rank(1, ranks=4, each=2)
     [1, 5]
@@ -110,7 +110,7 @@ class PartCosts(NamedTuple):
     head: int
 
     def of_stages(self, parts: list[range]) -> list[int]:
-        """The cost of each stage; the embedding counts with the first, the head with the last."""
+        """Return the cost of each stage; the embedding counts with the first, the head with the last."""
         costs = [sum(self.layers[layer] for layer in part) for part in parts]
         costs[0] += self.embedding
         costs[-1] += self.head
@@ -118,7 +118,7 @@ class PartCosts(NamedTuple):
 
 
 def part_costs(model: ModelConfig, seq_len: int) -> PartCosts:
-    """The cost of the matrices of each part; norms, rotations and the loss are not counted.
+    """Return the cost of the matrices of each part; norms, rotations and the loss are not counted.
 
     seq_len: tokens of a sample. Each query is multiplied with all of their keys, including keys that the causal mask
     hides. A window is computed a few queries at a time, so it counts twice its keys.
@@ -142,13 +142,15 @@ def attention_costs(model: ModelConfig, seq_len: int) -> list[int]:
 
 
 def model_stages(model: ModelConfig, seq_len: int, stages: int) -> list[range]:
-    """The layers of each stage of this model, balanced by `part_costs`; see `split_layers`."""
+    """Return the layers of each stage of this model, balanced by `part_costs`; see `split_layers`."""
     costs = part_costs(model, seq_len)
     return split_layers(model.num_layers, stages, costs.layers, first=costs.embedding, last=costs.head)
 
 
 def _exact_costs(layers: int, costs: Sequence[float], first: float, last: float) -> list[int]:
-    """The costs of the layers, including the ends, in a unit that makes all of them ints, so comparisons are exact."""
+    """Return the costs of the layers, including the ends, in a unit that makes all of them ints, so comparisons are
+    exact.
+    """
     wrong = [cost for cost in (*costs, first, last) if not (math.isfinite(cost) and cost >= 0)]
     if wrong or len(costs) != layers:
         raise LayoutError(

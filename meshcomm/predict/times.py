@@ -51,12 +51,12 @@ class Line(NamedTuple):
     byte_s: Fraction
 
     def seconds(self, size_bytes: float) -> float:
-        """The time for `size_bytes` bytes."""
+        """Return the time for `size_bytes` bytes."""
         return float(self.fixed_s + self.byte_s * Fraction(size_bytes))
 
 
 def lines(operation: Operation, route: Route) -> list[Line]:
-    """The time of every algorithm for `operation` along `route`.
+    """Return the time of every algorithm for `operation` along `route`.
 
     Algorithms without levels run all steps at the slowest link's alpha and beta. Hierarchical algorithms need an even
     route with two levels or more, and run each level at its own alpha and beta. Groups of one take no time.
@@ -77,19 +77,22 @@ def lines(operation: Operation, route: Route) -> list[Line]:
 
 
 def best(lines: Sequence[Line], size_bytes: float) -> Line:
-    """The line with the least time; in a tie, the first."""
+    """Return the line with the least time; in a tie, the first."""
     size = Fraction(size_bytes)
     return min(lines, key=lambda line: line.fixed_s + line.byte_s * size)
 
 
 def backend_lines(operation: Operation, route: Route) -> list[Line]:
-    """The `lines` that a backend chooses from, where that is known; otherwise all."""
+    """Return the `lines` that a backend chooses from, where that is known; otherwise all."""
     every = lines(operation, route)
     return [line for line in every if line.name in BACKENDS_OWN] or every
 
 
 def fastest(operation: Operation, route: Route, size_bytes: float) -> Line:
-    """The line for a call as a backend runs it: the best of `backend_lines`. `.seconds(size_bytes)` is its time."""
+    """Return the line for a call as a backend runs it: the best of `backend_lines`.
+
+    `.seconds(size_bytes)` is its time.
+    """
     return best(backend_lines(operation, route), size_bytes)
 
 
@@ -105,7 +108,8 @@ def bus_factor(operation: Operation, ranks: int) -> Fraction:
 
 
 def counted_bytes(operation: Operation, size_bytes: int, dim: str, ranks: int) -> int:
-    """The largest size up to `size_bytes` that is a multiple of float32, and of equal parts where there are parts.
+    """Return the largest size up to `size_bytes` that is a multiple of float32, and of equal parts where there are
+    parts.
 
     Raises ConfigError if there is none.
 
@@ -127,7 +131,7 @@ def counted_bytes(operation: Operation, size_bytes: int, dim: str, ranks: int) -
 
 
 def named_operations(names: Sequence[str]) -> tuple[Operation, ...]:
-    """The operations with these names; all if `names` is empty. Raises ConfigError."""
+    """Return the operations with these names; all if `names` is empty. Raises ConfigError."""
     for name in names:
         if name not in OPERATIONS:
             raise ConfigError(

@@ -31,7 +31,7 @@ def bandwidths(operation: Operation, ranks: int, size_bytes: int, seconds: float
 
 
 def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], sizes: Sequence[int]) -> Facts:
-    """The output of `meshcomm costs`, as JSON-serializable data.
+    """Return the output of `meshcomm costs`, as JSON-serializable data.
 
     dims: an entry for each name with groups and each operation.
     """
@@ -89,7 +89,7 @@ def row_facts(
     calls: int,
     seconds: tuple[Sequence[float], Sequence[float]],
 ) -> Facts:
-    """One row. seconds: per call of each round, of the slowest rank, for meshcomm and for torch.
+    """Return one row. seconds: per call of each round, of the slowest rank, for meshcomm and for torch.
 
     Times are medians over the rounds, ratio is the median of the rounds' ratios, and bandwidths follow from the median times.
     """

@@ -19,7 +19,7 @@ _GROUPS: Final = 3
 
 
 def diff_facts(a: Config, b: Config, plan_a: Plan, plan_b: Plan) -> Facts:
-    """The output of `meshcomm plan --diff`, as JSON-serializable data. a, b: with every -1 filled in.
+    """Return the output of `meshcomm plan --diff`, as JSON-serializable data. a, b: with every -1 filled in.
 
     Pairs and rows end with the values of a and b; None if one side has none. groups: every name whose groups differ.
     "also": the name that has the same groups on the other side. "reordered": groups of the same ranks in another order.
@@ -63,7 +63,7 @@ def _given(value: Any) -> Any:
 
 
 def _groups(a: Plan, b: Plan) -> list[Facts]:
-    """Names whose groups differ. The order of the groups is ignored, because no rank depends on it."""
+    """Return the names whose groups differ. The order of the groups is ignored, because no rank depends on it."""
     ours, theirs = (
         {family.name: plan.layout.groups(family.name) for family in plan.families} for plan in (a, b)
     )
@@ -77,7 +77,7 @@ def _groups(a: Plan, b: Plan) -> list[Facts]:
 
 
 def _changed(name: str, a: Ranks | None, b: Ranks | None) -> Facts:
-    """The change of the groups of one name. None: that side does not have the name."""
+    """Return the change of the groups of one name. None: that side does not have the name."""
     ours, theirs = _by_members(a), _by_members(b)
     common = ours.keys() & theirs.keys()
     same = sum(bool((ours[key] == theirs[key]).all()) for key in common)
@@ -102,7 +102,7 @@ def _changed(name: str, a: Ranks | None, b: Ranks | None) -> Facts:
 
 
 def _by_members(groups: Ranks | None) -> dict[bytes, Ranks]:
-    """Groups by their sorted ranks, without groups of one rank."""
+    """Return the groups by their sorted ranks, without groups of one rank."""
     if groups is None or groups.shape[1] == 1:
         return {}
     return {key.tobytes(): row for key, row in zip(np.sort(groups, axis=1), groups, strict=True)}
@@ -130,7 +130,7 @@ def _ranks(a: Layout, b: Layout) -> Facts:
 
 
 def _coords(layout: Layout, names: list[str], ranks: Ranks) -> Ranks:
-    """A row for each rank, a column for each name: coords; 0 where the layout has no such dim."""
+    """Return a row for each rank, a column for each name: coords; 0 where the layout has no such dim."""
     places = np.argsort(layout.ranks)
     positions = places[np.searchsorted(layout.ranks, ranks, sorter=places)]
     coords = np.zeros((len(ranks), len(names)), dtype=np.int64)

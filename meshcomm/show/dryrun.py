@@ -18,7 +18,7 @@ _SHOWN: Final = 12
 
 
 def dry_view(facts: Facts) -> View:
-    """The facts of a dry run for a rich console."""
+    """Return the facts of a dry run for a rich console."""
     return page_view([*_page(facts)])
 
 

@@ -48,7 +48,7 @@ _LEGEND: Final = 16
 def grid_facts(
     plan: Plan, by: Dims | None = None, topology: TopologyConfig | None = None, rank: int | None = None
 ) -> Facts:
-    """The rank grid, with the groups along `by`, as JSON-serializable data.
+    """Return the rank grid, with the groups along `by`, as JSON-serializable data.
 
     by: a dim, a merged dim, a view's dim, or a tuple of them. If None, the innermost dim of the base. rank: a rank to mark.
 
@@ -120,7 +120,7 @@ class Slot(NamedTuple):
 
 
 def _between(slots: Sequence[Slot]) -> list[int]:
-    """The positions of lines between slots: in the middle of each gap, and next to both ends."""
+    """Return the positions of lines between slots: in the middle of each gap, and next to both ends."""
     middles = [after.at - (after.at - before.at - before.size + 1) // 2 for before, after in pairwise(slots)]
     # A cell ends with a blank: the last line is there.
     return [slots[0].at - 1, *middles, slots[-1].at + slots[-1].size]
@@ -141,12 +141,12 @@ def tag(index: int) -> str:
 
 
 def _digits(sizes: Mapping[str, int], number: int) -> dict[str, int]:
-    """The coords, by dim, of a row-major index."""
+    """Return the coords, by dim, of a row-major index."""
     return dict(zip(sizes, map(int, np.unravel_index(number, tuple(sizes.values()))), strict=True))
 
 
 def _directions(facts: Facts) -> list[dict[str, int]]:
-    """The dims of four directions: blocks downwards, blocks across, rows in a block, columns in a block."""
+    """Return the dims of four directions: blocks downwards, blocks across, rows in a block, columns in a block."""
     dims = [(name, size) for name, size in facts["dims"].items() if size > 1]
     return [dict(dims[:-3]), dict(dims[-3:-2]), dict(dims[-2:-1]), dict(dims[-1:])]
 
@@ -182,7 +182,7 @@ def _axis(sizes: dict[str, int], stride: int, drawn: int, place: int) -> Axis:
 
 
 def _drawn(inside: int, blocks: int, room: Room, gaps: int) -> tuple[int, int]:
-    """The number of coords inside a block, and of blocks, to draw: as many ranks as fit, at least one.
+    """Return the number of coords inside a block, and of blocks, to draw: as many ranks as fit, at least one.
 
     gaps: the number of marks for omitted coords, one column or line each.
     """
@@ -310,11 +310,11 @@ class _Picture:
         self.places = np.where(np.minimum(rows, columns) < 0, _LEFT_OUT, rows + columns)
 
     def letters(self, group: int) -> str:
-        """A group's letters, if colors alone do not distinguish groups."""
+        """Return a group's letters, if colors alone do not distinguish groups."""
         return tag(group) if self.lettered else ""
 
     def style(self, group: int) -> str:
-        """A group's color, and black or white for text on it."""
+        """Return a group's color, and black or white for text on it."""
         colour = PALETTE[group % len(PALETTE)]
         ink = "#ffffff" if colour == "#0072b2" else "#000000"
         return f"{ink} on {colour}" if self.coloured else "default"
@@ -364,7 +364,7 @@ class _Picture:
         return entries, [*notes, f"not drawn: {'; '.join(left_out)}"] if left_out else notes
 
     def _row_labels(self, row: Slot) -> tuple[str, str]:
-        """The labels left of a row: the name of the block that begins there, or "", and the row's label."""
+        """Return the labels left of a row: the name of the block that begins there, or "", and the row's label."""
         if row.offset < 0:
             return "", "⋮"
         if self.inside_rows.size == 1:
@@ -382,7 +382,7 @@ class _Picture:
         return column.at, f"{name} ".rjust(width), self.style(group)
 
     def _node_lines(self) -> tuple[Lines, Lines]:
-        """Whether there is a line left of [row + 1, column], and above [row, column + 1].
+        """Return whether there is a line left of [row + 1, column], and above [row, column + 1].
 
         Lines separate ranks of different nodes, and surround the grid. There are none if nodes are not known.
         Next to omitted coords, lines are only at the edge of the picture.
@@ -395,14 +395,14 @@ class _Picture:
         return _parted(nodes[:, :-1], nodes[:, 1:]), _parted(nodes[:-1], nodes[1:])
 
     def _border(self, label: str, crossings: Numbers, above: Lines) -> Text:
-        """The line above a row."""
+        """Return the line above a row."""
         drawn = ""
         for at, crossing, before in zip(self.bars, crossings, above, strict=False):
             drawn = drawn.ljust(at - self.bars[0], _NODE_LINES[12 * before]) + _NODE_LINES[crossing]
         return self._line(label, [(self.bars[0], drawn.rstrip(), "")])
 
     def _line(self, label: str, pieces: Iterable[Piece]) -> Text:
-        """A label in the margin, and texts at their columns, each in its style."""
+        """Return a label in the margin, and texts at their columns, each in its style."""
         from rich.text import Text
 
         line = Text().append(label, "bold")

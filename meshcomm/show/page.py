@@ -56,7 +56,7 @@ class Line:
     style: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The lines, none wider than the console unless a word is."""
+        """Return the lines, none wider than the console unless a word is."""
         from textwrap import wrap
 
         from rich.text import Text
@@ -89,7 +89,7 @@ class Cells:
 
     @classmethod
     def of(cls, items: Iterable[Any], columns: Mapping[str, Column], once: int = 0) -> Self:
-        """A row for each item. columns: see `Column`; ">name" is a column of numbers.
+        """Return a row for each item. columns: see `Column`; ">name" is a column of numbers.
 
         None is shown as "-", an int with commas.
         """
@@ -98,7 +98,7 @@ class Cells:
         return cls(names, rows, tuple(name[1:] for name in columns if name.startswith(">")), once)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The table or the records, as wide as the console."""
+        """Return the table or the records, as wide as the console."""
         from rich.box import SIMPLE_HEAD
         from rich.cells import cell_len
         from rich.padding import Padding
@@ -163,7 +163,7 @@ def _packed(items: Sequence[str], width: int) -> list[str]:
 
 
 def page_view(parts: Sequence[PagePart]) -> View:
-    """The parts one below the other."""
+    """Return the parts one below the other."""
     from rich.console import Group
 
     return Group(*parts)
@@ -178,7 +178,7 @@ def terminal(width: int = _WIDTH, stderr: bool = False) -> Console:
 
 
 def as_text(what: RenderableType, width: int = _WIDTH) -> str:
-    """The text on a console of `width` columns without color, without trailing blanks."""
+    """Return the text on a console of `width` columns without color, without trailing blanks."""
     from rich.console import Console
 
     # In a notebook, rich displays additional output at the end of a capture.
@@ -189,7 +189,7 @@ def as_text(what: RenderableType, width: int = _WIDTH) -> str:
 
 
 def svg_of(what: RenderableType) -> str:
-    """The output of a wide console, in color, as a self-contained picture, light or dark."""
+    """Return the output of a wide console, in color, as a self-contained picture, light or dark."""
     from rich.cells import cell_len
     from rich.console import Console
     from rich.terminal_theme import SVG_EXPORT_THEME

@@ -12,7 +12,7 @@ _ROWS = 10
 
 
 def parity_view(facts: Mapping[str, Any]) -> View:
-    """The worst of each quantity, the ten worst parameters, the verdict. facts: as of `Parity.facts`."""
+    """Return the worst of each quantity, the ten worst parameters, the verdict. facts: as of `Parity.facts`."""
     worst = sorted(facts["differences"], key=_size, reverse=True)
     rows = [next(one for one in worst if one["kind"] == kind) for kind in ("loss", "gradient norm")]
     # Each parameter once, by the worse of its weight and its gradient.

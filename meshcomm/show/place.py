@@ -13,7 +13,9 @@ from meshcomm.show.units import bytes_text, count, seconds_text
 
 
 def place_facts(ranking: Ranking, names: Mapping[ParallelRole, str], device: str = "auto") -> Facts:
-    """The output of `meshcomm tune`, as JSON-serializable data. names: the dim of each part. device: mesh.device."""
+    """Return the output of `meshcomm tune`, as JSON-serializable data. names: the dim of each part. device:
+    mesh.device.
+    """
     return {
         "world_size": ranking.world,
         "meshes": ranking.meshes,
@@ -106,7 +108,7 @@ def _peak(exact: Facts) -> str:
 
 
 def _crossing(calls: list[Facts]) -> str:
-    """The calls that cross links beyond the node: dim and seconds."""
+    """Return the calls that cross links beyond the node: dim and seconds."""
     by_dim: dict[str, float] = {}
     for call in calls:
         if call["link"] != "node":

@@ -19,7 +19,7 @@ from meshcomm.show.units import count
 
 
 def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | None = None) -> Facts:
-    """The output of `meshcomm plan`, as JSON-serializable data.
+    """Return the output of `meshcomm plan`, as JSON-serializable data.
 
     dims: one entry for each dim, merged dim and view's dim, in plan order. With ranks_per_node it has nodes (the fewest and
     most nodes that one of its groups spans), crosses (link class -> number of groups whose slowest link it is) and link,
@@ -64,7 +64,7 @@ def _dim_facts(layout: Layout, family: Family, where: Machine | None) -> Facts:
 
 
 def _stride(layout: Layout, family: Family) -> int | None:
-    """The rank distance from one coord to the next, if it is the same everywhere in the mesh."""
+    """Return the rank distance from one coord to the next, if it is the same everywhere in the mesh."""
     if family.size == 1:
         return None
     digits = layout.digits(family.name).canonical()
@@ -75,7 +75,7 @@ def _stride(layout: Layout, family: Family) -> int | None:
 
 
 def _link(level: Level) -> Facts:
-    """A link class with its speed; None if the speed was not configured."""
+    """Return a link class with its speed; None if the speed was not configured."""
     speeds = {"latency_us": level.alpha_s * 10**6, "bandwidth_gbytes_s": 1 / level.beta_s / 10**9}
     return {"name": level.name, **{key: None if level.assumed else float(n) for key, n in speeds.items()}}
 
@@ -108,7 +108,7 @@ def read_rank(text: str, layout: Layout) -> int:
 
 
 def rank_facts(plan: Plan, rank: int, topology: TopologyConfig | None = None) -> Facts:
-    """The part of `plan_facts` for one rank: its coords, and its group for each name.
+    """Return the part of `plan_facts` for one rank: its coords, and its group for each name.
 
     machine: its node, rack, local_rank and the ranks on its node; None without ranks_per_node.
     Raises LayoutError if the mesh does not have `rank`.
@@ -190,7 +190,9 @@ def plan_page(facts: Facts) -> list[PagePart]:
 
 
 def _rank_page(rank: Facts) -> list[PagePart]:
-    """One rank's coords, in the base and in every view; its node; a row for each name with its group and ring neighbors."""
+    """Return one rank's coords, in the base and in every view; its node; a row for each name with its group and
+    ring neighbors.
+    """
     text = f"rank {rank['rank']}: {coords_text(rank['coords'])}"
     for view, coords in rank["views"].items():
         text += f"; {view}: {coords_text(coords)}"
@@ -218,7 +220,7 @@ def _neighbour(rank: int | None, wraps: bool) -> str | None:
 
 
 def _dims_table(dims: list[Facts]) -> Cells:
-    """One row for each dim, merged dim and view's dim."""
+    """Return one row for each dim, merged dim and view's dim."""
     columns: dict[str, Column] = {
         "dim": "name",
         "kind": lambda dim: dim["kind"] + (" " + " ".join(dim["dims"])) * (dim["kind"] == "merged"),
@@ -239,7 +241,7 @@ def _dims_table(dims: list[Facts]) -> Cells:
 
 
 def _backend(dim: Facts) -> str:
-    """The backend's name and options: first options with a value, then the names of enabled options."""
+    """Return the backend's name and options: first options with a value, then the names of enabled options."""
     extra = dim["extra"].items()
     valued = [f"{name}={value}" for name, value in extra if value is not True]
     return " ".join([dim["backend"], *valued, *(name for name, value in extra if value is True)])
@@ -251,7 +253,7 @@ def _span(nodes: Facts) -> str:
 
 
 def _link_text(link: Facts | None, crosses: dict[str, int]) -> str | None:
-    """The link that all groups cross, or the share of groups by their slowest link."""
+    """Return the link that all groups cross, or the share of groups by their slowest link."""
     if link is None:
         return None
     total = sum(crosses.values())

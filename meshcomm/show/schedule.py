@@ -25,7 +25,7 @@ _PASSES: Final = 1_000_000
 
 
 def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
-    """One step of the pipeline, as JSON-serializable data.
+    """Return one step of the pipeline, as JSON-serializable data.
 
     Times are in slots: 1 for a forward pass, 1 for each half of a backward pass, messages free. slots: length of the
     step; bubble: share of it in which a rank waits; held: the most activations that each rank keeps, in microbatches of
@@ -123,7 +123,7 @@ class ScheduleView:
         yield from self._legend()
 
     def _cells(self, rank: int, width: int) -> list[tuple[str, str]]:
-        """Text and style of each slot of the step."""
+        """Return text and style of each slot of the step."""
         facts = self._facts
         cells = [(".".ljust(width), "dim")] * facts["slots"]
         for kind, stage, microbatch, start, end in facts["passes"][rank]:
@@ -133,7 +133,7 @@ class ScheduleView:
         return cells
 
     def _letter(self, stage: int) -> str:
-        """The letter of a stage: a for the rank's first stage, A to Z after z. Later stages share one letter."""
+        """Return the letter of a stage: a for the rank's first stage, A to Z after z. Later stages share one letter."""
         turn = stage // self._facts["ranks"]
         return "" if self._facts["stages_per_rank"] == 1 else (ascii_letters[turn : turn + 1] or "+")
 
@@ -159,5 +159,5 @@ class ScheduleView:
 
 
 def _ruler(start: int, end: int, cell: int) -> str:
-    """The number of every fifth slot of a band."""
+    """Return the number of every fifth slot of a band."""
     return "".join(str(slot).ljust(5 * cell) for slot in range(start, end, 5)).rstrip()

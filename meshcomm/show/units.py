@@ -12,7 +12,7 @@ _BINARY = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 
 def decimal_unit(number: float) -> tuple[str, float]:
-    """The unit in which `number` bytes have few digits, and its size."""
+    """Return the unit in which `number` bytes have few digits, and its size."""
     return next((unit, size) for unit, size in _DECIMAL.items() if number >= 0.9995 * size or unit == "B")
 
 
@@ -27,7 +27,7 @@ def bytes_text(number: float) -> str:
 
 
 def size_text(number: int) -> str:
-    """A size as people write it: in binary units if it is an integer number of up to 1,023 of them, otherwise as
+    """Return a size as people write it: in binary units if it is an integer number of up to 1,023 of them, otherwise as
     `bytes_text`.
 
     >>> size_text(65536), size_text(64_000_000), size_text(4092)
@@ -40,7 +40,7 @@ def size_text(number: int) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """A number and a noun, in the plural where needed.
+    """Return a number and a noun, in the plural where needed.
 
     >>> count(1, "rank"), count(1024, "rank")
     ('1 rank', '1,024 ranks')

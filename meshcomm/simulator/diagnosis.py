@@ -55,7 +55,7 @@ def diagnose(shared: SharedState) -> MeshcommError | None:
 
 
 def unyielding(shared: SharedState, actor: Actor) -> MeshcommError | None:
-    """The error if `actor` has run for the mesh's timeout, during which other ranks would have waited for it."""
+    """Return the error if `actor` has run for the mesh's timeout, during which other ranks would have waited for it."""
     others = [each.rank for each in shared.scheduler.actors if not each.ended and each is not actor]
     if not others:
         return None
@@ -68,7 +68,7 @@ def unyielding(shared: SharedState, actor: Actor) -> MeshcommError | None:
 
 
 def at_the_end(shared: SharedState) -> MeshcommError | None:
-    """The error for incorrect behavior of ranks that have all ended, or None."""
+    """Return the error for incorrect behavior of ranks that have all ended, or None."""
     return _failed(shared, {}) or _left_over(shared) or _not_waited(shared)
 
 
@@ -104,7 +104,7 @@ def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | N
 
 
 def _tags_differ(shared: SharedState) -> UnmatchedMessage | None:
-    """A send and a receive between the same two ranks, with different tags, both waited for."""
+    """Return a send and a receive between the same two ranks, with different tags, both waited for."""
     messages = [each for each in _unmatched(shared) if each.work.actor.wait is each.work]
     sends = [each for each in messages if each.work.kind == "send"]
     for recv in messages:
@@ -207,7 +207,7 @@ def _unmatched(shared: SharedState) -> list[PendingMessage]:
 
 
 def _needs(shared: SharedState, actor: Actor) -> list[int]:
-    """The ranks that must act before `actor` can continue; [] if unknown."""
+    """Return the ranks that must act before `actor` can continue; [] if unknown."""
     on = actor.wait
     if isinstance(on, SimulatedWork):
         return on.absent()
@@ -229,7 +229,7 @@ def _needs(shared: SharedState, actor: Actor) -> list[int]:
 
 
 def _doing(actor: Actor) -> str:
-    """The wait of an actor: a verb and its object."""
+    """Return the wait of an actor: a verb and its object."""
     on, site = actor.wait, callsite_of(actor)
     if isinstance(on, SimulatedWork):
         begun = on.site
@@ -276,7 +276,7 @@ def _count(things: Sequence[object], name: str) -> str:
 
 
 def _shortened(lines: Sequence[str]) -> list[str]:
-    """The first lines, and the number of the others."""
+    """Return the first lines, and the number of the others."""
     more = len(lines) - _SHOWN
     return [*lines] if more <= 1 else [*lines[:_SHOWN], f"and {more} more"]
 

@@ -56,7 +56,7 @@ class Losses:
         self.replacing.store = LaunchersStore(shared.values)
 
     def loses(self, actor: Actor) -> bool:
-        """Whether `actor` is lost now, at its next operation. The launcher reacts at a later one."""
+        """Return whether `actor` is lost now, at its next operation. The launcher reacts at a later one."""
         self._clock += 1
         if self.expects() and self._shared.scheduler.choose(_SEES_ONE_IN) == 0:
             self.look()
@@ -73,7 +73,7 @@ class Losses:
         return found
 
     def expects(self) -> bool:
-        """Whether a launcher has something to do, now or later."""
+        """Return whether a launcher has something to do, now or later."""
         replacing = self.replacing
         return bool(self._unseen or replacing.due or replacing.coming)
 
@@ -112,12 +112,12 @@ class Losses:
         return None
 
     def is_over(self) -> bool:
-        """Whether every rank of the mesh has ended: actors that wait to take part then wait forever."""
+        """Return whether every rank of the mesh has ended: actors that wait to take part then wait forever."""
         actors = self._shared.scheduler.actors
         return all(actors[each].ended_well for each in self.replacing.places.processes)
 
     def irreplaceable(self, actor: Actor) -> MeshcommError | None:
-        """The error if ranks were lost that no new ones can replace, because `actor` or others had ended before.
+        """Return the error if ranks were lost that no new ones can replace, because `actor` or others had ended before.
 
         As under a launcher: a new process has to meet every one of the others.
         """

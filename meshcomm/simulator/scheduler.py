@@ -61,7 +61,7 @@ class RankLocals:
 
     @classmethod
     def present(cls) -> RankLocals:
-        """The present state of the process; `enter` restores it."""
+        """Return the present state of the process; `enter` restores it."""
         found = cls(0)
         found._variables = {name: os.environ.get(name) for name in _PER_RANK}
         found.leave()
@@ -265,7 +265,7 @@ class Scheduler:
         return bool(self._ready)
 
     def choose(self, count: int) -> int:
-        """A number below `count`, chosen by the seed."""
+        """Return a number below `count`, chosen by the seed."""
         return int(self._random.random() * count)
 
     def wake(self, actor: Actor) -> None:
@@ -401,7 +401,7 @@ class Scheduler:
 
 
 def _importing() -> str | None:
-    """The module that the caller's thread is importing, if it is."""
+    """Return the module that the caller's thread is importing, if it is."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "_find_and_load" and "importlib" in frame.f_code.co_filename:

@@ -81,7 +81,7 @@ class _Elementwise(DispatchMode):  # type: ignore[misc]
             self.__exit__(None, None, None)
 
     def outside(self, given: Any) -> Any:
-        """An argument of `step`; a closure, which computes the loss, is not part of the step."""
+        """Return an argument of `step`; a closure, which computes the loss, is not part of the step."""
         if isinstance(given, Optimizer) or not callable(given):
             return given
         closure: Callable[..., Any] = given
@@ -110,7 +110,7 @@ class _Elementwise(DispatchMode):  # type: ignore[misc]
         return found
 
     def _mixes(self, name: str, parts: list[Tensor], new: list[Tensor]) -> bool:
-        """Whether an operator that computed `new` from `parts` combines several of their elements."""
+        """Return whether an operator that computed `new` from `parts` combines several of their elements."""
         if name.startswith("_foreach_"):
             # For lists, compare each element with its own part.
             return name.startswith(("_foreach_norm", "_foreach_max.default"))
@@ -136,6 +136,8 @@ class _Elementwise(DispatchMode):  # type: ignore[misc]
 
 
 def _split(parameter: Tensor) -> list[str]:
-    """The dims along which a plain parameter is split, as recorded at the split, see parallel/tensor/parameters.py."""
+    """Return the dims along which a plain parameter is split, as recorded at the split, see
+    parallel/tensor/parameters.py.
+    """
     parts = getattr(parameter, "meshcomm_parts", ())
     return [part.dim for part in parts if part.mesh.size(part.dim) > 1]

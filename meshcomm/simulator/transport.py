@@ -44,18 +44,18 @@ _UNKNOWN = Callsite("?", "an unknown line")
 
 
 def here() -> Callsite:
-    """The line of the caller's thread."""
+    """Return the line of the caller's thread."""
     return _walk(sys._getframe(1))
 
 
 def callsite_of(actor: Actor) -> Callsite:
-    """The line of a rank, whether it runs or not."""
+    """Return the line of a rank, whether it runs or not."""
     frame = thread_frames().get(actor.ident)
     return _UNKNOWN if frame is None else _walk(frame)
 
 
 def raised_at(error: BaseException) -> str:
-    """The innermost line of the program in an exception's traceback."""
+    """Return the innermost line of the program in an exception's traceback."""
     passed = ((frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__))
     lines = [f"{file}:{line}" for file, line in passed if not is_ours(file)]
     return lines[-1] if lines else _UNKNOWN.line
@@ -115,7 +115,7 @@ class SimulatedWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done; if not, other ranks run first, so that asking again may help."""
+        """Return whether it is done; if not, other ranks run first, so that asking again may help."""
         if not self.done and not self.gone():
             self.scheduler.poll(self.actor, self)
         return self.done or self.gone()
@@ -141,7 +141,7 @@ class SimulatedWork:
 
 
 def broken(label: str) -> RuntimeError:
-    """The error that a backend would raise."""
+    """Return the error that a backend would raise."""
     return RuntimeError(f"connection closed: a rank of {label} was lost")
 
 
@@ -153,7 +153,7 @@ class Contribution(NamedTuple):
     work: SimulatedWork
 
     def compared(self) -> tuple[Any, ...]:
-        """The facts that must be equal on all ranks: dtype, elements, operation and root first."""
+        """Return the facts that must be equal on all ranks: dtype, elements, operation and root first."""
         row, x, out, op, root, lengths, _ = self.call
         tensor = out if row.root == "src" and out is not None else x
         dtype = None if tensor is None else tensor.dtype
@@ -162,7 +162,7 @@ class Contribution(NamedTuple):
         return dtype, elements, op, None if row.root is None else root, row, not lengths, told
 
     def facts(self) -> dict[str, Any]:
-        """The call as errors show it."""
+        """Return the call as errors show it."""
         if self.told is not None:
             found = self.told[2]
         else:
@@ -190,11 +190,11 @@ class PendingCollective:
     mismatched: bool = False
 
     def absent(self) -> list[int]:
-        """The global ranks that have not arrived."""
+        """Return the global ranks that have not arrived."""
         return [rank for coord, rank in enumerate(self.group.ranks) if coord not in self.contributions]
 
     def error(self) -> CallMismatchError:
-        """The error for ranks that arrived with different calls; it names ranks that did not arrive."""
+        """Return the error for ranks that arrived with different calls; it names ranks that did not arrive."""
         came = sorted(self.contributions.items())
         calls = [
             [each.work.call, each.facts(), (each.work.site or callsite_of(each.work.actor)).line]
@@ -219,7 +219,7 @@ class PendingMessage:
     order: int
 
     def line(self) -> str:
-        """This end in an error about two ends that do not fit."""
+        """Return this end in an error about two ends that do not fit."""
         work, shape = self.work, f"({', '.join(map(str, self.x.shape))}) {name_of(self.x.dtype)}"
         at = "" if work.site is None else work.site.line
         return f"rank {work.actor.rank}: {work.call} of {shape}, tag {work.tag}, at {at}"
@@ -253,7 +253,7 @@ class SimulatedGroup:
         self._ends.clear()
 
     def is_gone(self) -> bool:
-        """Whether ranks were lost."""
+        """Return whether ranks were lost."""
         return self.gone
 
     def start(self, coord: int, number: int, call: Call, told: Told | None) -> SimulatedWork:
@@ -367,7 +367,7 @@ class SimulatedGroup:
 
 
 def _lengths_fit(calls: list[Call]) -> bool:
-    """Whether each coord sends every other one the sizes that it expects. The calls: by coord."""
+    """Return whether each coord sends every other one the sizes that it expects. The calls: by coord."""
     lengths = [call.lengths for call in calls if call.lengths]
     return all(
         sends == lengths[theirs][0][mine]

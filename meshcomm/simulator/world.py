@@ -87,7 +87,7 @@ class SharedState:
         self.scheduler.wait(actor, StoreWait(actor, [key], timeout_s))
 
     def generations_of(self, actor: Actor) -> Generations | None:
-        """A process's view of the generations; None if no rank is ever lost."""
+        """Return a process's view of the generations; None if no rank is ever lost."""
         return None if self.losses is None else self.losses.generations.get(actor.process)
 
     def has_to_wait(self, wait: StoreWait) -> bool:
@@ -98,7 +98,7 @@ class SharedState:
         return key is not None
 
     def desync(self, prefix: str, label: str) -> CallMismatchError | None:
-        """The error for the first step in which ranks of a group differ, as far as they have advanced."""
+        """Return the error for the first step in which ranks of a group differ, as far as they have advanced."""
         of_group = self.recorders[prefix, label]
         ranks = [rank for rank in next(iter(of_group.values()))[1].ranks if rank in of_group]
         histories = {rank: of_group[rank][1].steps.data() for rank in ranks}
@@ -199,7 +199,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         self._timeout = timedelta(days=1)
 
     def prefixed(self, prefix: str) -> SimulatedStore:
-        """The same store, keys under `prefix`."""
+        """Return the same store, keys under `prefix`."""
         return SimulatedStore(self._shared, self._actor, f"{self._prefix}{prefix}/")
 
     @property

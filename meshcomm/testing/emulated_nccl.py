@@ -137,7 +137,7 @@ class _Item:
         return self.waited or self.number <= self.queue.waited
 
     def meets(self, begin: int, end: int, writes: bool) -> bool:
-        """Whether a read or write of this memory must come after this call."""
+        """Return whether a read or write of this memory must come after this call."""
         return any(begin < last and first < end and (writes or wrote) for first, last, wrote in self.memory)
 
 
@@ -487,7 +487,7 @@ class Graph:
         self.items: list[_Item] = []
 
     def holds(self, queue: EmulatedNCCL) -> bool:
-        """Whether the graph has a call of this communicator."""
+        """Return whether the graph has a call of this communicator."""
         return any(item.queue is queue for item in self.items)
 
     def reset(self) -> None:
@@ -602,7 +602,9 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
                 )
 
     def trace(self, **given: bool) -> str:
-        """The pending calls as in a dump of torch's flight recorder for NCCL, with the keys that meshcomm reads."""
+        """Return the pending calls as in a dump of torch's flight recorder for NCCL, with the keys that meshcomm
+        reads.
+        """
         entries = [
             {
                 "process_group": [item.queue.group_name, ""],
@@ -728,7 +730,7 @@ def no_host_sync() -> Iterator[None]:
 
 
 def host_syncs() -> int:
-    """The number of values that the host has read since `emulated_nccl` began."""
+    """Return the number of values that the host has read since `emulated_nccl` began."""
     return _emulation().syncs
 
 
@@ -737,7 +739,7 @@ def _create(given: Any, options: Any = None) -> EmulatedNCCL:
 
 
 def _reads(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that reads a tensor's memory without an operator."""
+    """Return a method that reads a tensor's memory without an operator."""
 
     def read(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if _active:
@@ -757,7 +759,7 @@ def _block(item: _Item) -> None:
 
 
 def _in_a_graph() -> bool:
-    """Whether code compiled by torch.compile is running."""
+    """Return whether code compiled by torch.compile is running."""
     frame: FrameType | None = sys._getframe(2)
     made = compiled_files()
     while frame is not None:

@@ -44,7 +44,7 @@ class MeshRequest:
 
 
 def vias(marker_via: object, override: str | None) -> tuple[str, ...]:
-    """The ways to run a test, one after the other. Raises MeshTestError for an unknown one.
+    """Return the ways to run a test, one after the other. Raises MeshTestError for an unknown one.
 
     marker_via: the marker's `via`, or None. override: `--mesh-via`.
     """
@@ -69,7 +69,7 @@ def vias(marker_via: object, override: str | None) -> tuple[str, ...]:
 
 
 def read(args: Sequence[Any], keywords: Mapping[str, Any], via: str) -> MeshRequest:
-    """The marker's arguments as a request. Raises MeshTestError, or ConfigError for an invalid mesh.
+    """Return the marker's arguments as a request. Raises MeshTestError, or ConfigError for an invalid mesh.
 
     args: empty, or one mapping of dims, for names that are not Python names or are keywords of the marker.
     """
@@ -114,7 +114,7 @@ def read(args: Sequence[Any], keywords: Mapping[str, Any], via: str) -> MeshRequ
 
 
 def _not_via(keywords: Mapping[str, Any], via: str) -> str:
-    """The reason why the test is not run through `via`; "" if it is run."""
+    """Return the reason why the test is not run through `via`; "" if it is run."""
     refused = keywords.get("not_via", {})
     named = keywords.get("via")
     wanted = (named,) if isinstance(named, str) else named or (VIAS[0],)

@@ -51,7 +51,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def mesh_pool(pytestconfig: pytest.Config) -> Pool:
-    """The run's warm ranks, a meshcomm.testing.Pool: for tests that call meshcomm.init themselves."""
+    """Return the run's warm ranks, a meshcomm.testing.Pool: for tests that call meshcomm.init themselves."""
     from meshcomm.testing.processes import pool_of
 
     return pool_of(pytestconfig)

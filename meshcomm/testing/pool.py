@@ -260,13 +260,13 @@ class Pool:
 
 
 def _failure_text(one: Ended) -> str:
-    """The failure, with the stacks that a rank wrote when it died of a fault such as SIGSEGV."""
+    """Return the failure, with the stacks that a rank wrote when it died of a fault such as SIGSEGV."""
     fault = one.stack.strip() if one.state == "died" else ""
     return f"{one.text}\n{fault}".rstrip()
 
 
 def _ended(worker: _Worker, stack: str) -> Ended:
-    """How a rank with a message or a closed pipe ended."""
+    """Return how a rank with a message or a closed pipe ended."""
     try:
         answer: Ended = worker.pipe.recv()
         return replace(answer, stack=stack)
@@ -277,7 +277,7 @@ def _ended(worker: _Worker, stack: str) -> Ended:
 
 
 def how_it_died(code: int | None) -> str:
-    """An exit code in words.
+    """Return an exit code in words.
 
     >>> how_it_died(-9), how_it_died(3)
     ('was killed by SIGKILL', 'ended with exit code 3')

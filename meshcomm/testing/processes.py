@@ -66,7 +66,7 @@ class _OwnMonkeyPatch:
 
 
 def given(item: pytest.Function) -> Values:
-    """The values of a test. Raises MeshTestError for a body that cannot run on ranks."""
+    """Return the values of a test. Raises MeshTestError for a body that cannot run on ranks."""
     if inspect.iscoroutinefunction(item.obj) or inspect.isasyncgenfunction(item.obj):
         raise MeshTestError(
             f"{item.name} is async",
@@ -104,7 +104,7 @@ def pack(test: str, values: Values) -> bytes:
 
 
 def _uncrossed(test: str, named: Mapping[str, object], error: Exception) -> MeshTestError:
-    """An error that names the value that cannot be pickled, or all values if each can be pickled by itself."""
+    """Return an error that names the value that cannot be pickled, or all values if each can be pickled by itself."""
     culprit = ", ".join(named)
     hint = "values that can be pickled together"
     for name, value in named.items():
@@ -164,7 +164,7 @@ class Task:
 
 
 def pool_of(config: pytest.Config) -> Pool:
-    """The warm ranks of the run, forked at the first use."""
+    """Return the warm ranks of the run, forked at the first use."""
     if POOL not in config.stash:
         always = ("torch", "torch.distributed", "meshcomm.mesh", "meshcomm.testing.processes")
         config.stash[POOL] = Pool((*always, *config.getini("mesh_preload")))
@@ -207,7 +207,7 @@ def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
 
 
 def sources(wanted: str) -> dict[str, Source]:
-    """The modules of this process that a rank could not import, or could not import with rewritten asserts.
+    """Return the modules of this process that a rank could not import, or could not import with rewritten asserts.
 
     wanted: a module that is always included.
     """
@@ -236,7 +236,7 @@ def _source(module: ModuleType) -> Source:
 
 
 def _filters() -> tuple[tuple[Any, ...], ...]:
-    """The warning filters that pytest has set for this test; classes pickled."""
+    """Return the warning filters that pytest has set for this test; classes pickled."""
     sent = []
     for action, message, category, module, line in warnings.filters:
         try:
@@ -269,7 +269,7 @@ def on_rank(data: bytes) -> Held:
 
 
 def _known(category: type[Warning]) -> type[Warning]:
-    """A warning category that the test's process knows; a category defined by a test becomes UserWarning."""
+    """Return a warning category that the test's process knows; a category defined by a test becomes UserWarning."""
     try:
         pickle.dumps(category)
     except Exception:

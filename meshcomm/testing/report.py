@@ -109,19 +109,19 @@ def _traceback(error: BaseException, full: bool) -> str:
 
 
 def stack_text(frames: Iterable[FrameSummary], full: bool) -> str:
-    """The stack of a rank that did not return, as Python prints tracebacks. frames: outermost first."""
+    """Return the stack of a rank that did not return, as Python prints tracebacks. frames: outermost first."""
     return "".join(_users(frames, full).format()).rstrip()
 
 
 def last_stack(text: str) -> list[FrameSummary]:
-    """The last stack that faulthandler wrote; for a fault, the stack of its thread. Outermost frame first."""
+    """Return the last stack that faulthandler wrote; for a fault, the stack of its thread. Outermost frame first."""
     begins = max(text.rfind("Current thread"), text.rfind("Stack (most recent"))
     found = _FRAME.findall(text[begins:].partition("\n\n")[0]) if begins >= 0 else []
     return [FrameSummary(file, int(line.replace("???", "0")), name) for file, line, name in reversed(found)]
 
 
 def _users(frames: Iterable[FrameSummary], full: bool) -> StackSummary:
-    """The frames below the test that are outside libraries; all frames if `full`, or if there are none."""
+    """Return the frames below the test that are outside libraries; all frames if `full`, or if there are none."""
     shown = list(frames)
     if not full:
         testing = [at for at, f in enumerate(shown) if f.filename.startswith(f"{_MESHCOMM}testing/")]
@@ -131,7 +131,10 @@ def _users(frames: Iterable[FrameSummary], full: bool) -> StackSummary:
 
 
 def _is_library(file: str) -> bool:
-    """Whether a file belongs to meshcomm, torch, pytest or Python. Python's folder may also have installed packages of the user."""
+    """Return whether a file belongs to meshcomm, torch, pytest or Python.
+
+    Python's folder may also have installed packages of the user.
+    """
     return file.startswith(_LIBRARIES) or (file.startswith(_STANDARD) and "site-packages" not in file)
 
 
@@ -171,7 +174,7 @@ def _print(layout: Layout, ends: Ends) -> None:
 
 
 def failure_of(ends: Ends, request: MeshRequest) -> str | None:
-    """One line for the summary, then a part for each group of ranks with equal texts; None if no rank failed."""
+    """Return one line for the summary, then a part for each group of ranks with equal texts; None if no rank failed."""
     failed, layout = ends.failed, request.layout
     if not (failed or ends.verdict) and len(ends.returned) == len(ends.ranks):
         return None
@@ -199,7 +202,7 @@ def failure_of(ends: Ends, request: MeshRequest) -> str | None:
 
 
 def _part(rank: int, ends: Ends, layout: Layout) -> tuple[int, str, str]:
-    """The sort key of a rank's text, its state in words, and the text."""
+    """Return the sort key of a rank's text, its state in words, and the text."""
     end, outcome = ends.ranks[rank], ends.failed.get(rank)
     if outcome is not None:
         late = f"\n\nwhen the time was up:\n{end.stack}" if end.stack else ""
@@ -218,7 +221,7 @@ def _without_rank(text: str, label: str) -> str:
 
 
 def _header(ranks: Sequence[int], request: MeshRequest) -> str:
-    """The names of ranks: `rank 1 (dp=0 tp=1) of 4`, `ranks 1 3 (all with tp=1) of 4`."""
+    """Return the names of ranks: `rank 1 (dp=0 tp=1) of 4`, `ranks 1 3 (all with tp=1) of 4`."""
     world, layout = request.world_size, request.layout
     if len(ranks) == 1:
         return f"{layout.label(ranks[0])} of {world}"

@@ -121,7 +121,7 @@ class _Bodies:
 
 
 def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy for each rank; values that cannot be pickled are shared."""
+    """Return a copy for each rank; values that cannot be pickled are shared."""
     copied = dict(values)
     for name, value in values.items():
         if not isinstance(value, pytest.MonkeyPatch):  # it changes the process, which all ranks share

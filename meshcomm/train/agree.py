@@ -79,7 +79,7 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
 
 
 def corpus_of(known: Sections, vocab_size: int = 0, cache: Path | None = None) -> Corpus:
-    """The data as this rank reads them. vocab_size, cache: as for `agreed_corpus` and `load`."""
+    """Return the data as this rank reads them. vocab_size, cache: as for `agreed_corpus` and `load`."""
     _, model, data, train = known
     assert data is not None
     if not vocab_size and model is not None and model.given("vocab_size"):
@@ -96,12 +96,12 @@ def _same(mesh: Mesh, settings: dict[str, dict[str, Any]]) -> None:
 
 
 def _settings(section: BaseModel | None) -> dict[str, Any]:
-    """A section as plain data, without what may differ between hosts."""
+    """Return a section as plain data, without what may differ between hosts."""
     return {} if section is None else section.model_dump(mode="json", exclude=_PATHS)
 
 
 def _differing(ranks: list[int], settings: list[dict[str, Any]]) -> TrainingError:
-    """Every field that differs, with the value that most ranks have and the values of the others."""
+    """Return every field that differs, with the value that most ranks have and the values of the others."""
     lines: list[str] = []
     keys: list[str] = []
     odd: set[int] = set()

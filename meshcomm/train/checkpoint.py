@@ -56,7 +56,7 @@ class Attempt:
 
 
 def find_attempt(env: Mapping[str, str]) -> Attempt:
-    """The attempt according to the variables of torchrun's agent and Slurm in `env`.
+    """Return the attempt according to the variables of torchrun's agent and Slurm in `env`.
 
     A job that Slurm requeues keeps its number; torchrun and `meshcomm train` in it may draw another name each time.
     """
@@ -107,7 +107,10 @@ def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None 
 
 
 def saved_data(mesh: Mesh, engine: Engine, folder: Path) -> Tensor | None:
-    """The state of this rank's loader in a checkpoint. None if not saved, or of other shares. Called by: every rank."""
+    """Return the state of this rank's loader in a checkpoint. None if not saved, or of other shares.
+
+    Called by: every rank.
+    """
     name = STATE.format(engine.data_coord, engine.data_size)
 
     def look() -> Tensor | None:
@@ -123,7 +126,7 @@ def state_of(
     losses: list[float] | None = None,
     data: Callable[[], Mapping[str, Tensor]] | None = None,
 ) -> dict[str, Tensor | Kept]:
-    """All state that `resume` and `saved_data` need. data: returns the state of a loader.
+    """Return all state that `resume` and `saved_data` need. data: returns the state of a loader.
 
     Raises TrainingError on every rank if one rank holds state that cannot be saved. Raises UnsupportedOp in the
     simulator, where the parts of a tensor do not know their position in it.

@@ -28,12 +28,12 @@ _SAVING, _REMOVING = ".saving", ".removing"
 
 
 def name_of(step: int) -> str:
-    """The name of the complete checkpoint of a step."""
+    """Return the name of the complete checkpoint of a step."""
     return f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint, complete or in progress; -1 for another name.
+    """Return the step in the name of a checkpoint, complete or in progress; -1 for another name.
 
     >>> step_of(Path("checkpoints/step-000040")), step_of(Path("step-000060.saving")), step_of(Path("x"))
     (40, 60, -1)
@@ -43,17 +43,17 @@ def step_of(path: Path) -> int:
 
 
 def saving(path: Path) -> Path:
-    """The path where the checkpoint `path` is written until it is complete."""
+    """Return the path where the checkpoint `path` is written until it is complete."""
     return path.with_name(path.name + _SAVING)
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the folder `path` is a complete checkpoint, judged by its content."""
+    """Return whether the folder `path` is a complete checkpoint, judged by its content."""
     return path.suffix != _SAVING and (path / METADATA).is_file() and (path / LOCK).is_file()
 
 
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first."""
+    """Return the complete checkpoints in `folder`, oldest first."""
     if not folder.is_dir():
         return []
     return sorted(
@@ -62,12 +62,12 @@ def complete(folder: Path) -> list[Path]:
 
 
 def has(folder: Path, step: int) -> bool:
-    """Whether there is a complete checkpoint of this step in `folder`."""
+    """Return whether there is a complete checkpoint of this step in `folder`."""
     return is_complete(folder / name_of(step))
 
 
 def go_on_without(path: Path) -> str:
-    """The advice if the checkpoint `path` is not written: the newest complete one before it, or a new run."""
+    """Return the advice if the checkpoint `path` is not written: the newest complete one before it, or a new run."""
     older = [each for each in complete(path.parent) if each != path and step_of(each) <= step_of(path)]
     return (
         f"train.resume = true continues from {older[-1]}"
@@ -77,7 +77,7 @@ def go_on_without(path: Path) -> str:
 
 
 def instead_of(path: Path) -> str:
-    """The advice if the checkpoint `path` is damaged or missing."""
+    """Return the advice if the checkpoint `path` is damaged or missing."""
     if not path.is_dir():
         return f"give the path of a saved folder; {path} is not one"
     return f"move {path} away; {go_on_without(path)}"

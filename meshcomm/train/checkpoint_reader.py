@@ -149,14 +149,14 @@ class Saved:
         piece.write(values.to(piece.held.device))
 
     def load(self, name: str) -> Tensor:
-        """One full tensor. Raises TrainingError as `fill`."""
+        """Return one full tensor. Raises TrainingError as `fill`."""
         dtype, shape = self.kinds[name]
         tensor = torch.empty(shape, dtype=dtype)
         self.fill({name: tensor})
         return tensor
 
     def _read(self, index: MetadataIndex, dtype: torch.dtype) -> Tensor:
-        """One part of a tensor as it was saved: a zip file embedded in a file, as torch.save writes it."""
+        """Return one part of a tensor as it was saved: a zip file embedded in a file, as torch.save writes it."""
         path = self.folder
         try:
             place = self._metadata.storage_data[index]
@@ -205,7 +205,7 @@ class Saved:
 
 
 def _file(folder: Path, place: Any) -> Path:
-    """The file of a record. Raises ValueError for a path outside the folder."""
+    """Return the file of a record. Raises ValueError for a path outside the folder."""
     name, numbers = place.relative_path, (place.offset, place.length)
     if not isinstance(name, str) or Path(name).name != name or name == "..":
         raise ValueError(f"{name!r} is not a file of this folder")
@@ -215,7 +215,7 @@ def _file(folder: Path, place: Any) -> Path:
 
 
 def _untiled(chunks: list[Box], shape: tuple[int, ...]) -> str:
-    """Why the chunks do not tile a tensor of this shape, without gaps and overlaps; "" if they do."""
+    """Return why the chunks do not tile a tensor of this shape, without gaps and overlaps; "" if they do."""
     for offsets, sizes in chunks:
         within = len(offsets) == len(sizes) == len(shape) and all(
             type(at) is int and type(size) is int and at >= 0 and size >= 0 and at + size <= whole
@@ -243,7 +243,7 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 def unpickle(text: bytes) -> Any:
-    """A plan, metadata, or a part of one. Raises UnpicklingError if it holds anything else."""
+    """Return a plan, metadata, or a part of one. Raises UnpicklingError if it holds anything else."""
     return _Plain(io.BytesIO(text)).load()
 
 
@@ -279,7 +279,7 @@ class _Plain(pickle._Unpickler):
 
 
 def _member(kind: Any, name: str) -> Enum:
-    """The member of an Enum, and nothing else that getattr can reach."""
+    """Return the member of an Enum, and nothing else that getattr can reach."""
     if not (isinstance(kind, EnumType) and name in kind.__members__):
         raise pickle.UnpicklingError(f"{kind!r}.{name} is not allowed in a checkpoint of tensors")
     found: Enum = kind[name]

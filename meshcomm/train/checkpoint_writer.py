@@ -47,7 +47,7 @@ _PAUSE_S: Final = 0.01
 
 
 def divide(mesh: Mesh, state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
-    """The parts of a state that this rank writes. If several ranks hold a part, one of them writes it.
+    """Return the parts of a state that this rank writes. If several ranks hold a part, one of them writes it.
 
     state: name -> DTensor, or a plain tensor that is the same on every rank that has the name; `Kept` if a weight
         with parts has another layout in memory than in the checkpoint. Plain data and
@@ -93,7 +93,7 @@ def _raise_different(names: list[str]) -> None:
 
 
 def _parts(state: Mapping[str, Tensor | Kept]) -> dict[bytes, tuple[WriteItem, bytes]]:
-    """Each part, and the value to compare for it: a digest of its bytes, or zeros."""
+    """Return each part, and the value to compare for it: a digest of its bytes, or zeros."""
     found: dict[bytes, tuple[WriteItem, bytes]] = {}
     for name, tensor in state.items():
         content = bytes(_KEY_BYTES)
@@ -124,7 +124,7 @@ def _number(key: bytes, dim: str) -> int:
 
 
 def parts_of(state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
-    """The parts of `state` that this process holds."""
+    """Return the parts of `state` that this process holds."""
     plain = {name: each for name, each in state.items() if not isinstance(each, Kept)}
     found: list[WriteItem] = create_default_local_save_plan(plain, True).items
     for name, kept in state.items():
@@ -144,7 +144,9 @@ def _item(name: str, kept: Kept, piece: Piece) -> WriteItem:
 
 
 def value_of(state: Mapping[str, Tensor | Kept], copy: bool, item: WriteItem) -> Tensor:
-    """The part of a tensor of `state` that `item` names, in host memory; with `copy`, in newly allocated memory."""
+    """Return the part of a tensor of `state` that `item` names, in host memory; with `copy`, in newly allocated
+    memory.
+    """
     held = state.get(item.index.fqn)
     if isinstance(held, Kept):
         at = item.index.offset
@@ -262,7 +264,8 @@ class Save:
         self._next()
 
     def poll(self, in_time: bool = True) -> bool:
-        """Whether everything is done, the same answer on all ranks. Costs an all_reduce of two numbers per dim; does not wait.
+        """Return whether everything is done, the same answer on all ranks. Costs an all_reduce of two numbers per
+        dim; does not wait.
 
         in_time: False on a rank that has given up waiting; then all ranks raise if one has not ended.
         """
@@ -357,7 +360,7 @@ class Save:
 
 
 def _written(folder: Path, rank: int) -> Path:
-    """The file in which a rank lists what it has written."""
+    """Return the file in which a rank lists what it has written."""
     return folder / f"__{rank}.written"
 
 

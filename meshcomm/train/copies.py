@@ -42,7 +42,7 @@ class Held:
 
     @classmethod
     def of(cls, engine: Engine, facts: Any, on: torch.device | None = None) -> Held:
-        """The state of an engine: its own tensors, or a copy on a device."""
+        """Return the state of an engine: its own tensors, or a copy on a device."""
         state = engine.saved_state()
         return cls(
             engine.reached.applied,
@@ -152,7 +152,10 @@ class Copies:
 
 
 def _along(engine: Engine) -> str | None:
-    """The outermost dim along which ranks hold different parts of the model. If there is none, one along which they hold the same."""
+    """Return the outermost dim along which ranks hold different parts of the model.
+
+    If there is none, one along which they hold the same.
+    """
     sizes, parallel = engine.mesh.layout.dims, engine.sections.parallel
     dims = [dim for dim, size in sizes.items() if size > 1]
     apart = [dim for dim in dims if dim not in (parallel.data, parallel.context)]
@@ -183,7 +186,7 @@ def _exchanged(mesh: Mesh, dim: str, own: Held) -> Held:
 
 
 def _messages(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors that are sent at once: a device has no room for all of them."""
+    """Return the tensors that are sent at once: a device has no room for all of them."""
     found: list[list[Tensor]] = []
     room = 0
     for x in (x for x in tensors if x.numel()):
@@ -200,7 +203,7 @@ def _held(each: Tensor | Kept) -> Tensor:
 
 
 def _part(each: Tensor | Kept) -> Tensor:
-    """This rank's part, without a copy."""
+    """Return this rank's part, without a copy."""
     return local(_held(each).detach())
 
 

@@ -78,7 +78,10 @@ class Cost:
         self.memory = Memory(nbytes, ranks_of(self._mesh)[most.index(nbytes)], kind)
 
     def rates(self, steps_per_s: float) -> Rates | None:
-        """The rates at this number of steps per second. None if nothing was counted, or if nothing counted has FLOPs."""
+        """Return the rates at this number of steps per second.
+
+        None if nothing was counted, or if nothing counted has FLOPs.
+        """
         if not self._model or not steps_per_s:
             return None
         ranks = len(ranks_of(self._mesh))
@@ -87,7 +90,9 @@ class Cost:
 
 
 def peak_memory(device: torch.device) -> tuple[int, str]:
-    """The peak in bytes so far, since the process started, and its kind: torch's on CUDA, otherwise the process's."""
+    """Return the peak in bytes so far, since the process started, and its kind: torch's on CUDA, otherwise the
+    process's.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "allocated by torch"
     # Not on Windows.
@@ -160,7 +165,8 @@ _PEAKS: Final[dict[str, tuple[float | None, ...]]] = {
 
 
 def peak_flops(train: TrainConfig, device: torch.device) -> float | None:
-    """The peak FLOP/s of this rank's device: train.peak_flops, or the figure of a well-known GPU. None if unknown.
+    """Return the peak FLOP/s of this rank's device: train.peak_flops, or the figure of a well-known GPU. None if
+    unknown.
 
     For a GPU, in the dtype in which [train] multiplies. Unknown for a part of a GPU (MIG) and for a CPU.
     """

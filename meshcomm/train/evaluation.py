@@ -15,7 +15,7 @@ from meshcomm.train.data import Batches, Corpus, batches_of
 
 
 def evaluate_of(train: TrainConfig) -> Callable[[Any], Any] | None:
-    """The function of train.evaluate, None if not set. Raises ConfigError if it cannot be imported."""
+    """Return the function of train.evaluate, None if not set. Raises ConfigError if it cannot be imported."""
     if train.evaluate is None:
         return None
     try:

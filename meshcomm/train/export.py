@@ -48,7 +48,7 @@ class Exported(NamedTuple):
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The complete checkpoint `path`, or the last one of the run `path`. Raises TrainingError."""
+    """Return the complete checkpoint `path`, or the last one of the run `path`. Raises TrainingError."""
     if is_complete(path):
         return path
     found = complete(path / FOLDER) or complete(path)
@@ -245,7 +245,7 @@ def _write_beside(
 
 
 def _model(known: Mapping[str, Any]) -> SpecModel:
-    """The model that a config.json describes, without weights."""
+    """Return the model that a config.json describes, without weights."""
     with tempfile.TemporaryDirectory() as folder:
         # Trained or not: dropout has no weights.
         plain = {
@@ -271,7 +271,7 @@ class _Reverted:
         self._of: Tensor | None = None
 
     def take(self, wanted: str, dtype: torch.dtype, value: Tensor) -> Tensor:
-        """One of them."""
+        """Return one of them."""
         if self._of is not value:
             self._of, self._made = value, dict(self._stored.stored(self._name, value))
         return self._made.pop(wanted).to(dtype).contiguous()
@@ -306,7 +306,7 @@ def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[Piece]:
 
 
 def _shards(pieces: Sequence[Piece], most: int) -> dict[str, list[Piece]]:
-    """The tensors of each file, of up to `most` bytes or a single larger one."""
+    """Return the tensors of each file, of up to `most` bytes or a single larger one."""
     found: list[list[Piece]] = []
     used = 0
     for piece in pieces:

@@ -21,12 +21,12 @@ _PREFIX: Final = "base_model.model."
 
 
 def targets_in(names: Mapping[str, Any]) -> list[str]:
-    """The layers to which adapters of these names belong."""
+    """Return the layers to which adapters of these names belong."""
     return [name.partition(".lora_A.")[0] for name in names if ".lora_A." in name]
 
 
 def adapter_pieces(kinds: Mapping[str, Kind]) -> list[Piece]:
-    """The tensors of peft's file of adapters."""
+    """Return the tensors of peft's file of adapters."""
     return [
         Piece(_PREFIX + name.replace(f".{ADAPTER}.", "."), kind, name, partial(_as, kind.dtype))
         for name, kind in kinds.items()

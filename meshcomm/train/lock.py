@@ -76,7 +76,10 @@ class Lock:
     """SHA-256 of the metadata next to the lock file, which has the location of each tensor. "" if there is none."""
 
     def continuing(self, saved: Lock) -> Lock:
-        """The lock of the run from now on, with the progress of `saved`. If the data have changed, no sample of them was read."""
+        """Return the lock of the run from now on, with the progress of `saved`.
+
+        If the data have changed, no sample of them was read.
+        """
         old, new = _flat(saved), _flat(self)
         changed = [name for name in _SAMPLES if old.get(name) != new.get(name)]
         read = saved.samples
@@ -97,13 +100,13 @@ class Lock:
         write(folder / LOCK, (lock.text() + "\n").encode())
 
     def text(self) -> str:
-        """The lock as JSON, with its own digest last."""
+        """Return the lock as JSON, with its own digest last."""
         facts = {"format": _FORMAT, **self.__dict__}
         return json.dumps({**facts, "sha256": _sha256(json.dumps(facts).encode())}, indent=2)
 
     @classmethod
     def read(cls, folder: Path) -> Lock:
-        """The lock of the checkpoint `folder`, for the metadata in it. Raises TrainingError."""
+        """Return the lock of the checkpoint `folder`, for the metadata in it. Raises TrainingError."""
         path = folder / LOCK
         try:
             lock = cls.parse(path.read_text(encoding="utf-8"))
@@ -121,7 +124,7 @@ class Lock:
 
     @classmethod
     def parse(cls, text: str) -> Lock:
-        """The lock from its `text`. Raises ValueError if it is not a lock."""
+        """Return the lock from its `text`. Raises ValueError if it is not a lock."""
         try:
             facts = json.loads(text)
             if (found := facts.pop("format")) != _FORMAT:
@@ -136,7 +139,9 @@ class Lock:
 
 
 def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
-    """The lock of a run at its start. config: every section checked against the mesh. digest: SHA-256 of the data."""
+    """Return the lock of a run at its start. config: every section checked against the mesh. digest: SHA-256 of the
+    data.
+    """
     settings = {
         name: section.model_dump(mode="json", exclude=_LEFT_OUT.get(name))
         for name in _SECTIONS
@@ -152,7 +157,7 @@ def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
 
 
 def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
-    """The differences from the time when the checkpoint `folder` was made, one setting per line.
+    """Return the differences from the time when the checkpoint `folder` was made, one setting per line.
 
     Settings that only affect how a run is recorded are left out.
 

@@ -67,7 +67,7 @@ class Record:
         return Record(**torch.load(path, mmap=True, weights_only=True))
 
     def steps(self) -> dict[tuple[Kind, str], Tensor]:
-        """The loss, then the norm of each step."""
+        """Return the loss, then the norm of each step."""
         found: dict[tuple[Kind, str], Tensor] = {}
         kinds: tuple[Kind, ...] = ("loss", "gradient norm")
         for step, values in enumerate(zip_longest(self.losses, self.norms), 1):
@@ -78,7 +78,7 @@ class Record:
 
 
 def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
-    """The same training in float64, and the changes made for it, in words.
+    """Return the same training in float64, and the changes made for it, in words.
 
     Raises ConfigError if `config` describes no training.
     """
@@ -100,7 +100,7 @@ def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 
 def reference(config: Config) -> Config:
-    """The same training as `config`, on one process: no part of it is split or replicated.
+    """Return the same training as `config`, on one process: no part of it is split or replicated.
 
     Raises ConfigError if `config` describes no training.
     """
@@ -301,7 +301,7 @@ def _outputs(engine: Engine, x: Tensor) -> Any:
 
 
 def _values(engine: Engine) -> dict[str, Tensor]:
-    """The unsharded parameters by name, as they were before the model was split."""
+    """Return the unsharded parameters by name, as they were before the model was split."""
     fused = _fused(engine)
     found = {name: whole(parameter).detach() for name, parameter in engine.own_parameters()}
     return {name: joined(value, fused[name]) if name in fused else value for name, value in found.items()}
@@ -312,7 +312,7 @@ def _fused(engine: Engine) -> dict[str, Parts]:
 
 
 def _as_stored(engine: Engine, model: SpecModel) -> dict[str, Tensor]:
-    """The tensors that a folder would hold for these weights."""
+    """Return the tensors that a folder would hold for these weights."""
     return {
         piece.name: piece.take(value)
         for name, value in _values(engine).items()
@@ -336,7 +336,7 @@ def _fill(module: nn.Module, values: Mapping[str, Tensor], tied: tuple[str, str]
 
 
 def _first(outputs: Any) -> Tensor:
-    """The logits of an output of transformers, a mapping, a tuple, or a tensor."""
+    """Return the logits of an output of transformers, a mapping, a tuple, or a tensor."""
     if isinstance(outputs, Mapping):
         outputs = outputs.get("logits", next(iter(outputs.values())))
     while isinstance(outputs, (tuple, list)):
@@ -388,7 +388,8 @@ def compare(ours: Record, theirs: Record, rank: int = 0) -> list[Difference]:
 
 
 def worst(of_ranks: Iterable[Sequence[Difference]], names: Iterable[str]) -> list[Difference]:
-    """The largest difference of each quantity over all ranks. A parameter in `names` that no rank has also counts as one.
+    """Return the largest difference of each quantity over all ranks. A parameter in `names` that no rank has also
+    counts as one.
 
     names: of all parameters of the reference. In the order of `compare`, with the parameters of all stages.
     """
@@ -406,8 +407,9 @@ def worst(of_ranks: Iterable[Sequence[Difference]], names: Iterable[str]) -> lis
 
 
 def first(differences: Iterable[Difference], tolerance: float) -> Difference | None:
-    """The first quantity that differs by more than `tolerance`, in the order in which a program computes them: the loss of
-    a step before its norm, both before those of the next step; then the worst parameter. None if there is none.
+    """Return the first quantity that differs by more than `tolerance`, in the order in which a program computes
+    them: the loss of a step before its norm, both before those of the next step; then the worst parameter. None if
+    there is none.
     """
     over = [one for one in differences if one.relative > tolerance]
     steps = [one for one in over if one.kind in ("loss", "gradient norm")]

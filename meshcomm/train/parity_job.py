@@ -101,7 +101,7 @@ class Parity:
         return self.first is None
 
     def facts(self) -> dict[str, Any]:
-        """The result as plain data; numbers that are not finite are None."""
+        """Return the result as plain data; numbers that are not finite are None."""
         blamed = self.blamed
         return {
             "config": self.config.source,
@@ -166,7 +166,7 @@ def prove(
 
 
 def _copies(config: Config) -> int:
-    """The ranks of a mesh that have different samples."""
+    """Return the ranks of a mesh that have different samples."""
     return 1 if config.parallel is None else config.parallel.copies(config.mesh.dims)
 
 
@@ -187,7 +187,7 @@ class _Runs:
     batch_norms: bool = False
 
     def alone(self) -> Record:
-        """The record of one process."""
+        """Return the record of one process."""
         if self.script is not None:
             return Record.read(self._job(self._sized(only(self.config, ()))) / _REFERENCE)
         one = reference(self._sized(only(self.config, ())) if self.batch_norms else self.config)
@@ -195,7 +195,7 @@ class _Runs:
             return record(mesh, one, self.steps, original=True)
 
     def on_mesh(self, names: Sequence[str], part: Config) -> list[Difference]:
-        """The worst differences of a part of the mesh from the reference, whose parameters are `names`."""
+        """Return the worst differences of a part of the mesh from the reference, whose parameters are `names`."""
         place = self._job(self._sized(part))
         of_ranks = [json.loads(path.read_text()) for path in sorted(place.glob("rank*.json"))]
         return worst([[Difference(**each) for each in found] for found in of_ranks], names)
@@ -275,7 +275,7 @@ def blame(config: Config, run: Run, tolerance: float) -> Blame:
 
 
 def suspected(config: Config) -> tuple[str, ...]:
-    """The dims that can be to blame: those of the base mesh above 1, then that of the experts."""
+    """Return the dims that can be to blame: those of the base mesh above 1, then that of the experts."""
     dims = [dim for dim, size in config.mesh.dims.items() if size > 1]
     expert = None if config.parallel is None else config.parallel.expert
     if expert is not None and any(sizes.get(expert, 1) > 1 for sizes in config.mesh.views.values()):
@@ -284,7 +284,7 @@ def suspected(config: Config) -> tuple[str, ...]:
 
 
 def only(config: Config, dims: Iterable[str]) -> Config:
-    """The same training on a smaller mesh, where only `dims` are above 1.
+    """Return the same training on a smaller mesh, where only `dims` are above 1.
 
     The expert dim is not part of the base mesh but made of other dims. With it, the data dim gets the size that it
     needs in addition, and its view the rest. Without it, experts are not split. Raises ConfigError if there is no

@@ -107,7 +107,7 @@ class Survivor:
 
 
 def _tells(mesh: Mesh, known: Mapping[int, tuple[Any, Any]], step: int) -> bool:
-    """Whether this is the first of the ranks that were present after the step."""
+    """Return whether this is the first of the ranks that were present after the step."""
     there = [rank for rank, (_, held) in known.items() if any(own and at == step for at, _, own in held)]
     return mesh.rank == min(there, default=None)
 

@@ -102,7 +102,7 @@ class MetricsFile:
 
 
 def last_step(folder: Path) -> int:
-    """The last step with a line in `folder`/metrics.jsonl; 0 if there is none."""
+    """Return the last step with a line in `folder`/metrics.jsonl; 0 if there is none."""
     with contextlib.suppress(OSError):
         lines = (folder / METRICS).read_bytes().splitlines(keepends=True)
         for line in reversed(lines):
@@ -114,7 +114,7 @@ def last_step(folder: Path) -> int:
 
 
 def _end_of(path: Path, step: int) -> int:
-    """The number of bytes up to the end of the line of `step`. A truncated line ends the file."""
+    """Return the number of bytes up to the end of the line of `step`. A truncated line ends the file."""
     end = 0
     with path.open("rb") as file:
         for line in file:

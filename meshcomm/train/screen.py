@@ -127,7 +127,7 @@ def _title(summary: Summary) -> str:
 
 
 def resumed_text(resumed: Resumed) -> str:
-    """The step and checkpoint that a run resumes from, and the settings that differ since."""
+    """Return the step and checkpoint that a run resumes from, and the settings that differ since."""
     met = resumed.generation
     if met is not None:
         new = f"{ranks_text(sorted(met.replaced))} replaced: " if met.replaced else ""
@@ -167,5 +167,5 @@ def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def duration(seconds: float) -> str:
-    """A time span: `7.2 s`, or `1:01:23` from a minute on."""
+    """Return a time span: `7.2 s`, or `1:01:23` from a minute on."""
     return f"{seconds:.1f} s" if seconds < 59.95 else str(timedelta(seconds=round(seconds)))

@@ -47,7 +47,8 @@ _RECENT = 100
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
-    """The learning rate of step 1, 2, ..., train.steps: a pure function of the configuration, so there is no state to save.
+    """Return the learning rate of step 1, 2, ..., train.steps: a pure function of the configuration, so there is no
+    state to save.
 
     Linear up to `lr` at `warmup_steps`. Then, by `schedule`, half a cosine wave or a straight line down
     to `lr * min_lr_ratio` at the last step, or `lr` to the end. With wsd (warm-up, stable, decay: Hu et al. 2024)
@@ -129,7 +130,8 @@ class Progress(NamedTuple):
 
 
 def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progress:
-    """The progress, from the survivors of a loss of ranks. facts: of one of them, see `Steps.facts`. Called by: every rank.
+    """Return the progress, from the survivors of a loss of ranks. facts: of one of them, see `Steps.facts`. Called
+    by: every rank.
 
     The first rank may be new: lines that the metrics file lacks are reported again.
     """
@@ -254,7 +256,7 @@ class Steps:
         return whole
 
     def facts(self) -> dict[str, Any]:
-        """The facts about the run for a new rank, as plain data; see `progress_of`. Does not communicate."""
+        """Return the facts about the run for a new rank, as plain data; see `progress_of`. Does not communicate."""
         pending = [*self._results, *self._engine.pending()]
         step = len(self._losses) + len(pending)
         lock = {
@@ -393,13 +395,13 @@ class Steps:
             callback.on_save(step, folder)
 
     def _stopped(self) -> str:
-        """The reason for which a callback ends the run; "" if none does."""
+        """Return the reason for which a callback ends the run; "" if none does."""
         return next(
             (each.reason or f"{type(each).__name__}.stop" for each in self._callbacks if each.stop), ""
         )
 
     def _summary(self) -> Summary:
-        """The summary up to now."""
+        """Return the summary up to now."""
         done, corpus = len(self._losses), self._reading.corpus
         return Summary(
             done,

@@ -13,7 +13,7 @@ _saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tenso
 
 
 def recomputes() -> bool:
-    """Whether this is a forward pass within a backward pass, as in torch.utils.checkpoint.
+    """Return whether this is a forward pass within a backward pass, as in torch.utils.checkpoint.
 
     The computation of backward itself is not recorded for another backward pass and saves no tensors.
     """
@@ -21,7 +21,7 @@ def recomputes() -> bool:
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """The location of a part of a tensor, as torch's reader of checkpoints expects it in their metadata."""
+    """Return the location of a part of a tensor, as torch's reader of checkpoints expects it in their metadata."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, length)
@@ -52,7 +52,10 @@ _MORE_FLOPS: dict[str, Callable[..., int]] = {
 
 
 def flops_of(operator: Any) -> Callable[..., int] | None:
-    """The formula for the FLOPs of an operator, called with its arguments and `out_val`, its result. None if it has no FLOPs."""
+    """Return the formula for the FLOPs of an operator, called with its arguments and `out_val`, its result.
+
+    None if it has no FLOPs.
+    """
     from torch.utils.flop_counter import flop_registry
 
     packet = getattr(operator, "_overloadpacket", operator)

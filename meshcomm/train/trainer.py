@@ -174,7 +174,7 @@ class Trainer:
                 self._meet_again(error)
 
     def _recovering(self, action: Callable[[], T]) -> T:
-        """The result of `action`; tries again if it fails because ranks were lost and replaced."""
+        """Return the result of `action`; tries again if it fails because ranks were lost and replaced."""
         if not self._mesh.recovers:
             return action()
         while True:
@@ -233,7 +233,7 @@ class Trainer:
         return self.engine.done
 
     def _restored(self) -> Any:
-        """The survivors' facts about the run, once the state is in a new engine; None if no rank holds it."""
+        """Return the survivors' facts about the run, once the state is in a new engine; None if no rank holds it."""
         found = None
         if self._survivor is not None:
             found = self._survivor.restore(self._make(False), self._copies.held)
@@ -369,7 +369,7 @@ class Trainer:
     def _batches(
         self, data: Data | Corpus, step: int = 0, samples: int = 0, state: Tensor | None = None
     ) -> Batches | ReadAhead | GivenBatches:
-        """The data of each step after `step`. samples: how many were read until then. state: of a loader."""
+        """Return the data of each step after `step`. samples: how many were read until then. state: of a loader."""
         if not isinstance(data, Corpus):
             return GivenBatches(data, self.engine, step, state)
         batches = batches_of(self.engine, data, (step, samples))
@@ -425,7 +425,7 @@ class Trainer:
             self._recorder.stepped(engine)
 
     def results(self) -> list[Done]:
-        """The results of the steps since the last call, in order. Waits for the device.
+        """Return the results of the steps since the last call, in order. Waits for the device.
 
         Called by: every rank.
         Raises:    TrainingError on every rank if train.on_nonfinite is "stop" and the loss or the gradient norm
@@ -434,7 +434,7 @@ class Trainer:
         return self.engine.results()
 
     def evaluate(self, batches: Iterable[GivenBatch]) -> float:
-        """The mean loss over some global batches, in eval mode and without backward passes.
+        """Return the mean loss over some global batches, in eval mode and without backward passes.
 
         batches:   this rank's shares, shaped as for `step`; the same number on every rank.
         Called by: every rank.
@@ -447,7 +447,7 @@ class Trainer:
             yield placed(self.engine, batch, "an evaluation")
 
     def state(self) -> dict[str, Tensor]:
-        """All training state, by global names: see Engine.state. Does not modify it.
+        """Return all training state, by global names: see Engine.state. Does not modify it.
 
         Called by: every rank.
         """
@@ -462,7 +462,7 @@ class Trainer:
         checkpoint.write(self.mesh, checkpoint.state_of(self.mesh, self.engine), Path(folder), self._lock())
 
     def _lock(self) -> Lock:
-        """The facts about the training for a checkpoint after the last step."""
+        """Return the facts about the training for a checkpoint after the last step."""
         return replace(lock_of(self.mesh, self._config, b""), step=self.engine.done)
 
     def load(self, folder: str | Path) -> None:

@@ -87,7 +87,7 @@ class Transport(ABC):
 
     @abstractmethod
     def source_of(self, work: Work) -> int:
-        """The coord from which a completed receive from any source got its message."""
+        """Return the coord from which a completed receive from any source got its message."""
 
     @abstractmethod
     def close(self) -> None:

@@ -57,7 +57,7 @@ class Connections:
             self._before = None
 
     def own(self, connect: Callable[[], T]) -> T:
-        """The result of `connect`, whose connections are used by nothing else."""
+        """Return the result of `connect`, whose connections are used by nothing else."""
         before = _connected()
         found = connect()
         self._made |= _connected() - before

@@ -73,7 +73,7 @@ class ProcessGroupTransport(Transport):
         return ("cpu",) if self.name == "gloo" else self.kinds
 
     def serving(self, device: torch.device) -> str:
-        """The backend that carries tensors of `device`."""
+        """Return the backend that carries tensors of `device`."""
         return backend_on(self._backend, device)
 
     def start(self, call: Call) -> Work | None:
@@ -146,7 +146,7 @@ class ProcessGroupTransport(Transport):
 
 @cache
 def _options(kind: str, blocking: bool, op: str | None, root: int, device: torch.device | None) -> Any:
-    """An option object, created once and never changed."""
+    """Return an option object, created once and never changed."""
     options = options_type(kind)()
     options.asyncOp = not blocking
     if op is not None:

@@ -24,7 +24,7 @@ STREAM_ORDERED: Final = frozenset(("nccl", "nccl-legacy", "nccl2", "xccl", "emul
 
 
 def by_device(backend: str) -> dict[str, str]:
-    """The parts of a backend string by device type; a backend for all devices has the key "".
+    """Return the parts of a backend string by device type; a backend for all devices has the key "".
 
     >>> by_device("cpu:gloo,cuda:nccl"), by_device("gloo")
     ({'cpu': 'gloo', 'cuda': 'nccl'}, {'': 'gloo'})
@@ -33,7 +33,7 @@ def by_device(backend: str) -> dict[str, str]:
 
 
 def backend_on(backend: str, device: torch.device) -> str:
-    """The backend for a device: "gloo" for cpu in "cpu:gloo,cuda:nccl"; the full string if no part matches."""
+    """Return the backend for a device: "gloo" for cpu in "cpu:gloo,cuda:nccl"; the full string if no part matches."""
     parts = by_device(backend)
     return parts.get(device.type) or parts.get("", backend)
 
@@ -69,7 +69,7 @@ def check_reduce(backend: str, op: str, dtype: torch.dtype, where: Callable[[], 
 
 
 def reduce_refusal(backend: str, op: str, dtype: torch.dtype) -> tuple[str, str] | None:
-    """Why `backend` cannot reduce `dtype` with `op`, and an alternative; None if it can."""
+    """Return why `backend` cannot reduce `dtype` with `op`, and an alternative; None if it can."""
     row = REDUCTIONS[op]
     broken = dtype.is_floating_point or dtype.is_complex
     backend = "nccl" if backend in STREAM_ORDERED and backend != "xccl" else backend

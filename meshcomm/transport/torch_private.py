@@ -58,13 +58,13 @@ OPTIONS_KEY = next(
 
 
 def storage_id(x: Any) -> int:
-    """A number that identifies a tensor's storage, or a storage, while it is alive."""
+    """Return a number that identifies a tensor's storage, or a storage, while it is alive."""
     found: int = (x.untyped_storage() if isinstance(x, torch.Tensor) else x)._cdata
     return found
 
 
 def options_type(name: str) -> Any:
-    """The class of a collective's options, as in `AllreduceOptions`."""
+    """Return the class of a collective's options, as in `AllreduceOptions`."""
     return getattr(bindings, name)
 
 
@@ -113,12 +113,12 @@ class GroupHooks:
 
 
 def hooks_of(group: Any) -> GroupHooks | None:
-    """The last hooks that were set on a group of this name."""
+    """Return the last hooks that were set on a group of this name."""
     return _HOOKED_GROUPS.get(str(group.group_name))
 
 
 def has_hooks(group: Any) -> bool:
-    """Whether GroupHooks already observe the calls on a group."""
+    """Return whether GroupHooks already observe the calls on a group."""
     hooks = hooks_of(group)
     return hooks is not None and hooks.group is group
 
@@ -202,12 +202,12 @@ CAN_WATCH: bool = None not in (_MADE, _SET, _PLAIN) and hasattr(dist.ProcessGrou
 
 
 def groups_by_name() -> dict[str, Any]:
-    """The process groups of this process, including the default one."""
+    """Return the process groups of this process, including the default one."""
     return {str(name): group for group, name in c10d._world.pg_names.items()}
 
 
 def group_named(name: str) -> Any:
-    """The process group of this name."""
+    """Return the process group of this name."""
     return c10d._resolve_process_group(_NAME(name))
 
 
@@ -216,13 +216,14 @@ profiling = torch.autograd._profiler_enabled
 
 
 def capturing() -> bool:
-    """Whether this thread captures a CUDA graph: asking a Work whether it is over would end the capture."""
+    """Return whether this thread captures a CUDA graph: asking a Work whether it is over would end the capture."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def unfinished_collectives() -> dict[str, list[tuple[int, str]]]:
-    """The collectives of each group, by its name, that NCCL has queued and not completed, in order; from torch's flight
-    recorder. Each has its number in the recorder, which is unique in the process, and its name there.
+    """Return the collectives of each group, by its name, that NCCL has queued and not completed, in order; from
+    torch's flight recorder. Each has its number in the recorder, which is unique in the process, and its name
+    there.
 
     Since torch 2.8 a blocking call on NCCL returns no Work that could be checked (`asyncOp ? work : nullptr` in
     ProcessGroupNCCL.cpp). Empty if TORCH_FR_BUFFER_SIZE=0 disables the recorder.
@@ -249,7 +250,9 @@ def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
 
 
 def explicit_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The implementation of an operator for all devices, below modes: a mode that calls it sees the operators inside."""
+    """Return the implementation of an operator for all devices, below modes: a mode that calls it sees the
+    operators inside.
+    """
     return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
@@ -273,7 +276,7 @@ def outside_graphs(target: C) -> C:
 
 
 def compiled_files() -> tuple[str, str]:
-    """The beginnings of the names of files that torch.compile creates: of graphs, and of inductor's code."""
+    """Return the beginnings of the names of files that torch.compile creates: of graphs, and of inductor's code."""
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
     return "<eval_with_key>", kept
 
@@ -285,7 +288,7 @@ def once_in_graphs(function: C) -> C:
 
 
 def work_error(work: Any) -> RuntimeError | None:
-    """The error of a completed Work. Does not wait: Gloo's messages cannot be waited for twice.
+    """Return the error of a completed Work. Does not wait: Gloo's messages cannot be waited for twice.
 
     torch warns that the query is deprecated: on stderr from C++, or inside `apply_` as a Python warning.
     """
@@ -309,24 +312,24 @@ ranks_of: Callable[[Any], list[int]] = dist.get_process_group_ranks
 
 
 def source_rank(work: Any) -> int:
-    """The group rank whose message a receive from any source received."""
+    """Return the group rank whose message a receive from any source received."""
     rank: int = work._source_rank()
     return rank
 
 
 def bound_device() -> torch.device | None:
-    """The device that the default process group is bound to."""
+    """Return the device that the default process group is bound to."""
     found: torch.device | None = default_group().bound_device_id
     return found
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
-    """The backend string that a group was created with, as in "gloo" or "cpu:gloo,cuda:nccl"."""
+    """Return the backend string that a group was created with, as in "gloo" or "cpu:gloo,cuda:nccl"."""
     return str(c10d._world.pg_map[group][0])
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds after which a group's backend for `device` ends a call; 0.0 if it does not report them."""
+    """Return the seconds after which a group's backend for `device` ends a call; 0.0 if it does not report them."""
     try:
         timeout: timedelta = group._get_backend(device).options._timeout
         return timeout.total_seconds()
@@ -335,7 +338,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def has_backend(name: str) -> bool:
-    """Whether a backend of this name was registered by `Backend.register_backend`."""
+    """Return whether a backend of this name was registered by `Backend.register_backend`."""
     return name.upper() in dist.Backend._plugins
 
 
@@ -358,7 +361,8 @@ c10d._get_default_timeout = _default_timeout
 
 
 def overdue_barrier(limits: Mapping[str, float], now: float) -> str | None:
-    """A group in whose `dist.monitored_barrier`, called without a timeout, a thread has been for longer than its limit.
+    """Return a group in whose `dist.monitored_barrier`, called without a timeout, a thread has been for longer than
+    its limit.
 
     limits: seconds by the group's name. Returns None if there is none.
     """
@@ -372,7 +376,9 @@ def overdue_barrier(limits: Mapping[str, float], now: float) -> str | None:
 
 
 def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh:
-    """A slice of a DeviceMesh as one dim over an existing group: DeviceMesh._flatten would create another group."""
+    """Return a slice of a DeviceMesh as one dim over an existing group: DeviceMesh._flatten would create another
+    group.
+    """
     named: Any = staticmethod(lambda *_, **__: [group.group_name])
     with (
         patch.object(DeviceMesh, "_init_process_groups", named),
@@ -387,7 +393,7 @@ root_of: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
 
 
 def flattened_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
-    """This rank's groups along the flattened dims of a DeviceMesh, by name."""
+    """Return this rank's groups along the flattened dims of a DeviceMesh, by name."""
     flat: Mapping[str, DeviceMesh] = getattr(root_of(mesh), "_flatten_mapping", {})
     return {name: each.get_group() for name, each in flat.items() if each.get_coordinate() is not None}
 
@@ -539,7 +545,7 @@ _BESIDE: list[_Queues] = []
 
 
 def _beside() -> _Queues:
-    """A thread that waits for the Works it receives, and puts each result into the other queue."""
+    """Return a thread that waits for the Works it receives, and puts each result into the other queue."""
     asks: SimpleQueue[Any] = SimpleQueue()
     answers: SimpleQueue[Any] = SimpleQueue()
 
@@ -563,7 +569,7 @@ def keep_for_good(groups: Sequence[Any]) -> None:
 
 
 def split_color(ranks: Sequence[int]) -> int:
-    """The color that torch gives to a group in ncclCommSplit; two groups must not share one."""
+    """Return the color that torch gives to a group in ncclCommSplit; two groups must not share one."""
     return int(c10d._process_group_color(list(ranks)))
 
 

@@ -18,7 +18,7 @@ Facts = dict[str, Any]
 
 
 def page_facts(settings: Config, world: int | None, topology: TopologyConfig) -> Facts:
-    """The facts of the page. The browser computes every rank's groups from them.
+    """Return the facts of the page. The browser computes every rank's groups from them.
 
     world: number of processes, or None if every size is given. topology: as `discovered` returns it.
 
@@ -63,7 +63,7 @@ def _trains(settings: Config, layout: Layout) -> Facts | None:
 
 
 def predicted_traffic(settings: Config, layout: Layout, topology: TopologyConfig) -> Facts | None:
-    """The calls of one step on the rank with the most layers, as `tune` estimates them, by their dims.
+    """Return the calls of one step on the rank with the most layers, as `tune` estimates them, by their dims.
 
     settings: with every size filled in. Returns None if they have no training or no sizes of the model. size_bytes: of one
     call, as in nccl-tests. sent_bytes: sent by the rank in a step. received_bytes: of calls that only receive, otherwise

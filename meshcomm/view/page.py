@@ -25,7 +25,7 @@ class Document(NamedTuple):
 
 
 def document(facts: dict[str, Any] | None = None, run: dict[str, Any] | None = None) -> Document:
-    """The page.
+    """Return the page.
 
     facts: as from `page_facts`; written into the page, which then needs no server. If None, the page requests
         facts.json and run.json from its server. run: the current news of a run; only with facts.

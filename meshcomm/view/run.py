@@ -62,7 +62,7 @@ def _content(folder: Path) -> str:
 
 
 def run_news(folder: Path | None, known: str = "", offset: int = 0, most_bytes: int = _MOST_BYTES) -> Facts:
-    """The lines of metrics since `offset`, and the state of the run.
+    """Return the lines of metrics since `offset`, and the state of the run.
 
     known, offset: the id and offset that the previous call returned; "" and 0 for the first. most_bytes: the most bytes
     to read at once; -1: all.

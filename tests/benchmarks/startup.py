@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from math import prod
 from statistics import median
@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 from meshcomm.errors import LaunchError
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.testing import Pool
+from tests.benchmarks.table import markdown
 
 # What a user writes, each way; `mark` notes the time of an event. All groups are used once.
 PROGRAMS: Final = {
@@ -86,12 +87,14 @@ def startup(world: int | None, rounds: int) -> None:
         size = world or (_FORKED if fork else _COLD)
         for name, each in measured(three_dims(size), rounds, fork=fork, before=before).items():
             facts.append({"processes": f"{size} {kind}", "program": name, **each._asdict()})
-    print("| processes | program | created | used | CPU of a rank |\n|---|---|---|---|---|")
-    for row in facts:
-        times = " | ".join(f"{row[name]:.3f} s" for name in ("created_s", "used_s", "cpu_s"))
-        print(f"| {row['processes']} | {row['program']} | {times} |")
-    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
-    print(f"\nThe slowest rank, median of {rounds} starts in turn; {os.cpu_count()} cores, load {load}.")
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "processes": lambda row: row["processes"],
+        "program": lambda row: row["program"],
+        "created": lambda row: f"{row['created_s']:.3f} s",
+        "used": lambda row: f"{row['used_s']:.3f} s",
+        "CPU of a rank": lambda row: f"{row['cpu_s']:.3f} s",
+    }
+    print(markdown(columns, facts))
 
 
 def from_python(program: str, dims: Mapping[str, int], timeout_s: float = 300.0) -> Startup:

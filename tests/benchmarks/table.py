@@ -1,55 +1,48 @@
-"""Comparisons, and how they are shown."""
+"""Comparisons of times, and tables in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median, quantiles
+from typing import NamedTuple, TypeVar
 
-from rich.console import Group
-
-from meshcomm.show.page import Cells, Column, Line, page_view
 from meshcomm.show.units import seconds_text
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Row:
-    """One comparison: seconds per call of each way, and the first way's ratio to the second.
 
-    target: what the ratio has to reach; "at most" or "at least" it.
-    """
+class Row(NamedTuple):
+    """Median seconds of one call of each way; the median of the round-by-round ratios and its middle half."""
 
     name: str
     ours_s: float
     theirs_s: float
     ratio: float
-    bytes_moved: int | None = None
-    target: str = ""
+    low: float
+    high: float
 
 
-def compare(
-    name: str,
-    ours: Sequence[float],
-    theirs: Sequence[float],
-    bytes_moved: int | None = None,
-    target: str = "",
-) -> Row:
-    """The medians, and the median of the round-by-round ratios."""
+def compare(name: str, ours: Sequence[float], theirs: Sequence[float]) -> Row:
+    """Compare the times of two ways, round by round."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return Row(name, median(ours), median(theirs), median(ratios), bytes_moved, target)
+    low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return Row(name, median(ours), median(theirs), median(ratios), low, high)
 
 
-def rows_table(title: str, rows: Sequence[Row]) -> Group:
-    """One row per comparison: both medians, the median of the ratios, what that has to reach."""
-    note = "times: medians of the rounds; ratio: the median of the rounds' ratios;\nGB/s: the bytes over the median time"
-    columns: dict[str, Column] = {
+def markdown(columns: Mapping[str, Callable[[T], str]], rows: Iterable[T]) -> str:
+    """Return a table: a heading and a function of the row for each column."""
+    lines = [list(columns), ["---"] * len(columns)]
+    lines += [[cell(row) for cell in columns.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def comparisons(rows: Iterable[Row]) -> str:
+    """Return a table with a line for each comparison."""
+    columns: dict[str, Callable[[Row], str]] = {
         "ours / theirs": lambda row: row.name,
-        ">ours": lambda row: seconds_text(row.ours_s),
-        ">theirs": lambda row: seconds_text(row.theirs_s),
-        ">ratio": lambda row: f"{row.ratio:.3f}",
-        ">GB/s ours": lambda row: (
-            None if row.bytes_moved is None else f"{row.bytes_moved / row.ours_s / 1e9:.2f}"
-        ),
-        ">target": lambda row: row.target or None,
+        "ours": lambda row: seconds_text(row.ours_s),
+        "theirs": lambda row: seconds_text(row.theirs_s),
+        "ratio": lambda row: f"{row.ratio:.3g}",
+        "half of the rounds": lambda row: f"{row.low:.3g} to {row.high:.3g}",
     }
-    return page_view([Line(f"{title}; {note}"), Cells.of(rows, columns)])
+    return markdown(columns, rows)

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
+from meshcomm.show.units import seconds_text
 from meshcomm.testing import Pool
+from tests.benchmarks.table import markdown
 
 _ROUNDS: Final = 15
 _CALLS: Final = 200
@@ -57,9 +59,14 @@ def main() -> None:
         found = pool.run(watching.measured, ranks=2, timeout_s=600)[0]
     finally:
         pool.close()
-    print("| call | size | without, us | watched, us | ratio |\n|---|---|---|---|---|")
-    for (name, size), (without, with_) in found.items():
-        print(f"| {name} | {size} | {without:.1f} | {with_:.1f} | {with_ / without:.2f} |")
+    columns: dict[str, Callable[[tuple[str, str]], str]] = {
+        "call": lambda key: key[0],
+        "size": lambda key: key[1],
+        "without": lambda key: seconds_text(found[key][0] / 1e6),
+        "watched": lambda key: seconds_text(found[key][1] / 1e6),
+        "ratio": lambda key: f"{found[key][1] / found[key][0]:.2f}",
+    }
+    print(markdown(columns, found))
 
 
 if __name__ == "__main__":

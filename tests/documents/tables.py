@@ -12,7 +12,6 @@ from typing import Final
 # Page and first line of the block -> why. A line that no block has any more fails the tests.
 NOT_RUN: Final[Mapping[str, str]] = {
     'docs/guide/performance.md: torchrun --nproc-per-node 8 -m tests.benchmarks.training configs/mesh.toml --rounds 5 --set \'parallel={ data = "dp", tensor = "tp", pipeline = "pp" }\'': "measures for minutes; tests/benchmarks/test_training.py",
-    "docs/benchmarks.md: import time, torch, meshcomm": "times 256 simulated ranks five times over, 25 s",
 }
 
 # Pages whose blocks other tests run; here they are only read.

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 import psutil
@@ -22,6 +23,7 @@ import psutil
 import meshcomm
 from meshcomm.config import load_config
 from meshcomm.train import Trainer
+from tests.benchmarks.table import markdown
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -69,7 +71,7 @@ class Death:
     number: int
     after: int
     lost_s: float = 0.0
-    named: str = ""
+    named: bool = False
 
 
 @dataclass
@@ -94,7 +96,9 @@ class Run:
         found = {}
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.Error):
-                if (rank := child.environ().get("RANK")) is not None and child.status() != "zombie":
+                # A process that waited for a loss was started without a rank; its name has it.
+                rank = child.environ().get("RANK") or child.name().removeprefix("rank ")
+                if rank.isdigit() and child.status() != "zombie":
                     found[int(rank)] = child
         return found
 
@@ -195,8 +199,36 @@ def _disturbed(folder: Path, mesh: str, steps: int, deaths: int, draw: random.Ra
     return run, code
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended. equal: whether its losses are those of an uninterrupted run, bit for bit."""
+
+    code: int
+    equal: bool
+    left: list[int]
+    deaths: list[Death]
+
+    @classmethod
+    def of(cls, run: Run, code: int, expected: Sequence[float]) -> Ended:
+        """Compare a run with an uninterrupted one."""
+        losses = [line["loss"] for line in run.lines]
+        log = run.log.read_text().splitlines()
+        for death in run.deaths:
+            death.named = any(f"rank {death.rank} " in line and "replaced" in line for line in log)
+        return cls(code, losses == expected, left_over(run.out.parent), run.deaths)
+
+    @property
+    def right(self) -> bool:
+        """Whether the run ended as an uninterrupted one."""
+        return not self.code and self.equal and not self.left
+
+
+def _deaths(runs: Sequence[Ended]) -> list[Death]:
+    return [death for run in runs for death in run.deaths]
+
+
 def main() -> None:
-    """Print a line for each run, and a summary."""
+    """Print a table, and a line for each run on stderr."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--deaths", type=int, default=50)
     parser.add_argument("--each", type=int, default=3, help="deaths in a run")
@@ -204,44 +236,31 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--mesh", choices=list(MESHES), action="append")
     given = parser.parse_args()
-    draw, total, bad, seconds = random.Random(given.seed), 0, 0, []
+    draw = random.Random(given.seed)
     meshes = given.mesh or ["pp2 dp2 tp2", "dp4", "dp2 fsdp2"]
+    found: dict[str, list[Ended]] = {mesh: [] for mesh in meshes}
     with tempfile.TemporaryDirectory() as name:
         expected: dict[str, list[float]] = {}
-        runs = 0
-        while total < given.deaths:
-            mesh = meshes[runs % len(meshes)]
+        for number in range(-(-given.deaths // given.each)):
+            mesh = meshes[number % len(meshes)]
             if mesh not in expected:
-                expected[mesh] = undisturbed(Path(name) / f"{runs}-before", mesh, given.steps)
-            run, code = _disturbed(Path(name) / str(runs), mesh, given.steps, given.each, draw)
-            runs += 1
-            losses = [line["loss"] for line in run.lines]
-            log = run.log.read_text()
-            same = code == 0 and losses == expected[mesh]
-            for death in run.deaths:
-                word = f"rank {death.rank} "
-                death.named = next(
-                    (line for line in log.splitlines() if word in line and "replaced" in line), ""
-                )
-                seconds.append(death.lost_s)
-                print(
-                    f"{mesh}: rank {death.rank} by {signal.Signals(death.number).name} after step {death.after}, "
-                    f"named {bool(death.named)}, {death.lost_s:.1f} s lost",
-                    flush=True,
-                )
-            total += len(run.deaths)
-            print(
-                f"{mesh}: exit code {code}, losses equal {same}, processes left {left_over(run.out.parent)}",
-                flush=True,
-            )
-            if not same:
-                bad += 1
-                print(log, flush=True)
-        print(
-            f"{total} deaths in {runs} runs, {bad} runs wrong; seconds lost: median "
-            f"{sorted(seconds)[len(seconds) // 2]:.1f}, most {max(seconds):.1f}"
-        )
-    raise SystemExit(bool(bad))
+                expected[mesh] = undisturbed(Path(name) / f"{number}-before", mesh, given.steps)
+            run, code = _disturbed(Path(name) / str(number), mesh, given.steps, given.each, draw)
+            found[mesh].append(Ended.of(run, code, expected[mesh]))
+            print(f"{mesh}: {found[mesh][-1]}", file=sys.stderr, flush=True)
+            if not found[mesh][-1].right:
+                print(run.log.read_text(), file=sys.stderr, flush=True)
+    columns: dict[str, Callable[[str], str]] = {
+        "mesh": lambda mesh: mesh,
+        "deaths, in runs": lambda mesh: f"{len(_deaths(found[mesh]))}, {len(found[mesh])}",
+        "runs whose losses were bit-equal": lambda mesh: str(sum(each.equal for each in found[mesh])),
+        "ranks named": lambda mesh: str(sum(death.named for death in _deaths(found[mesh]))),
+        "processes left": lambda mesh: str(sum(len(each.left) for each in found[mesh])),
+        "seconds, median": lambda mesh: f"{median(death.lost_s for death in _deaths(found[mesh])):.1f}",
+        "most": lambda mesh: f"{max(death.lost_s for death in _deaths(found[mesh])):.1f}",
+    }
+    print(markdown(columns, [mesh for mesh in meshes if found[mesh]]))
+    raise SystemExit(not all(each.right for ended in found.values() for each in ended))
 
 
 if __name__ == "__main__":

@@ -200,20 +200,26 @@ def page(rows: dict[str, dict[str, str]]) -> str:
         [
             "# Models: every family on every kind of parallelism",
             "",
-            f'Each row is what `python -m tests.models.table NAME` gave, with torch {version}, transformers {transformers.__version__}. A small model of each family that `AutoModelForCausalLM` makes, of drawn weights, in float64, trains {STEPS} steps. "yes": losses, gradient norms,',
-            f"gradients and weights are within {ROOM:g} of one process. A number is that of a reason below. `sequence` is `parallel.options.sequence_parallel`, `cp2` is Ulysses; a dash: no experts to spread.",
+            f"The tables list every family that `AutoModelForCausalLM` can create, with transformers {transformers.__version__} and torch {version}. "
+            "`python -m tests.models.table NAME` measures a row.",
+            f"Each test trains a small model with random weights in float64 for {STEPS} steps.",
             "",
-            "What no gradient comes to is frozen, by train.frozen: "
+            f"- yes: losses, gradient norms, gradients and weights differ from those on one process by at most {ROOM:g}.",
+            "- a number: the row of the [reason](#reasons) at the end of the page.",
+            "- a dash: the model has no experts.",
+            "- dp2 tp2, sequence: with `parallel.options.sequence_parallel`. dp2 cp2: with Ulysses.",
+            "",
+            f"{tried} {every} of them train with every kind of parallelism that applies, and {plain} with data parallelism and FSDP.",
+            "",
+            "Some families have parameters that receive no gradient. The tests freeze these with `train.frozen`: "
             + "; ".join(f"{' '.join(frozen)} of {name}" for name, frozen in _FROZEN.items())
             + ".",
             "",
-            f"{tried} {every} train on all that applies to them, {plain} on data parallelism and FSDP.",
-            "",
-            "## Families that publish a plan",
+            "## Families with a published plan",
             "",
             *published,
             "",
-            "## Families that publish none",
+            "## Families without a published plan",
             "",
             *others,
             "",

@@ -62,7 +62,7 @@ class Attention:
         return f'{self.name} along "{self.dim}" on {self.mesh.label}'
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention with the full sequence on this rank."""
+        """Compute attention with the full sequence on this rank."""
         apart = self.documents is not None and not self.mesh.is_fake
         return whole_attention(
             q, k, v, self.causal, self.scale, self.window, self.documents, each_alone=apart
@@ -174,7 +174,7 @@ def _one_by_one(
 def _seen(
     queries: slice, keys: slice, window: int | None, documents: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Which keys these queries attend to: bool, (queries, keys), or (batch, 1, queries, keys) with documents."""
+    """Return which keys these queries attend to: bool, (queries, keys), or (batch, 1, queries, keys) with documents."""
     seen = torch.ones((), dtype=torch.bool, device=device)
     if window is not None:
         places = torch.arange(max(queries.stop, keys.stop), device=device)
@@ -212,7 +212,7 @@ def attend_block(
 def block_gradients(
     queries: Queries, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's terms of the gradients of q, k, v.
+    """Return this block's terms of the gradients of q, k, v.
 
     The weights of this block within the softmax over all keys are exp(scores - lse) (Dao et al. 2022).
     """
@@ -255,7 +255,7 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of `dtype` are summed."""
+    """Return the dtype in which values of `dtype` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

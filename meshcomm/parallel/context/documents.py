@@ -46,7 +46,7 @@ def _attending(documents: Tensor, call: Callable[..., Any], /, *args: Any, **nam
 
 
 def places(documents: Tensor) -> Tensor:
-    """The position of each token in its document, from 0. int64 (..., sequence) -> the same.
+    """Return the position of each token in its document, from 0. int64 (..., sequence) -> the same.
 
     >>> places(torch.tensor([0, 0, 0, 1, 1, 2])).tolist()
     [0, 1, 2, 0, 1, 0]
@@ -69,7 +69,7 @@ def check_documents(documents: Tensor, tokens: Tensor) -> None:
 
 
 def runs_of(documents: Tensor) -> list[list[slice]]:
-    """The slices of the documents in each sample. The host reads the numbers.
+    """Return the slices of the documents in each sample. The host reads the numbers.
 
     >>> runs_of(torch.tensor([[0, 0, 1], [0, 0, 0]]))
     [[slice(0, 2, None), slice(2, 3, None)], [slice(0, 3, None)]]

@@ -26,7 +26,7 @@ def check_order(order: object) -> None:
 def sequence_positions(
     seq_len: int, n: int, coord: int, order: Order, device: torch.device | None = None
 ) -> Tensor:
-    """The positions in the full sequence of the tokens that coord `coord` of `n` holds, in its order.
+    """Return the positions in the full sequence of the tokens that coord `coord` of `n` holds, in its order.
 
     "contiguous": slice `coord` of n. "zigzag": the sequence is cut into 2n chunks, and coord c has chunks c and 2n - 1 - c.
     Each rank then has the same number of pairs of a query and an earlier key (the balance of Brandon et al. 2023, in the

@@ -98,7 +98,9 @@ class _Ring(Attention):
         return self.mesh.exchange(self.dim, [(x, (coord + 1) % n)], coming, async_op=True)
 
     def seen(self, turn: int, block: Block) -> tuple[bool, Tensor | None]:
-        """Whether any of the block's queries attends to any of its keys; and the keys of each query, None for all that causal allows."""
+        """Return whether any of the block's queries attends to any of its keys; and the keys of each query, None
+        for all that causal allows.
+        """
         if self.documents is None:
             return True, None
         mine, theirs, _ = block
@@ -114,7 +116,7 @@ class _Ring(Attention):
         return bool(same.any()), None if same.all() else same
 
     def block(self, turn: int, queries: int, keys: int) -> Block | None:
-        """The computation of this rank at `turn`, for this number of queries and keys on each rank.
+        """Return the computation of this rank at `turn`, for this number of queries and keys on each rank.
 
         At turn 0 each query attends to some keys, including its own. In zig-zag order a turn is, on each rank, as much
         work as half of a rank's queries with all of a rank's keys.

@@ -29,7 +29,7 @@ class ByHeads(Protocol):
 
 
 def split_sequence(x: Tensor, axis: int, mesh: Mesh, dim: str, order: Order) -> Tensor:
-    """This rank's tokens of an `x` that every rank along `dim` holds in full. Does not communicate.
+    """Return this rank's tokens of an `x` that every rank along `dim` holds in full. Does not communicate.
 
     For inputs, targets, masks, tables of positions.
 
@@ -47,7 +47,7 @@ def split_sequence(x: Tensor, axis: int, mesh: Mesh, dim: str, order: Order) -> 
 def gather_sequence(
     x: Tensor, axis: int, mesh: Mesh, dim: str, order: Order, *, grad: GatherGrad | None = None
 ) -> Tensor:
-    """The full sequence in its natural order, on every rank: the inverse of `split_sequence`.
+    """Return the full sequence in its natural order, on every rank: the inverse of `split_sequence`.
 
     Shape:     (.., sequence / n, ..) -> (.., sequence, ..); n = 1: x itself.
     Called by: every rank along `dim`, in the same program order.
@@ -145,14 +145,14 @@ class ContextSplit:
         self.size, self.coord = (mesh.size(dim), mesh.coord(dim)) if dim else (1, 0)
 
     def positions(self, seq_len: int) -> Tensor:
-        """The positions of this rank's tokens in a sequence of this length: int64 (sequence / size,), ascending.
+        """Return the positions of this rank's tokens in a sequence of this length: int64 (sequence / size,), ascending.
 
         Raises: ShapeError if the sequence cannot be split.
         """
         return sequence_positions(seq_len, self.size, self.coord, self.order, self.mesh.device)
 
     def split(self, x: Tensor, axis: int) -> Tensor:
-        """This rank's tokens of an x that all ranks hold in full. See `split_sequence`."""
+        """Return this rank's tokens of an x that all ranks hold in full. See `split_sequence`."""
         return x if self.size == 1 else split_sequence(x, axis, self.mesh, self.dim, self.order)
 
     def gather(self, x: Tensor, axis: int, *, grad: GatherGrad | None = None) -> Tensor:
@@ -170,7 +170,7 @@ class ContextSplit:
         window: int | None = None,
         by: ByHeads | None = None,
     ) -> Tensor:
-        """Attention of this rank's queries over the full sequence. See `ring_attention`, `ulysses_attention`.
+        """Compute attention of this rank's queries over the full sequence. See `ring_attention`, `ulysses_attention`.
 
         Shape:  q (batch, heads, sequence / size, head), k and v (batch, kv heads, sequence / size, head)
                         -> like q. If nothing is split, it is torch's scaled_dot_product_attention.

@@ -12,7 +12,7 @@ AttentionKernel: TypeAlias = Literal["cpu", "flash"]
 
 
 def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> AttentionKernel | None:
-    """The torch kernel that returns the log-sum-exp and supports training with these inputs, or None.
+    """Return the torch kernel that returns the log-sum-exp and supports training with these inputs, or None.
 
     "cpu": floating point of any width. "flash": depends on torch's answer for the CUDA device, the dtype and the head, and on
     torch.nn.attention.sdpa_kernel. The other kernels of CUDA are not used: cuDNN's changes its layouts between
@@ -33,14 +33,14 @@ def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Attention
 
 
 def kernel_alignment(device: torch.device) -> int:
-    """The number of elements of which head size and start must be multiples, for the kernels of a device."""
+    """Return the number of elements of which head size and start must be multiples, for the kernels of a device."""
     return 8 if device.type == "cuda" else 1
 
 
 def kernel_attention(
     kernel: AttentionKernel, inputs: tuple[Tensor, Tensor, Tensor], causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of `inputs`, q, k and v, and the log-sum-exp of each query's scores."""
+    """Compute attention of `inputs`, q, k and v, and the log-sum-exp of each query's scores."""
     aten = torch.ops.aten
     if kernel == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, causal, scale=scale)

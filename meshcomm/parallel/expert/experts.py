@@ -67,7 +67,7 @@ class ExpertWeights(nn.Module):
             self.register_parameter(name, parameter_of(mesh, data, axes))
 
     def forward(self, rows: Tensor, often: Tensor | None = None, known: list[int] | None = None) -> Tensor:
-        """Each row through its expert; along the tensor dim, a part of the sum.
+        """Return each row through its expert; along the tensor dim, a part of the sum.
 
         Shape:   (experts here, n, width), or (n, width), the first often[0] rows for this rank's first expert, the
                  next often[1] for its second, ... -> the same. known: `often` if the host knows it.
@@ -90,7 +90,7 @@ class ExpertWeights(nn.Module):
 
 
 def _has_grouped_product(rows: Tensor, *weights: Tensor) -> bool:
-    """Whether torch has a grouped matmul for these that does not ask the device for its sizes.
+    """Return whether torch has a grouped matmul for these that does not ask the device for its sizes.
 
     For `grouped_mm` of torch 2.11 to 2.15, rows must start at multiples of 16 bytes. On CUDA its kernels are for
     bfloat16 and compute capability 8.0 and newer. Otherwise it loops, and asks the device once for each product.
@@ -250,13 +250,16 @@ class Experts(nn.Module):
         return move(done, back, order)
 
     def _arrived(self, rows: Tensor, number: Tensor, often: Tensor, known: list[int]) -> Tensor:
-        """The result of this rank's experts for the rows that have arrived. An expert's rows must be contiguous."""
+        """Return the result of this rank's experts for the rows that have arrived.
+
+        An expert's rows must be contiguous.
+        """
         sorts = number.argsort(stable=True)
         unsorts = inverse(sorts)
         return move(self.experts(move(rows, sorts, unsorts), often, known), unsorts, sorts)
 
     def _limited(self, x: Tensor, chosen: Tensor, keep: Tensor) -> Tensor:
-        """The result of each choice, zeros for choices that were not kept: (n, width) -> (n * slots, width).
+        """Return the result of each choice, zeros for choices that were not kept: (n, width) -> (n * slots, width).
 
         Each expert has as many slots per sample as choices that it may keep of it, filled or not. So all sizes
         are known, and the host does not wait.

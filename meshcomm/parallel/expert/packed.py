@@ -137,7 +137,7 @@ class SpreadExperts:
 
 
 def separate(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """The parameters of `module` by name, in order of registration: dense ones, and those of experts.
+    """Return the parameters of `module` by name, in order of registration: dense ones, and those of experts.
 
     Gradients of dense parameters are summed along the data and context dims, those of experts as `Experts` describes. Routers
     are dense.

@@ -74,7 +74,7 @@ def counts(chosen: Tensor, experts: int) -> Tensor:
 
 
 def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:
-    """How unevenly tokens are distributed over the experts: 1 if evenly, `experts` in the worst case.
+    """Return how unevenly tokens are distributed over the experts: 1 if evenly, `experts` in the worst case.
 
     The mean over samples of experts * sum over e of f_e * P_e, with f_e the fraction of the sample's choices that
     are expert e, and P_e the mean probability of e over the sample's tokens: Switch Transformer's formula (Fedus et
@@ -119,7 +119,7 @@ class _Attach(torch.autograd.Function):
 
 
 def capacity(factor: float, tokens: int, slots: int, experts: int) -> int:
-    """The number of choices that an expert keeps per sample: ceil(factor * tokens * slots / experts).
+    """Return the number of choices that an expert keeps per sample: ceil(factor * tokens * slots / experts).
 
     >>> capacity(1.1, 45, 2, 1)  # in floating point 1.1 * 45 * 2 is above 99
     99
@@ -130,7 +130,7 @@ def capacity(factor: float, tokens: int, slots: int, experts: int) -> int:
 def within_capacity(
     mesh: Mesh, context: str | None, chosen: Tensor, positions: Tensor | None, experts: int, factor: float
 ) -> Tensor:
-    """Which choices stay within their expert's capacity, sample by sample.
+    """Return which choices stay within their expert's capacity, sample by sample.
 
     An expert keeps the first `capacity` of a sample: first choices before second ones (GShard, Lepikhin et
     al. 2020), and among these in order of position.
@@ -170,7 +170,7 @@ def within_capacity(
 
 
 def _first(chosen: Tensor, experts: int, limit: int) -> Tensor:
-    """Whether a choice is among the first `limit` of its sample and expert, slot by slot."""
+    """Return whether a choice is among the first `limit` of its sample and expert, slot by slot."""
     line = chosen.transpose(1, 2).flatten(1)
     within = places(line, experts) < limit
     found: Tensor = within.unflatten(1, (chosen.shape[2], chosen.shape[1]))
@@ -207,7 +207,7 @@ def dispatched(
     often: Tensor,
     compute: Callable[[Tensor, Tensor, Tensor, list[int]], Tensor],
 ) -> Tensor:
-    """The results of the experts along `dim` for rows that are sorted by expert; in the same order.
+    """Return the results of the experts along `dim` for rows that are sorted by expert; in the same order.
 
     often:   int64 (experts of all ranks,): the number of rows for each.
     compute: (rows that have arrived here, sorted by sender and then by expert; the expert's number among this rank's for
@@ -228,12 +228,12 @@ def dispatched(
 
 
 def inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes `order`."""
+    """Return the permutation that undoes `order`."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def sizes_of(often: Tensor, total: int) -> Any:
-    """Sizes as lists, for the host. For tensors without values, as in a dry run: `total` divided evenly."""
+    """Return the sizes as lists, for the host. For tensors without values, as in a dry run: `total` divided evenly."""
     if has_memory(often):
         return often.tolist()
     each, more = divmod(total, often.shape[-1])

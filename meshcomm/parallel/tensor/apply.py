@@ -179,12 +179,12 @@ class _Splitting:
             around.meshcomm_scatter, around.meshcomm_axis = rule.output == "split", rule.axis
 
     def _inside(self, name: str) -> list[str]:
-        """The parts inside `name` that have their own style."""
+        """Return the parts inside `name` that have their own style."""
         within = f"{name}." if name else ""
         return [n for n, rule in self.rules.items() if rule.style and n != name and n.startswith(within)]
 
     def _split_in(self, name: str) -> TensorSplit:
-        """The split of a part. Inside a module that needs full sequences, sequences are gathered."""
+        """Return the split of a part. Inside a module that needs full sequences, sequences are gathered."""
         while name:
             name = name.rpartition(".")[0]
             if self.rules.get(name, Rule()).style == "replicate":
@@ -199,7 +199,7 @@ class _Splitting:
         self._become(part, ColumnParallel, split)
 
     def _entry(self, name: str, split: TensorSplit) -> Callable[[Tensor], Tensor]:
-        """The entry of the nearest module around `name` that is not a list or dict; none in an "enter"."""
+        """Return the entry of the nearest module around `name` that is not a list or dict; none in an "enter"."""
         for outer, rule in self.rules.items():
             if rule.style == "enter" and (not outer or name.startswith(outer + ".")):
                 return entered
@@ -337,7 +337,7 @@ class Around:
     def meshcomm_begun(
         self, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Sequence[int]]:
-        """The arguments at the start of the module, and the shape of the first one that was gathered."""
+        """Return the arguments at the start of the module, and the shape of the first one that was gathered."""
         split = self.meshcomm_split
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(named)

@@ -172,7 +172,7 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def _axis(split: TensorSplit, y: Tensor, ref: Tensor) -> int | None:
-    """The axis along which `y` is a slice of a tensor like `ref`."""
+    """Return the axis along which `y` is a slice of a tensor like `ref`."""
     if y.ndim != ref.ndim:
         return None
     other = [axis for axis in range(y.ndim) if y.shape[axis] != ref.shape[axis]]
@@ -192,7 +192,8 @@ def explained(
     after: Calls,
     where: str = "",
 ) -> TrainingError:
-    """The error that replaces torch's `error`: the part and line that raised it, its sizes before and after, fixes.
+    """Return the error that replaces torch's `error`: the part and line that raised it, its sizes before and after,
+    fixes.
 
     where: follows "fails".
     """

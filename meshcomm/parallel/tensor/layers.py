@@ -25,12 +25,12 @@ def entered(x: Tensor) -> Tensor:
 
 
 def is_conv1d(part: nn.Module) -> bool:
-    """Whether it is the Conv1D of transformers: a linear layer whose weight is (inputs, outputs)."""
+    """Return whether it is the Conv1D of transformers: a linear layer whose weight is (inputs, outputs)."""
     return type(part).__name__ == "Conv1D" and hasattr(part, "nx")
 
 
 def held(module: Any, name: str) -> Any:
-    """This rank's part of a parameter of `module`, None if it has none. If it has parts, they are in order."""
+    """Return this rank's part of a parameter of `module`, None if it has none. If it has parts, they are in order."""
     parameter = getattr(module, name)
     if parameter is None:
         return None
@@ -39,7 +39,7 @@ def held(module: Any, name: str) -> Any:
 
 
 def _matrix(module: Any) -> Tensor:
-    """This rank's part of a linear layer's weight, (outputs, inputs)."""
+    """Return this rank's part of a linear layer's weight, (outputs, inputs)."""
     weight: Tensor = held(module, "weight")
     return weight.T if module.meshcomm_transposed else weight
 
@@ -149,7 +149,7 @@ def owned(ids: Tensor, rows: int, coord: int) -> tuple[Tensor, Tensor]:
 
 
 def outside_of(split: TensorSplit, ids: Tensor, vocab: int, what: str) -> Tensor | None:
-    """Which ids no rank holds, bool like ids, if checking would wait for the device; None if all are held.
+    """Return which ids no rank holds, bool like ids, if checking would wait for the device; None if all are held.
 
     Raises ShapeError, if checking costs nothing, for ids outside 0 .. vocab - 1.
     """

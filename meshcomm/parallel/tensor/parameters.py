@@ -38,7 +38,7 @@ class Parts(NamedTuple):
         return math.gcd(*self.sizes)
 
     def shape(self, kept: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the full weight in this layout."""
+        """Return the shape of the full weight in this layout."""
         at = self.axis
         return (*kept[:at], sum(self.sizes), *kept[at + 2 :])
 
@@ -52,13 +52,15 @@ class Slice(NamedTuple):
 
 
 def parts_of(parameter: Tensor) -> tuple[Slice, ...]:
-    """The slices recorded on a plain parameter that replaces a DTensor."""
+    """Return the slices recorded on a plain parameter that replaces a DTensor."""
     found: tuple[Slice, ...] = getattr(parameter, "meshcomm_parts", ())
     return found
 
 
 def parameter_of(mesh: Mesh, data: Tensor, axes: Mapping[str, int | None]) -> nn.Parameter:
-    """A parameter of which this rank holds `data`. axes: dims of one view -> the axis split along it; None: equal."""
+    """Return a parameter of which this rank holds `data`. axes: dims of one view -> the axis split along it; None:
+    equal.
+    """
     if axes:
         try:
             device_mesh = mesh[tuple(axes)]
@@ -73,7 +75,7 @@ def parameter_of(mesh: Mesh, data: Tensor, axes: Mapping[str, int | None]) -> nn
 
 
 def split_dims(parameter: Tensor) -> tuple[str, ...]:
-    """The dims that a parameter is split along, which GradientNorm asks for.
+    """Return the dims that a parameter is split along, which GradientNorm asks for.
 
     For a DTensor, the dims that shard it. In the simulator, where parameters are plain, the recorded dims. () for other
     plain tensors. Raises LayoutError for a DTensor on a DeviceMesh without names, which no mesh of meshcomm has.
@@ -96,7 +98,7 @@ def split_dims(parameter: Tensor) -> tuple[str, ...]:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, sharing its memory; gradients flow back into it."""
+    """Return this rank's part of a parameter, sharing its memory; gradients flow back into it."""
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and parameter.requires_grad):
@@ -123,7 +125,7 @@ class _Local(torch.autograd.Function):
 
 
 def whole(tensor: Tensor, of: Tensor | None = None) -> Tensor:
-    """The full tensor, gathered if it is split. Every rank that holds a part calls this.
+    """Return the full tensor, gathered if it is split. Every rank that holds a part calls this.
 
     of: the parameter to which `tensor`, a gradient or optimizer state, belongs. Needed only in the simulator, where
         parameters are plain tensors and only they record that they are parts.
@@ -137,7 +139,7 @@ def whole(tensor: Tensor, of: Tensor | None = None) -> Tensor:
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of the full parameter, however it is split. Does not communicate."""
+    """Return the shape of the full parameter, however it is split. Does not communicate."""
     shape = list(parameter.shape)
     for part in parts_of(parameter):
         shape[part.axis] *= part.mesh.size(part.dim)
@@ -195,7 +197,7 @@ class Kept(NamedTuple):
         return self.parts.shape(whole_shape(self.tensor))
 
     def pieces(self) -> list[Piece]:
-        """This rank's pieces: in each part, the rows of its units are adjacent in the weight."""
+        """Return this rank's pieces: in each part, the rows of its units are adjacent in the weight."""
         held, axis = local(self.tensor.detach()), self.parts.axis
         at = offsets(self.tensor) if isinstance(self.tensor, DTensor) else (0,) * held.ndim
         found, first, column = [], 0, 0
@@ -208,7 +210,7 @@ class Kept(NamedTuple):
 
 
 def kept(whole: Tensor, parts: Parts) -> Tensor:
-    """Rows in the parts' order (..., sum of sizes, ...) -> (..., units, rows in a unit, ...).
+    """Return the rows in the parts' order (..., sum of sizes, ...) -> (..., units, rows in a unit, ...).
 
     >>> kept(torch.tensor([0, 1, 2, 3, 10, 11]), Parts((4, 2))).tolist()
     [[0, 1, 10], [2, 3, 11]]
@@ -227,7 +229,7 @@ def joined(units_held: Tensor, parts: Parts) -> Tensor:
 
 
 def fused_parts(module: nn.Module) -> dict[str, Parts]:
-    """The parts of each weight that has several, by its name in the state dict."""
+    """Return the parts of each weight that has several, by its name in the state dict."""
     return {
         f"{prefix}.{key}".lstrip("."): parts
         for prefix, part in module.named_modules(remove_duplicate=False)
@@ -236,7 +238,7 @@ def fused_parts(module: nn.Module) -> dict[str, Parts]:
 
 
 def unsplit_state(module: nn.Module) -> dict[str, Tensor]:
-    """The `state_dict()` of the module as before it was split: full plain tensors, copied.
+    """Return the `state_dict()` of the module as before it was split: full plain tensors, copied.
 
     Called by: every rank along the dim; each gets the full dict.
     """

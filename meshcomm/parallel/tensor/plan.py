@@ -60,11 +60,11 @@ class Rule:
     own: Mapping[str, int] = field(default_factory=dict)
 
     def sizes(self, rows: int) -> tuple[int, ...]:
-        """The sizes of a column's parts."""
+        """Return the sizes of a column's parts."""
         return self.parts if isinstance(self.parts, tuple) else (rows // self.parts,) * self.parts
 
     def axis_of(self, part: nn.Module, key: str) -> int | None:
-        """The axis along which a parameter of `part` is split, None if it is not split."""
+        """Return the axis along which a parameter of `part` is split, None if it is not split."""
         if key in self.own:
             return self.own[key]
         if self.style not in _KINDS or (self.style == "row" and key == "bias"):
@@ -73,7 +73,7 @@ class Rule:
         return 1 - axis if is_conv1d(part) and key == "weight" else axis
 
     def parts_of(self, part: nn.Module, key: str) -> Parts | None:
-        """The parts of a parameter of `part`, if it has several."""
+        """Return the parts of a parameter of `part`, if it has several."""
         axis = self.axis_of(part, key)
         if axis is None or self.style != "column":
             return None
@@ -82,7 +82,7 @@ class Rule:
 
 
 def checked_rules(split: TensorSplit, module: nn.Module, plan: Mapping[str, Entry]) -> dict[str, Rule]:
-    """The rule of each part by its name. Raises ConfigError with all problems of the plan."""
+    """Return the rule of each part by its name. Raises ConfigError with all problems of the plan."""
     rules, problems = rules_of(split, module, plan)
     if not problems:
         return rules
@@ -104,7 +104,7 @@ def checked_rules(split: TensorSplit, module: nn.Module, plan: Mapping[str, Entr
 def rules_of(
     split: TensorSplit, module: nn.Module, plan: Mapping[str, Entry]
 ) -> tuple[dict[str, Rule], list[str]]:
-    """The rule of each part by its name, and the problems of the plan, for this module and split."""
+    """Return the rule of each part by its name, and the problems of the plan, for this module and split."""
     read = {pattern: _rule(entry) for pattern, entry in plan.items()}
     problems = [f'"{pattern}": {found}' for pattern, found in read.items() if isinstance(found, str)]
     names = dict(module.named_modules(remove_duplicate=False))
@@ -129,7 +129,7 @@ def rules_of(
 
 
 def _rule(entry: object) -> Rule | str:
-    """An entry as a rule, or its problem."""
+    """Return an entry as a rule, or its problem."""
     if isinstance(entry, str):
         style, _, more = entry.partition(":")
         given: dict[str, Any] = {"style": style}
@@ -179,7 +179,7 @@ def _rule(entry: object) -> Rule | str:
 def _match(
     rules: Mapping[str, Rule], names: list[str], others: Iterable[str], else_said: str
 ) -> tuple[dict[str, Rule], list[str]]:
-    """The rule of each name that some pattern matches, and the problems.
+    """Return the rule of each name that some pattern matches, and the problems.
 
     A name may have one style, and attributes set by any number of patterns.
     others, else_said: names that these rules do not apply to, and the message for a pattern that matches only such names.
@@ -206,7 +206,7 @@ def _match(
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of a plan matches the dotted name of a part; "" is the module itself.
+    """Return whether a pattern of a plan matches the dotted name of a part; "" is the module itself.
 
     "*" matches any text within one component, "**" any components.
     """
@@ -261,7 +261,7 @@ def _problems(
 
 
 def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
-    """Why a part cannot be split in its rule's style; "" if it can."""
+    """Return why a part cannot be split in its rule's style; "" if it can."""
     n, style = split.size, rule.style
     for key, axis in rule.own.items():
         shape = tuple(part.get_parameter(key).shape)
@@ -333,7 +333,7 @@ def _tied(names: Mapping[str, nn.Module], rules: Mapping[str, Rule]) -> Iterator
 
 
 def _has_style(name: str, rules: Mapping[str, Rule]) -> bool:
-    """Whether the rule of a part at or around `name` covers its parameters."""
+    """Return whether the rule of a part at or around `name` covers its parameters."""
     while True:
         rule = rules.get(name)
         if rule is not None and rule.style not in ("", "enter"):

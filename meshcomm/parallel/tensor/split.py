@@ -62,7 +62,7 @@ class TensorSplit:
     # -- parameters -----------------------------------------------------------------------------
 
     def parameter(self, *shape: int, axis: int | None) -> nn.Parameter:
-        """A parameter with the full `shape` and uninitialized memory.
+        """Return a parameter with the full `shape` and uninitialized memory.
 
         It is a DTensor on `mesh[dim]`: Shard(axis), or Replicate if axis is None. Optimizers and checkpoints
         therefore see the full tensor, and layers compute with `local(parameter)`. If nothing is split, and in
@@ -86,7 +86,7 @@ class TensorSplit:
         return parameter_of(self.mesh, data, {self.dim: axis} if self.size > 1 else {})
 
     def share(self, whole: int, what: str) -> int:
-        """One rank's part of `whole`. Raises ShapeError if the size is not divisible."""
+        """Return one rank's part of `whole`. Raises ShapeError if the size is not divisible."""
         if whole % self.size:
             raise ShapeError(
                 f'{what} cannot be split along "{self.dim}"',
@@ -112,7 +112,7 @@ class TensorSplit:
         return self.mesh.functional.identity(self.dim, x, grad="sum")
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the ranks, after split inputs. The gradient passes unchanged.
+        """Return the sum of `x` over the ranks, after split inputs. The gradient passes unchanged.
 
         With sequence_parallel: this rank's slice of the sum, and the gradient is gathered. Raises ShapeError if the
         sequence is not divisible.
@@ -124,7 +124,8 @@ class TensorSplit:
         return self.mesh.functional.all_reduce(self.dim, x, grad="identity")
 
     def gather(self, x: Tensor, axis: int | None = None) -> Tensor:
-        """The full sequence, for a part of the model that every rank computes in full. Without sequence_parallel, `x`.
+        """Return the full sequence, for a part of the model that every rank computes in full. Without
+        sequence_parallel, `x`.
 
         The gradient is this rank's slice. Parameters of such a part have complete gradients.
         """
@@ -134,7 +135,7 @@ class TensorSplit:
         return self.mesh.functional.all_gather(self.dim, x, axis, grad="slice")
 
     def scatter(self, x: Tensor, axis: int | None = None) -> Tensor:
-        """This rank's slice of a sequence that is equal on all ranks. Without sequence_parallel, `x`.
+        """Return this rank's slice of a sequence that is equal on all ranks. Without sequence_parallel, `x`.
 
         This is the inverse of `gather`. The gradient is gathered. Raises ShapeError if the sequence is not
         divisible.
@@ -144,7 +145,7 @@ class TensorSplit:
         return self.mesh.functional.slice(self.dim, x, self.axis if axis is None else axis)
 
     def positions(self, sequence_local: int) -> Tensor:
-        """The positions of this rank's tokens between split layers: int64 (sequence_local,).
+        """Return the positions of this rank's tokens between split layers: int64 (sequence_local,).
 
         sequence_local: the number of tokens of x there. Under context parallelism, the positions refer to the part of
             one rank along that dim: `context.positions(...)[split.positions(...)]`.
@@ -168,7 +169,7 @@ class TensorSplit:
             setattr(module, _PARTIAL, tuple(sorted(marked)))
 
     def partial_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The marked parameters in `module` by name, each once."""
+        """Return the marked parameters in `module` by name, each once."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for prefix, part in module.named_modules():
             for name in getattr(part, _PARTIAL, ()):

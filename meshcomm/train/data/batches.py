@@ -19,7 +19,7 @@ _ROUNDS = 6
 
 
 def permuted(positions: Indices, size: int, key: Sequence[int]) -> Indices:
-    """The images of `positions` under a permutation of range(size), a different one for each key.
+    """Return the images of `positions` under a permutation of range(size), a different one for each key.
 
     A balanced Feistel network over the next power of four, walked until the value is below size (Black and
     Rogaway, Ciphers with Arbitrary Finite Domains, 2002). Its rounds mix like splitmix64.
@@ -85,7 +85,7 @@ class Order:
         return parts, samples
 
     def _again(self, running: Indices, size: int, part: int) -> Indices:
-        """The sample of a part that has its own epochs."""
+        """Return the sample of a part that has its own epochs."""
         samples = np.empty_like(running)
         for round_ in np.unique(running // size):
             here = running // size == round_
@@ -134,7 +134,7 @@ class Batches:
         self.order = Order([len(part) for part in corpus.parts], corpus.weights, seed)
 
     def read(self, step: int) -> int:
-        """The number of samples read when `step` is done."""
+        """Return the number of samples read when `step` is done."""
         return self._after[1] + (step - self._after[0]) * self._global_batch
 
     def places(self, step: int) -> tuple[Indices, Indices]:
@@ -147,7 +147,7 @@ class Batches:
         return self.on_device(self.held(step))
 
     def held(self, step: int) -> tuple[Tensor, ...]:
-        """The same in host memory."""
+        """Return the same in host memory."""
         return _tensors(self._samples(*self.places(step)), self._dtype)
 
     def in_order(self, most: int | None) -> Iterator[tuple[Tensor, ...]]:
@@ -171,7 +171,7 @@ class Batches:
         return tuple(np.concatenate(each)[back] for each in zip(*found, strict=True))
 
     def on_device(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The tensors of `held` on the device."""
+        """Return the tensors of `held` on the device."""
         if self.device_type != "cuda":
             return held
         # Copies from pinned memory are asynchronous; from other memory, they block.
@@ -185,7 +185,7 @@ def _tensors(samples: Samples, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
 
 
 def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) -> Batches:
-    """The samples of this rank, step by step. after: a step, and the number of samples read when it was done."""
+    """Return the samples of this rank, step by step. after: a step, and the number of samples read when it was done."""
     _, _, data, train = engine.sections
     assert data is not None
     if data.build is None:

@@ -29,7 +29,7 @@ class Conversation(NamedTuple):
 def chats(
     config: DataConfig, model: ModelConfig | None, vocab_size: int | None, files: Sequence[Path], key: str
 ) -> Corpus:
-    """The conversations of some files, one per sample; with data.document_mask, as many as fit.
+    """Return the conversations of some files, one per sample; with data.document_mask, as many as fit.
 
     Longer ones than data.seq_len + 1 tokens are cut there.
     Raises TrainingError, with file and line, if a line is not a conversation, and if there is no template.
@@ -58,7 +58,9 @@ def chats(
 
 
 def _packed(found: Sequence[Conversation], config: DataConfig) -> list[list[int]]:
-    """Which conversations form a sample: longest first, each in the fullest sample with enough room (best-fit decreasing)."""
+    """Return which conversations form a sample: longest first, each in the fullest sample with enough room (best-
+    fit decreasing).
+    """
     if not config.document_mask:
         return [[place] for place in range(len(found))]
     groups: list[list[int]] = []
@@ -76,7 +78,7 @@ def _packed(found: Sequence[Conversation], config: DataConfig) -> list[list[int]
 
 
 def _joined(some: Sequence[Conversation]) -> dict[str, list[int]]:
-    """A sample in the format of transformers."""
+    """Return a sample in the format of transformers."""
     return {
         "input_ids": [token for each in some for token in each.tokens],
         "labels": [label for each in some for label in each.labels],

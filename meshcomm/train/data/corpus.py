@@ -29,15 +29,15 @@ class DataPart(Protocol):
     """One source of samples."""
 
     def __len__(self) -> int:
-        """The number of samples, which do not overlap."""
+        """Return the number of samples, which do not overlap."""
         ...
 
     def read(self, samples: NDArray[np.int64]) -> Samples:
-        """The samples with these numbers."""
+        """Return the samples with these numbers."""
         ...
 
     def cut(self, share: float) -> tuple[DataPart, DataPart]:
-        """The samples without the last `share` of them, and these last ones."""
+        """Return the samples without the last `share` of them, and these last ones."""
         ...
 
 
@@ -135,7 +135,7 @@ class Corpus:
         return sum(len(part) for part in self.parts)
 
     def cut(self, share: float) -> Corpus:
-        """The corpus, with the last `share` of each part's samples for validation."""
+        """Return the corpus, with the last `share` of each part's samples for validation."""
         if not share:
             return self
         pairs = [part.cut(share) for part in self.parts]
@@ -154,7 +154,7 @@ class Corpus:
 
 
 def documents_in(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The document number of each token. ends: which tokens end a document, (samples, sequence).
+    """Return the document number of each token. ends: which tokens end a document, (samples, sequence).
 
     >>> documents_in(np.array([[False, True, False, False], [False, False, False, False]])).tolist()
     [[0, 0, 1, 1], [0, 0, 0, 0]]
@@ -165,7 +165,7 @@ def documents_in(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def outside(token: int, vocab_size: int, where: str, hint: str = "") -> TrainingError:
-    """The error for a token outside the vocabulary. where: its place in its file."""
+    """Return the error for a token outside the vocabulary. where: its place in its file."""
     return TrainingError(
         f"the data has token {token}, but the model's vocabulary is 0 to {vocab_size - 1}",
         given=f"{token} at {where}",
@@ -187,5 +187,5 @@ def checked(parts: Sequence[DataPart], given: str, seq_len: int) -> None:
 
 
 def held_back(count: int, share: float) -> int:
-    """The number of samples out of `count` that a validation share takes, at least one."""
+    """Return the number of samples out of `count` that a validation share takes, at least one."""
     return min(count, max(1, round(count * share)))

@@ -107,7 +107,10 @@ def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
 
 
 def _begins(batch: Mapping[str, Tensor], mask: Tensor | None, whose: str) -> Tensor | None:
-    """Where documents begin; None if each sample is one. Raises TrainingError for positions that do not count from 0."""
+    """Return where documents begin; None if each sample is one.
+
+    Raises TrainingError for positions that do not count from 0.
+    """
     positions = batch.get("position_ids")
     if positions is None:
         return None
@@ -156,7 +159,7 @@ class GivenBatches:
         self._of = lambda step: next(follow)
 
     def __call__(self, step: int) -> tuple[Tensor, ...]:
-        """This rank's share of the step. Raises TrainingError if there is no data, and as `placed`."""
+        """Return this rank's share of the step. Raises TrainingError if there is no data, and as `placed`."""
         if self._held is _NOTHING or step != self._last:
             self._held, self._last = self._of(step), step
         return placed(self._engine, self._held, f"step {step}")
@@ -196,7 +199,7 @@ class GivenBatches:
         return
 
     def saved(self) -> dict[str, Tensor]:
-        """The state of the loader, for a checkpoint, by the name of this rank's share. Raises TrainingError."""
+        """Return the state of the loader, for a checkpoint, by the name of this rank's share. Raises TrainingError."""
         if not self._resumes:
             return {}
         try:

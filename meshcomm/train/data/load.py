@@ -64,7 +64,7 @@ def load(
 
 
 def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
-    """The files of paths and globs, each once, sorted. Raises TrainingError if a pattern matches none."""
+    """Return the files of paths and globs, each once, sorted. Raises TrainingError if a pattern matches none."""
     found: set[str] = set()
     for pattern in patterns:
         some = [path for path in glob.glob(pattern, recursive=True) if Path(path).is_file()]
@@ -93,7 +93,7 @@ def _texts(config: DataConfig, tokens: Tokens, patterns: tuple[str, ...], key: s
 def _bytes(
     config: DataConfig, vocab_size: int | None, documents: list[Document], files: list[Path]
 ) -> Corpus:
-    """Text with one token per byte."""
+    """Return text with one token per byte."""
     if vocab_size is not None:
         for each in documents:
             if (highest := max(each.text, default=0)) >= vocab_size:
@@ -114,7 +114,10 @@ def _bytes(
 
 
 def _eos_id(config: DataConfig, known: int | None) -> int | None:
-    """The token after each document, if attention stays within documents. Raises TrainingError if there is none."""
+    """Return the token after each document, if attention stays within documents.
+
+    Raises TrainingError if there is none.
+    """
     if not config.document_mask:
         return None
     found = known if config.eos_id is None else config.eos_id
@@ -129,7 +132,7 @@ def _eos_id(config: DataConfig, known: int | None) -> int | None:
 
 
 def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
-    """The files that match; without patterns, the sources of Python's standard library."""
+    """Return the files that match; without patterns, the sources of Python's standard library."""
     if patterns:
         return matches(patterns, key)
     folder = Path(sysconfig.get_path("stdlib"))
@@ -164,7 +167,7 @@ def _token_files(config: DataConfig, vocab_size: int | None, patterns: tuple[str
 
 
 def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Stream:
-    """A file of tokens, mapped, so that reads are lazy."""
+    """Return a file of tokens, mapped, so that reads are lazy."""
     wanted = "a one-dimensional .npy of an unsigned or signed integer type, or raw little-endian tokens of data.token_type"
     try:
         if path.suffix == ".npy":
@@ -237,7 +240,7 @@ class Tokens:
             self._open(self._path)
 
     def of(self, documents: list[Document]) -> NDArray[Any]:
-        """The tokens of all documents in a row, with the `eos` token after each."""
+        """Return the tokens of all documents in a row, with the `eos` token after each."""
         tokens = self._made(documents) if self._cache is None else self._kept(documents, self._cache)
         if self.vocab_size is not None and len(tokens) and int(tokens.max()) >= self.vocab_size:
             raise self._outside(documents, self.vocab_size)
@@ -264,7 +267,7 @@ class Tokens:
             ) from error
 
     def _outside(self, documents: list[Document], vocab_size: int) -> TrainingError:
-        """The error for the first token outside the vocabulary."""
+        """Return the error for the first token outside the vocabulary."""
         document, ids = next(
             each for each in self._tokenised(documents) if each[1].max(initial=0) >= vocab_size
         )
@@ -344,7 +347,7 @@ def _text(document: Document) -> str:
 
 
 def _eos_beside(file: Path) -> str | None:
-    """The eos_token that a transformers folder names."""
+    """Return the eos_token that a transformers folder names."""
     try:
         said = json.loads((file.parent / "tokenizer_config.json").read_text()).get("eos_token")
     except (OSError, ValueError, AttributeError):

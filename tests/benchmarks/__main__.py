@@ -1,0 +1,75 @@
+"""Measure the figures of docs/benchmarks.md again: `python -m tests.benchmarks [WORD ...]`.
+
+A block of the page between `<!-- measured: COMMAND -->` and `<!-- end -->` holds what COMMAND printed, and a line with the
+date, the versions and the load. With WORDs, only blocks whose command contains one of the words are measured.
+The machine should do nothing else. All blocks take about an hour on 2 cores.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[2]
+PAGE: Final = ROOT / "docs" / "benchmarks.md"
+_BLOCK: Final = re.compile(r"(<!-- measured: (?P<command>.+?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_TIMEOUT_S: Final = 3600.0
+
+
+def commands(page: str) -> list[str]:
+    """Return the commands of the blocks, in the order of the page."""
+    return [found["command"] for found in _BLOCK.finditer(page)]
+
+
+def written(page: str, command: str, text: str) -> str:
+    """Return the page with `text` in the block of `command`."""
+    return _BLOCK.sub(
+        lambda found: f"{found[1]}\n{text}\n\n" if found["command"] == command else found[0], page
+    )
+
+
+def measured(command: str) -> str:
+    """Run a command and return what it printed, with the circumstances. Raises CalledProcessError if it fails."""
+    program, *words = shlex.split(command)
+    modules = {"python": [], "torchrun": ["-m", "torch.distributed.run"], "pytest": ["-m", "pytest"]}
+    load, began = os.getloadavg()[0], time.monotonic()
+    said = subprocess.run(
+        [sys.executable, *modules[program], *words],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True, check=True, timeout=_TIMEOUT_S,
+    ).stdout  # fmt: skip
+    minutes = (time.monotonic() - began) / 60
+    today = f"{date.today():%-d %B %Y}"
+    circumstances = f"{today}, torch {version('torch').split('+')[0]}, load {load:.1f} before the start, {minutes:.0f} min"
+    return f"{said.strip()}\n\n`{command}` ({circumstances})"
+
+
+def main(words: list[str]) -> int:
+    """Measure the chosen blocks, one after the other. Returns the number of commands that failed."""
+    chosen = [each for each in commands(PAGE.read_text()) if not words or any(word in each for word in words)]
+    if not chosen:
+        print(f"no command of {PAGE} contains one of {words}", file=sys.stderr)
+        return 1
+    failed = 0
+    for command in chosen:
+        print(f"{command} ...", file=sys.stderr, flush=True)
+        try:
+            text = measured(command)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            print(error, file=sys.stderr)
+            failed += 1
+        else:
+            # Read again: the page may have been edited meanwhile.
+            PAGE.write_text(written(PAGE.read_text(), command, text))
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

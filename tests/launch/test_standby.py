@@ -1,0 +1,75 @@
+"""A process that waits for the loss of a rank: it runs the command with the rank's variables, or ends without a trace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from meshcomm.launch.standby import COMMAND, Standby
+
+_PLAN = (*COMMAND, "plan", "configs/quickstart.toml", "--rank")
+
+
+def waiting() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if "meshcomm.launch.standby" in each.cmdline()]
+
+
+def test_it_runs_the_command_as_the_rank_that_it_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    standby = Standby([*_PLAN, "3"], dict(os.environ))
+    standby.start()
+    standby.start()
+    assert len(waiting()) == 1
+    process = standby.take({"RANK": "3"})
+    assert process is not None and process.wait(60) == 0
+    assert "rank 3" in capfd.readouterr().out
+    assert standby.take({"RANK": "3"}) is None
+
+
+def test_it_ends_when_it_is_not_needed_or_has_lost_its_launcher() -> None:
+    standby = Standby([*_PLAN, "3"], dict(os.environ))
+    standby.start()
+    (process,) = waiting()
+    standby.end()
+    assert not process.is_running()
+    # A launcher that is killed cannot end it.
+    program = f"""
+import os, sys, time
+from meshcomm.launch.standby import Standby
+standby = Standby({[*_PLAN, "3"]}, dict(os.environ))
+standby.start()
+print(standby._waiting[0].pid, flush=True)
+time.sleep(60)
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    left = psutil.Process(int(launcher.stdout.readline()))
+    launcher.kill()
+    launcher.communicate()
+    gone, _ = psutil.wait_procs([left], timeout=30)
+    assert gone == [left]
+
+
+def test_one_that_has_died_is_not_taken() -> None:
+    standby = Standby([*_PLAN, "3"], dict(os.environ))
+    standby.start()
+    (process,) = waiting()
+    process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert standby.take({"RANK": "3"}) is None
+    assert not process.is_running()
+
+
+def test_only_the_meshcomm_command_is_prepared(tmp_path: Path) -> None:
+    standby = Standby(["script.py"], dict(os.environ))
+    standby.start()
+    assert waiting() == [] and standby.take({"RANK": "0"}) is None
