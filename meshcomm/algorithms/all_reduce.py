@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
 
 def ring(n: int) -> Schedule:
-    """Reduce-scatter around the ring, then all-gather around it.
+    """Return the ring: reduce-scatter, then all-gather.
 
     Steps:    2 (n - 1), each with 1/n of the data on every link; optimal in bytes, linear in latency.
     Order:    chunk c is summed from coord c + 1 upwards, round the end, and finished by coord c.
@@ -95,7 +95,7 @@ def tree(n: int, chunks: int = 1) -> Schedule:
 
 
 def double_tree(n: int, chunks: int = 1) -> Schedule:
-    """Two binary trees at once, each with half the data in `chunks` pieces.
+    """Return two binary trees that run at once, each with half the data in `chunks` pieces.
 
     A rank that has children in one tree is a leaf of the other (for odd n, coord 0 has one child in
     each). So no rank sends more than twice the data, whereas an inner rank of a single tree sends it three times.
@@ -138,7 +138,7 @@ def recursive_doubling(n: int) -> Schedule:
 
 
 def halving_doubling(n: int) -> Schedule:
-    """Reduce-scatter by halves with partners at distances p/2, ..., 2, 1, then all-gather back.
+    """Return a reduce-scatter by halves with partners at distances p/2, ..., 2, 1, then all-gather back.
 
     Folds as `recursive_doubling` does if n is not a power of two.
 

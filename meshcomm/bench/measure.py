@@ -55,7 +55,8 @@ def device_of(mesh: Mesh, dim: str) -> torch.device:
 
 
 def pair(mesh: Mesh, dim: str, operation: Operation, size_bytes: int) -> Pair:
-    """`operation` along `dim` by the mesh, and by torch.distributed on the same group; size_bytes: of `counted_bytes`.
+    """Return `operation` along `dim` by the mesh, and by torch.distributed on the same group; size_bytes: of
+    `counted_bytes`.
 
     Data are float32 zeros, so that sums do not change. If a mesh call returns new memory, torch's call gets a new tensor
     each time. If a mesh call leaves `x` unchanged, torch's call works on a copy. Buffers that both accept are made once.

@@ -9,5 +9,5 @@ __all__ = ["app", "main"]
 
 
 def main() -> None:
-    """The `meshcomm` command."""
+    """Run the `meshcomm` command."""
     app(prog_name="meshcomm")

@@ -45,7 +45,7 @@ class Command(TyperCommand):
     """A command whose usage line has its arguments as they are written here, on every version of typer."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """As in `[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]...`."""
+        """Format the usage as in `[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]...`."""
         arguments = [str(each.metavar) for each in self.params if each.param_type_name == "argument"]
         return ["[OPTIONS]", *arguments, *["[ARGUMENTS]..."] * ctx.allow_extra_args]
 
@@ -58,7 +58,7 @@ class Commands(TyperGroup):
         return [name for names in GROUPS.values() for name in names]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Every command with its full first paragraph, group by group."""
+        """List every command with its full first paragraph, group by group."""
         widest = max(map(len, self.commands))
         for title, names in GROUPS.items():
             rows = [(name.ljust(widest), first_paragraph(self.commands[name])) for name in names]
@@ -77,7 +77,7 @@ class Commands(TyperGroup):
 
 
 def _say(error: MeshcommError) -> None:
-    """On stderr: folded to a terminal, else in lines as long as they are."""
+    """Print on stderr: folded to a terminal, else in lines as long as they are."""
     from meshcomm.show.page import Line, terminal
 
     terminal(10_000, stderr=True).print(Line(str(error)), crop=False)
@@ -160,7 +160,7 @@ def no_config(overrides: Sequence[str], expected: str, hint: str) -> ConfigError
 
 
 def discovered_topology(settings: Config) -> TopologyConfig:
-    """`[topology]`, completed from the launcher's environment."""
+    """Return `[topology]`, completed from the launcher's environment."""
     from meshcomm.predict.links import discovered
 
     return discovered(settings.topology, os.environ)

@@ -264,7 +264,7 @@ def dryrun(
 def named(
     command: str, first: Path | None, second: str | None, rest: list[str], overrides: list[str] | None
 ) -> tuple[Path | None, Path, list[str]]:
-    """CONFIG if given, SCRIPT, and the script's arguments. Raises ConfigError, LaunchError."""
+    """Return CONFIG if given, SCRIPT, and the script's arguments. Raises ConfigError, LaunchError."""
     usage = f"meshcomm {command} [CONFIG] SCRIPT [ARGUMENTS]"
     if first is None:
         raise LaunchError("no SCRIPT was given", given="no argument", expected="a Python file", hint=usage)

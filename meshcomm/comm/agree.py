@@ -91,7 +91,7 @@ def _agree_on_sizes(request: Request, compared: bool) -> None:
 
 
 def _misjoined(request: Request, sizes: list[int]) -> MeshcommError | None:
-    """What is wrong with these sizes for this rank alone."""
+    """Return what is wrong with these sizes for this rank alone."""
     comm, axis, joined, x = request.comm, request.axis, request.joined, request.source
     if request.output_split_sizes not in (None, sizes):
         return ShapeError(

@@ -360,7 +360,7 @@ class AlongDims:
         out: Tensor | None = None,
         uneven: bool = False,
     ) -> Any:
-        """`all_gather` to coord `dst` only; None on the others. `out` is used only on `dst`."""
+        """Gather as `all_gather` does, to coord `dst` only; None on the others. `out` is used only on `dst`."""
         comm = self._at.along(dims)
         if dim is not None:
             axis = axis_or_dim(axis, dim, partial(comm.where, "gather"))

@@ -60,7 +60,7 @@ def users_frame(depth: int = 1) -> FrameType:
 
 
 def stack_of(thread: int) -> list[tuple[str, int, str]]:
-    """File, line and function of each frame of a thread, innermost first; empty if there is no such thread.
+    """Return file, line and function of each frame of a thread, innermost first; empty if there is no such thread.
 
     One call into C collects them, so that the thread cannot run in between: Python 3.11.7 has crashed with SIGSEGV
     while the frames of a running thread were walked. No frame is kept: a frame that references itself keeps its
@@ -126,20 +126,20 @@ def thread_frames() -> dict[int, FrameType]:
 
 
 def caller() -> str:
-    """file:line of the innermost frame of the user's code."""
+    """Return file:line of the innermost frame of the user's code."""
     frame = users_frame(2)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def callsite(depth: int) -> tuple[CodeType, int]:
-    """Code and instruction of the innermost frame of the user's code, starting `depth` frames up."""
+    """Return code and instruction of the innermost frame of the user's code, starting `depth` frames up."""
     frame = users_frame(depth + 1)
     return frame.f_code, frame.f_lasti
 
 
 @lru_cache(maxsize=4096)
 def line_of(code: CodeType, instruction: int) -> str:
-    """file:line of an instruction. Callers store the instruction, because finding its line takes longer."""
+    """Return file:line of an instruction. Callers store the instruction, because finding its line takes longer."""
     found = code.co_firstlineno
     for start, end, line in code.co_lines():
         if line is not None and start <= instruction < end:

@@ -42,7 +42,7 @@ def check(request: Request) -> None:
 
 
 def _check_x(request: Request) -> None:
-    """This rank's input: whether it can be sent, reduced and split, and whether its result fits `out`."""
+    """Check this rank's input: whether it can be sent, reduced and split, and whether its result fits `out`."""
     row, comm, where, x = request.row, request.comm, request.where, request.x
     if x is None and row is SCATTER:
         raise ShapeError(
@@ -129,7 +129,7 @@ def misfit(request: Request, out: Tensor, shape: Sequence[int]) -> MeshcommError
 
 
 def _plain_received(request: Request, output_split_sizes: Sequence[int]) -> list[int]:
-    """`output_split_sizes` as plain ints, one per coord."""
+    """Return `output_split_sizes` as plain ints, one per coord."""
     sizes = _indices(output_split_sizes)
     if request.input_split_sizes is None or len(sizes) != request.comm.size or min(sizes) < 0:
         raise ShapeError(
@@ -142,7 +142,7 @@ def _plain_received(request: Request, output_split_sizes: Sequence[int]) -> list
 
 
 def _plain_splits(request: Request, input_split_sizes: Sequence[int]) -> list[int]:
-    """`input_split_sizes` as plain ints, which must split the axis into one part per coord."""
+    """Return `input_split_sizes` as plain ints, which must split the axis into one part per coord."""
     x, axis, size, sizes = request.x, request.axis, request.comm.size, _indices(input_split_sizes)
     length = x.shape[axis]
     if len(sizes) != size or sum(sizes) != length or min(sizes) < 0:
@@ -157,7 +157,7 @@ def _plain_splits(request: Request, input_split_sizes: Sequence[int]) -> list[in
 
 
 def _indices(sizes: Sequence[int]) -> list[int]:
-    """Integers as plain ints; [] for anything else."""
+    """Return integers as plain ints; [] for anything else."""
     try:
         return [index(size) for size in sizes]
     except TypeError:

@@ -77,7 +77,7 @@ def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
 
 
 def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:
-    """A dense, local tensor on a device that the group serves.
+    """Raise unless it is a dense, local tensor on a device that the group serves.
 
     torch would accept other tensors and fail late, or treat the parts of a DTensor as ordinary tensors.
     plain: the call has no rule for torch.func, whose wrapped tensors are refused.
@@ -163,7 +163,7 @@ def check_apart(
     where: Callable[[], str],
     together: Callable[[Tensor, Tensor], bool] = lambda one, other: False,
 ) -> None:
-    """Concurrent messages must not share memory: otherwise it is undefined which value stays, or is sent.
+    """Raise if concurrent messages share memory: it would be undefined which value stays, or is sent.
 
     together: whether two tensors belong to one message, which writes the same values to the memory they share.
     """
@@ -210,7 +210,7 @@ def span_of(x: Tensor) -> tuple[int, int]:
 
 
 def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None:
-    """In-place collectives refuse tensors that autograd tracks. functional: the differentiable call; "" if there is none."""
+    """Raise if autograd tracks a tensor that an in-place collective would change. functional: the differentiable call; "" if there is none."""
     if x.requires_grad and torch.is_grad_enabled():
         raise AutogradError(
             f"{where()} would change a tensor that needs gradients",
@@ -243,7 +243,7 @@ def followed(x: Tensor) -> bool:
 
 
 def check_written(x: Tensor, where: Callable[[], str]) -> None:
-    """`x` can be written: no two of its elements share memory."""
+    """Raise if two elements of `x` share memory, because `x` could not be written."""
     if x.is_contiguous():
         return
     spans = [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
@@ -272,7 +272,7 @@ def axis_or_dim(axis: int | None, dim: int | None, where: Callable[[], str]) -> 
 
 
 def normal_axis(x: Tensor, axis: int, where: Callable[[], str]) -> int:
-    """`axis` counted from the front, as a plain int."""
+    """Return `axis` counted from the front, as a plain int."""
     try:
         axis = index(axis)
     except TypeError:
@@ -293,7 +293,7 @@ def normal_axis(x: Tensor, axis: int, where: Callable[[], str]) -> int:
 
 
 def check_answered(backend: str, what: str, where: str, hint: str) -> None:
-    """Another rank must know `what`. Raises UnsupportedOp on torch's fake backend, where no other rank exists."""
+    """Raise if no other rank knows `what`. Raises UnsupportedOp on torch's fake backend, where no other rank exists."""
     if backend == "fake":
         raise UnsupportedOp(
             f"{where}: only other ranks know {what}, and in a dry run there are none",
@@ -304,7 +304,7 @@ def check_answered(backend: str, what: str, where: str, hint: str) -> None:
 
 
 def check_divisible(x: Tensor, axis: int, size: int, where: Callable[[], str], who: str) -> None:
-    """Axis `axis` of `x` must split into `size` equal parts."""
+    """Raise unless axis `axis` of `x` splits into `size` equal parts."""
     length = x.shape[axis]
     if length % size:
         raise ShapeError(
@@ -323,7 +323,7 @@ def is_int(number: object) -> TypeGuard[int]:
 def check_coord(
     coord: object, size: int, what: str, where: Callable[[], str], hint: str | None = None
 ) -> None:
-    """A peer or root is a coord of the dim, never a global rank."""
+    """Raise unless a peer or root is a coord of the dim. A global rank is not accepted."""
     if not is_int(coord) or not 0 <= coord < size:
         raise LayoutError(
             f"{where()}: {what}={coord!r} is not a coord",
@@ -335,7 +335,7 @@ def check_coord(
 
 
 def check_other(coord: int, own: int, what: str, where: Callable[[], str]) -> None:
-    """The peer of a message is another rank."""
+    """Raise if the peer of a message is this rank."""
     if coord == own:
         raise UnsupportedOp(
             f"{where()}: a rank cannot send messages to itself",
@@ -346,7 +346,7 @@ def check_other(coord: int, own: int, what: str, where: Callable[[], str]) -> No
 
 
 def check_tag(tag: object, where: Callable[[], str]) -> None:
-    """Tags are small integers; higher ones are reserved for the library."""
+    """Raise unless a tag is a small integer. Higher tags are reserved for the library."""
     if not is_int(tag) or not 0 <= tag < OWN_TAGS:
         raise LayoutError(
             f"{where()}: tag={tag!r} is not a valid tag",
@@ -357,7 +357,7 @@ def check_tag(tag: object, where: Callable[[], str]) -> None:
 
 
 def check_offset(offset: object, where: Callable[[], str]) -> None:
-    """A shift's offset in coords: an integer of either sign."""
+    """Raise unless a shift's offset in coords is an integer, of either sign."""
     if not is_int(offset):
         raise LayoutError(
             f"{where()}: offset={offset!r} is not a number of coords",
@@ -386,7 +386,7 @@ def number_of(factor: object, dtype: torch.dtype, where: Callable[[], str]) -> f
 
 
 def check_factor(factor: object, op: str, dtype: torch.dtype, where: Callable[[], str]) -> None:
-    """Only some operations take a factor, and these require one."""
+    """Raise if an operation requires a factor and has none, or the reverse."""
     takes = REDUCTIONS[op].factor
     if factor is not None and not takes:
         raise ShapeError(
@@ -407,7 +407,7 @@ def check_factor(factor: object, op: str, dtype: torch.dtype, where: Callable[[]
 
 
 def check_envelopes(envelopes: object, what: str, where: Callable[[], str]) -> None:
-    """A list of messages, each with its peer."""
+    """Raise unless it is a list of messages, each with its peer."""
     found = type(envelopes).__name__
     if isinstance(envelopes, (list, tuple)):
         wrong = [e for e in envelopes if not isinstance(e, (list, tuple)) or not 2 <= len(e) <= 3]

@@ -34,7 +34,7 @@ _ROOT: Final[_Path] = (0, None, "obj", None)
 
 
 def encode(x: object, pickle: bool = False) -> Tensor:
-    """`x` as uint8 of shape (n,) in host memory; with `pickle`, by pickle.
+    """Return `x` as uint8 of shape (n,) in host memory; with `pickle`, by pickle.
 
     Raises ObjectError that names the path to a value that cannot be encoded.
     """
@@ -115,7 +115,7 @@ class _Writer:
         self._open: dict[int, _Path] = {}
 
     def value(self, x: Any, path: _Path, key: bool = False) -> Any:
-        """`x`, found at `path`, as JSON. Raises ObjectError.
+        """Return `x`, found at `path`, as JSON. Raises ObjectError.
 
         key: `x` is a dict key or a set element, which is compared by value and therefore never a reference.
         """

@@ -79,7 +79,7 @@ class Communicator(Caller):
         out: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Any collective. `Mesh` documents each one, and Request the arguments. With `async_op`, a Handle.
+        """Run any collective. `Mesh` documents each one, and Request the arguments. With `async_op`, a Handle.
 
         The fast path supports no options: a call with any option takes the stages.
         """
@@ -229,7 +229,7 @@ class CommunicatorCache(dict[Dims, Communicator]):
         self._explain = explain
 
     def along(self, dims: Dims) -> Communicator:
-        """`self[dims]`, also for an unhashable key such as a list, which gets the error of an unknown dim."""
+        """Return `self[dims]`, also for an unhashable key such as a list, which gets the error of an unknown dim."""
         try:
             return self[dims]
         except TypeError:

@@ -83,19 +83,19 @@ class PendingCall:
         self.over = 0.0
 
     def at_once(self) -> None:
-        """No work happens before the wait: it counts as a blocking call."""
+        """Record that no work happens before the wait: it counts as a blocking call."""
         self._sums = self._total
         if self.told is not None:
             self.told.at_once = True
 
     def waits(self) -> float:
-        """The program begins to wait; returns the time, for `waited`."""
+        """Record that the program begins to wait; return the time, for `waited`."""
         if self._shown is not None:
             self._shown.waiting = self
         return clock()
 
     def waited(self, since: float) -> None:
-        """A wait that began at `since` has ended; a call may have several, one after the other."""
+        """Record that a wait that began at `since` has ended; a call may have several, one after the other."""
         before, self.over = self.over, clock()
         if self._shown is not None:
             self._shown.waiting = None

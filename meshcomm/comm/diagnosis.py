@@ -225,7 +225,7 @@ def _unmatched(blocked: BlockedCall, part: Sequence[Any], statuses: Statuses) ->
 
 
 def described(waiting: Mapping[str, Any]) -> str:
-    """`recv from rank 0, message 3 with tag 0`: the messages that a call waits for."""
+    """Return `recv from rank 0, message 3 with tag 0`: the messages that a call waits for."""
     parts = [
         f"from any rank with tag {tag}"
         if peer is None

@@ -151,7 +151,7 @@ class FlightRecorder:
         op: str | None = None,
         root: int = -1,
     ) -> FlightRecorder:
-        """A collective begins; it ends with the block of `with` that this opens.
+        """Record the start of a collective; it ends with the block of `with` that this opens.
 
         A RuntimeError in the block is the backend's, and becomes the error of `caller`, which is None outside the mesh.
         """
@@ -168,7 +168,7 @@ class FlightRecorder:
         x: Tensor | None,
         frame: FrameType,
     ) -> None:
-        """A collective begins at the user's `frame`; it ends with `end`. For the rest see `call`."""
+        """Record the start of a collective at the user's `frame`; it ends with `end`. For the rest see `call`."""
         self.started = number = self.started + 1
         self._outer, self.under_way = self.under_way, True if x is None else x
         self._caller = caller
@@ -185,7 +185,7 @@ class FlightRecorder:
             self._profiled.__enter__()
 
     def end(self) -> None:
-        """The collective under way has ended, has been started, or has failed."""
+        """Record that the collective under way has ended, has been started, or has failed."""
         place = self.started % KEPT
         entry = self.ring[place]
         self.left[place] = now = clock()
@@ -229,14 +229,14 @@ class FlightRecorder:
             self.span.nbytes = nbytes
 
     def queued(self, work: Any, message: PendingMessage | None = None) -> None:
-        """The backend has queued the call under way, and will run it after earlier ones."""
+        """Record that the backend has queued the call under way, and will run it after earlier ones."""
         # The Work of a captured call never completes: only its graph does.
         captured = capturing()
         self.captured |= captured
         self.work, self.message = None if captured else work, message
 
     def refuse(self) -> None:
-        """The last call sent nothing: every rank of the group records this, whatever it was about to call."""
+        """Record that the last call sent nothing: every rank of the group records this, whatever it was about to call."""
         self.refused.append(self.started)
 
     def announce_call(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
@@ -276,7 +276,7 @@ class FlightRecorder:
         self.hooks = hooked(group, ref(self), name, who)
 
     def before(self, name: str, who: str, given: Any) -> None:
-        """A call outside the mesh is about to be issued on the group."""
+        """Record that a call outside the mesh is about to be issued on the group."""
         # A call that the backend refused never reached its second hook.
         self._issued, self._past = False, None
         kind = HOOK_NAMES[int(given.name)]
@@ -309,7 +309,7 @@ class FlightRecorder:
         self._issued, self._tells_end = True, self.ordered or row.name != "reduce_scatter"
 
     def after(self, given: Any) -> None:
-        """The call outside the mesh has been issued."""
+        """Record that the call outside the mesh has been issued."""
         if self._issued:
             self._issued = False
             self.end()
@@ -323,7 +323,7 @@ class FlightRecorder:
     # -- what is known -------------------------------------------------------------------------------
 
     def note(self, step: int, number: int, excluded: bool, ended_at: tuple[CodeType, int]) -> None:
-        """A step of the program is over; see StepHistory.note. The calls that are still in the ring are compared.
+        """Record that a step of the program is over; see StepHistory.note. The calls that are still in the ring are compared.
 
         An excluded step has no compared calls. Refused calls are never compared.
         """
@@ -451,7 +451,7 @@ class Caller:
             raise lost from error
 
     def start(self, call: Call) -> Sequence[Work]:
-        """Have the backend start a collective; returns nothing if it is already over."""
+        """Make the backend start a collective; return nothing if it is already over."""
         work = self.transport.start(call)
         if self.recorder.ordered:
             self.recorder.queued(work)

@@ -55,7 +55,7 @@ class Functional:
         return operators.call("all_reduce", x, self._groups.place(comm), op, grad)
 
     def identity(self, dims: Dims, x: Tensor, *, grad: Literal["sum"] = "sum") -> Tensor:
-        """x itself; its gradient is summed over `dims`.
+        """Return x itself; its gradient is summed over `dims`.
 
         For an x that is equal on all ranks and used differently by each rank, as before a column-parallel
         layer. Equivalent to Megatron-LM's copy_to_tensor_model_parallel_region.
@@ -150,7 +150,7 @@ def _axis(
 
 
 def mean_message(values: Tensor, weights: Tensor | float, where: str) -> Tensor:
-    """Values, then weights, flat, in float32 or float64. Raises ShapeError, AutogradError."""
+    """Return values, then weights, flat, in float32 or float64. Raises ShapeError, AutogradError."""
     if not isinstance(values, Tensor) or not values.is_floating_point():
         raise ShapeError(
             f"mean on {where} takes a floating-point tensor of sums",

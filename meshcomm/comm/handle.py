@@ -147,7 +147,7 @@ class Handle(Generic[T]):
         return line_of(*self._place)
 
     def _at_once(self) -> None:
-        """For the library: the wait follows immediately, so that the call counts as a blocking one."""
+        """Record, for the library, that the wait follows immediately, so that the call counts as a blocking one."""
         if self._pending is not None:
             self._pending.at_once()
 

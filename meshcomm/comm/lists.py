@@ -34,7 +34,7 @@ _DTYPE, _NBYTES = attrgetter("dtype"), attrgetter("nbytes")
 def collective(
     comm: Communicator, row: Collective, tensors: Sequence[Tensor], async_op: bool, **options: Any
 ) -> list[Tensor] | Handle[list[Tensor]]:
-    """`Communicator.collective` for each tensor of a list, for a collective in place."""
+    """Run `Communicator.collective` for each tensor of a list, for a collective in place."""
     call = f"{row.name} of a list"
     where = partial(comm.where, call)
     if not isinstance(tensors, (list, tuple)):

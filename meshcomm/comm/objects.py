@@ -270,7 +270,7 @@ class _Call:
         return self.comm.named(f"objects.{self.name}", group, self.root if group else -1, facts)
 
     def blank(self, nbytes: int) -> Tensor:
-        """Memory to receive into."""
+        """Return memory to receive into."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._carrier)
 
     def decoded(self, data: Tensor) -> Any:

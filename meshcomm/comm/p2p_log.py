@@ -104,21 +104,21 @@ class PendingMessage(PendingCall):
         self._total, self._sums, self._calls = total, total.async_op, calls
 
     def started(self) -> None:
-        """The backend has the messages, and the call returns to the program."""
+        """Record that the backend has the messages, and the call returns to the program."""
         now = clock()
         self._seconds = now - self.began
         if self.told is not None:
             self.told.left = now
 
     def waited(self, since: float) -> None:
-        """A wait that began at `since` has ended."""
+        """Record that a wait that began at `since` has ended."""
         super().waited(since)
         if self._log is not None:
             self._log.flying.remove(self)
             self._log = None
 
     def ended(self) -> None:
-        """A blocking call has ended, whether or not it failed."""
+        """Record that a blocking call has ended, whether or not it failed."""
         self.over = now = clock()
         total = self._total
         if total is not None:
@@ -221,12 +221,12 @@ class MessageLog:
         return message
 
     def flies(self, message: PendingMessage) -> None:
-        """`message` is in flight until it is waited for, on a backend that runs messages in order."""
+        """Record that `message` is in flight until it is waited for, on a backend that runs messages in order."""
         message._log = self
         self.flying.append(message)
 
     def posted(self, message: PendingMessage, work: Any) -> None:
-        """`work` is the backend's, for a message outside the mesh; it is kept until it is over."""
+        """Record `work`, the backend's, for a message outside the mesh; it is kept until it is over."""
         if capturing():
             return
         while self._posted and self._posted[0][1].is_completed():
@@ -256,7 +256,7 @@ class MessageLog:
         return self._check.confirm(unanswered)
 
     def arrived(self, message: PendingMessage, src: int) -> None:
-        """A receive from any source received its message from coord `src`."""
+        """Record that a receive from any source received its message from coord `src`."""
         tag = message.parts[0][2]
         number = self._count("recv", src, tag)
         if self._check is not None:
@@ -344,7 +344,7 @@ class MessageCheck:
         return self.pairs[direction, peer] < self._limit
 
     def takes_any(self) -> None:
-        """This rank receives from any source, or outside the mesh: others do not wait for its answer."""
+        """Record that this rank receives from any source, or outside the mesh: others do not wait for its answer."""
         if not self._any:
             self._any = True
             self._store.set(f"{self._label}/any/{self._rank}", "1")

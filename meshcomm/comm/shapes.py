@@ -43,7 +43,7 @@ _DTYPES: Final = sorted(
 
 
 def materialised(x: Tensor) -> Tensor:
-    """`x` itself if its memory holds its values contiguously, otherwise a copy that does."""
+    """Return `x` itself if its memory holds its values contiguously, otherwise a copy that does."""
     if x.is_complex():
         x = x.resolve_conj()
     if x.is_neg():
@@ -52,21 +52,21 @@ def materialised(x: Tensor) -> Tensor:
 
 
 def leaving(x: Tensor) -> Tensor:
-    """`x` as it is sent: dense and detached; `x` itself if it is both already."""
+    """Return `x` as it is sent: dense and detached; `x` itself if it is both already."""
     if type(x) is Tensor and not (x.requires_grad or x.is_neg() or x.is_complex()) and x.is_contiguous():
         return x
     return materialised(x.detach())
 
 
 def buffer_for(out: Tensor) -> Tensor:
-    """`out` itself if bytes can be received into it, otherwise new memory of its shape."""
+    """Return `out` itself if bytes can be received into it, otherwise new memory of its shape."""
     if out.is_contiguous() and not out.is_conj() and not out.is_neg():
         return out
     return out.new_empty(out.shape)
 
 
 def into(out: Tensor, buffer: Tensor) -> Tensor:
-    """`out` with the values of its buffer, which may be `out` itself."""
+    """Return `out` with the values of its buffer, which may be `out` itself."""
     if buffer is out:
         written([out])
     else:
@@ -83,20 +83,20 @@ def unwatched(*outs: Tensor) -> AbstractContextManager[object]:
 
 
 def split(x: Tensor, axis: int, size: int) -> Tensor:
-    """(..., size*s, ...) -> (size, ..., s, ...), dense; slice c of `axis` is element c."""
+    """Split (..., size*s, ...) -> (size, ..., s, ...), dense; slice c of `axis` is element c."""
     shape = (*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
     return materialised(x.reshape(shape).movedim(axis, 0))
 
 
 def join(parts: Tensor, axis: int) -> Tensor:
-    """(size, ..., s, ...) -> (..., size*s, ...): the inverse of `split`; no copy for axis 0."""
+    """Join (size, ..., s, ...) -> (..., size*s, ...): the inverse of `split`; no copy for axis 0."""
     shape = list(parts.shape[1:])
     shape[axis] *= parts.shape[0]
     return parts.movedim(0, axis).reshape(shape)
 
 
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a flat buffer with the shapes of `like`, one after the other."""
+    """Return views of a flat buffer with the shapes of `like`, one after the other."""
     parts = flat.split(list(map(Tensor.numel, like)))
     return [part if x.ndim == 1 else part.view(x.shape) for part, x in zip(parts, like, strict=True)]
 
@@ -107,7 +107,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def without(x: Tensor, axis: int) -> Tensor:
-    """`x` with one index left of `axis`, whose size may differ between ranks; values do not matter."""
+    """Return `x` with one index left of `axis`, whose size may differ between ranks; values do not matter."""
     return x.new_empty(0).expand(0) if x.ndim == 0 else x.narrow(axis, 0, 0)
 
 
@@ -146,7 +146,7 @@ def is_ordered(dtype: torch.dtype, op: str) -> bool:
 
 
 def as_ordered(x: Tensor, op: str) -> Tensor:
-    """Integers in the order of the floats in `x`. NaN is the extreme: the greatest for max, the least for min.
+    """Return integers in the order of the floats in `x`. NaN is the extreme: the greatest for max, the least for min.
 
     The bits of floats, read as integers, are ordered except below zero, where all bits but the sign are inverted. So
     -0.0 is below 0.0, and a NaN of any rank is in the result, as for torch.minimum and torch.maximum.
@@ -178,7 +178,10 @@ def blank_header(device: torch.device) -> Tensor:
 
 
 def header_of(x: Tensor, where: str) -> Tensor:
-    """dtype, number of axes, sizes: the facts that a receiver needs to allocate. Raises ShapeError for too many axes."""
+    """Return dtype, number of axes and sizes: the facts that a receiver needs to allocate.
+
+    Raises ShapeError for too many axes.
+    """
     if x.ndim > _MOST_AXES:
         raise ShapeError(
             f"{where}: a handshake cannot describe {x.ndim} axes",
@@ -193,6 +196,6 @@ def header_of(x: Tensor, where: str) -> Tensor:
 
 
 def described_by(header: Tensor) -> Tensor:
-    """New memory for the tensor that a header describes."""
+    """Return new memory for the tensor that a header describes."""
     kind, ndim, *sizes = header.tolist()
     return torch.empty(sizes[:ndim], dtype=_DTYPES[kind], device=header.device)

@@ -65,12 +65,12 @@ class Spans:
         self._most = most
 
     def step(self, number: int) -> None:
-        """A step of the program is over: a stretch since the end of the previous step, or since the beginning of the trace."""
+        """Record that a step of the program is over: a stretch since the end of the previous step, or since the beginning of the trace."""
         span = self.keep(Span("", STEPS, f"step {number}", caller(), self.step_began))
         span.left = self.step_began = clock()
 
     def keep(self, span: Span) -> Span:
-        """A call begins; later facts about it are written to the span."""
+        """Record the start of a call; later facts about it are written to the span."""
         if len(self.found) < self._most:
             self.found.append(span)
         else:
@@ -80,7 +80,7 @@ class Spans:
 
 @contextmanager
 def stretch(spans: Spans | None, lane: str, name: str) -> Iterator[None]:
-    """The block as a span. Does nothing if `spans` is None: no trace is taken."""
+    """Record the block as a span. Does nothing if `spans` is None: no trace is taken."""
     if spans is None:
         yield
         return
@@ -92,7 +92,7 @@ def stretch(spans: Spans | None, lane: str, name: str) -> Iterator[None]:
 
 
 def host() -> int:
-    """Equal for two processes that share a monotonic clock: those in one boot of one kernel."""
+    """Return a number that is equal for two processes that share a monotonic clock: those in one boot of one kernel."""
     try:
         return uuid.UUID(_BOOT.read_text().strip()).int >> 65
     except (OSError, ValueError):

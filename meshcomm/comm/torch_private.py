@@ -22,7 +22,7 @@ def forward_level() -> int:
 
 
 def unobserved() -> bool:
-    """No forward-mode AD, no transform of torch.func, no profiler."""
+    """Return whether there is no forward-mode AD, no transform of torch.func, no profiler."""
     return _forward_mode._current_level < 0 and not transforming() and not _profiling()
 
 

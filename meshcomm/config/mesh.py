@@ -193,7 +193,7 @@ class MeshConfig(Section):
         return problems
 
     def sizes(self, world: int | None, source: str | None = None) -> dict[str, int]:
-        """Size of every base dim, with -1 resolved. Raises ConfigError if `world` does not fit.
+        """Return the size of every base dim, with -1 resolved. Raises ConfigError if `world` does not fit.
 
         source: the file named in errors, with keys under `mesh`. If None, this section.
         """

@@ -42,7 +42,7 @@ def _facts(model: ModelConfig) -> Iterator[Problem]:
         if getattr(model, name) is None and model.is_built_in:
             example = (ModelConfig.model_fields[name].examples or [1])[0]
             ways = [f"model.{name} = {example}", 'model.pretrained = "FOLDER"']
-            yield Problem(name, "missing", "a whole number of 1 or more", ways, f"no {name}")
+            yield Problem(name, "missing", "an integer of 1 or more", ways, f"no {name}")
 
 
 def _folder(model: ModelConfig) -> Iterator[Problem]:

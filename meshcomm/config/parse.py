@@ -71,7 +71,7 @@ def _json(text: str, label: str) -> Any:
 
 
 def _yaml(text: str, label: str) -> Any:
-    """YAML 1.2 without aliases, because a small file with aliases can expand to a large value."""
+    """Parse YAML 1.2 without aliases, because a small file with aliases can expand to a large value."""
     try:
         yaml = import_module("yaml")
     except ImportError:
@@ -111,7 +111,7 @@ def _yaml_int(_: Any, node: Any) -> int:
 
 
 def _syntax_error(language: str, text: str, error: Exception) -> Problem:
-    """For a text that cannot be parsed: the position, the line itself, and the parser's message."""
+    """Return, for a text that cannot be parsed, the position, the line itself, and the parser's message."""
     lines, expected = text.splitlines() or [""], f"a file in {language}"
     if isinstance(error, json.JSONDecodeError):
         said, line, column = error.msg, error.lineno, error.colno

@@ -56,7 +56,7 @@ def sizes_of(folder: str | Path) -> dict[str, Any]:
 
 
 def misunderstood(folder: str | Path, said: Mapping[str, Any], reads_weights: bool) -> Iterator[Problem]:
-    """Why no causal language model can be created from `folder`/config.json, whose content is `said`."""
+    """Return why no causal language model can be created from `folder`/config.json, whose content is `said`."""
     try:
         config = understood(folder)
     except ImportError as error:
@@ -112,7 +112,7 @@ def dropouts_of(folder: str | None) -> dict[str, float]:
 
 
 def windows_of(folder: str | Path | None) -> tuple[int | None, ...]:
-    """For each layer, the maximum number of keys that a query attends to, by `folder`/config.json. None: all earlier ones. (): no layer has a window."""
+    """Return, for each layer, the maximum number of keys that a query attends to, by `folder`/config.json. None: all earlier ones. (): no layer has a window."""
     if folder is not None:
         with suppress(Exception):
             config = understood(folder)

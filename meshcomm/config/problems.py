@@ -129,7 +129,7 @@ _EXPECTED: Final = {
     "dict_type": "a table",
     "finite_number": "a finite number",
     "float_type": "a number",
-    "int_type": "a whole number",
+    "int_type": "an integer",
     "missing": "a longer list",
     "model_type": "a table",
     "string_too_short": "text that is not empty",
@@ -150,7 +150,7 @@ _LAX: Final[dict[str, TypeAdapter[Any]]] = {
 def refusals(
     model: type[BaseModel], data: Mapping[str, Any], errors: Iterable[PydanticError]
 ) -> list[Problem]:
-    """pydantic's `errors` about `data` as problems. The errors of a union's types are one problem."""
+    """Return pydantic's `errors` about `data` as problems. The errors of a union's types are one problem."""
     settings: dict[tuple[Path, bool], list[PydanticError]] = {}
     for error in errors:
         settings.setdefault(_located(data, error), []).append(error)

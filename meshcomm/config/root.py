@@ -113,7 +113,7 @@ class Config(Section):
         return () if self.parallel is None else self.parallel.expert_gradient_dims(self.mesh.views)
 
     def microbatches(self, sizes: Mapping[str, int]) -> int:
-        """Microbatches of one rank per step. `sizes`: from MeshConfig.sizes."""
+        """Return the number of microbatches of one rank per step. `sizes`: from MeshConfig.sizes."""
         if self.train is None or self.parallel is None:
             raise ConfigError(
                 "a configuration without training has no micro-batches",

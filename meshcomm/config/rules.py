@@ -110,7 +110,7 @@ class Resolved:
         return 1 if dim is None else _present(self.sizes.get(dim))
 
     def written(self, names: str) -> str:
-        """Settings (`model.num_heads`) and sizes of roles (`tensor`) in the format of a report. names:
+        """Return settings (`model.num_heads`) and sizes of roles (`tensor`) in the format of a report. names:
         separated by spaces.
         """
         return ", ".join(filter(None, map(self._written, names.split())))
@@ -170,7 +170,7 @@ def _present(value: T | None) -> T:
 
 
 def _sections(resolved: Resolved) -> Iterator[Problem]:
-    """The sections of a training must all be present. [parallel] alone only assigns roles, for a program's own training."""
+    """Check that the sections of a training are all present. [parallel] alone only assigns roles, for a program's own training."""
     sections = resolved.config.__dict__
     # A section with errors counts as present.
     present = [name for name in _NEEDS if sections.get(name, name) is not None]
@@ -272,7 +272,7 @@ def _evaluation(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _parts(resolved: Resolved) -> Iterator[Problem]:
-    """Dims that have a role must be dims of the mesh itself, not of a view. Along a dim without a role, all ranks would do the same."""
+    """Check that dims that have a role are dims of the mesh itself, not of a view. Along a dim without a role, all ranks would do the same."""
     mesh, parallel = resolved.config.mesh, resolved.parallel
     # The expert dim is in a view.
     used = {part: dim for part, dim in parallel.parts.items() if part != "expert"}
@@ -305,7 +305,7 @@ def _unknown_dim(mesh: MeshConfig, part: ParallelRole, dim: str) -> Problem:
 
 
 def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
-    """The expert dim is in exactly one view, and not in the base."""
+    """Check that the expert dim is in exactly one view, and not in the base."""
     mesh, parallel, _ = resolved.config.mesh, resolved.parallel, resolved.train
     dim = resolved.dim("expert")
     homes = [view for view, sizes in mesh.views.items() if dim in sizes]
@@ -378,7 +378,7 @@ def _global_batch(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _microbatches(resolved: Resolved) -> Iterator[Problem]:
-    """The number of microbatches must fit the pipeline's schedule."""
+    """Check that the number of microbatches fits the pipeline's schedule."""
     parallel, train, ranks = resolved.parallel, resolved.train, resolved.size("pipeline")
     copies = resolved.size("data") * resolved.size("shard")
     batch, micro, schedule = train.global_batch_size, train.micro_batch_size, parallel.options.schedule

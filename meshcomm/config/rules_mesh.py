@@ -54,7 +54,7 @@ def _factorisation(key: str, sizes: Mapping[str, int], what: str) -> Iterator[Pr
         path = f"{key}.{key_path([name])}"
         yield from refused(path, check_name, name, "dim")
         if size < 1 and size != -1:
-            expected = "a whole number of 1 or more, or -1 on one dim"
+            expected = "an integer of 1 or more, or -1 on one dim"
             yield Problem(path, f"{size} is not a size", expected, [f"mesh.{path} = 1"], f"{name} = {size}")
     if math.prod(abs(size) for size in sizes.values()) > MOST_RANKS:
         fault, expected = f"too many ranks: {times(sizes)}", f"sizes that multiply to at most {MOST_RANKS}"
@@ -185,7 +185,7 @@ _DEVICE: Final = re.compile("[a-z][a-z0-9_]*")
 
 
 def backends(text: str) -> dict[str, str] | None:
-    """Device type -> backend, "" for any device; None if the text is not a backend.
+    """Return a mapping from device type to backend, "" for any device; None if the text is not a backend.
 
     >>> backends("gloo"), backends("cpu:gloo,cuda:nccl")
     ({'': 'gloo'}, {'cpu': 'gloo', 'cuda': 'nccl'})

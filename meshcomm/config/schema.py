@@ -43,5 +43,5 @@ def schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """`schema` as a file."""
+    """Return `schema` as a file."""
     return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"

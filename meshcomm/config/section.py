@@ -194,7 +194,7 @@ class Section(BaseModel):
         return value
 
     def written(self, fields: str) -> str:
-        """Settings in the format of a report. fields: names, or paths, separated by spaces."""
+        """Return settings in the format of a report. fields: names, or paths, separated by spaces."""
         values = {field.rpartition(".")[2]: self.at(field) for field in fields.split()}
         return ", ".join(
             f"no {name}" if value is None else f"{name} = {toml(value)}" for name, value in values.items()
@@ -245,7 +245,7 @@ def run(rules: Iterable[Rule], subject: Any) -> Iterator[Problem]:
 
 
 def check(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Problem]]:
-    """`data` as a section, and all of its problems, in the order of its keys.
+    """Return `data` as a section, and all of its problems, in the order of its keys.
 
     Invalid settings are absent from the section, which must then not be used for anything else.
     """

@@ -53,7 +53,7 @@ def toml(value: Any) -> str:
 
 
 def whole_toml(value: Any) -> str:
-    """As `toml`, but never truncated, for files."""
+    """Like `toml`, but never truncated, for files."""
     if isinstance(value, (str, bool, NoneType)):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, BaseModel):

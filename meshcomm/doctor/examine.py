@@ -112,7 +112,10 @@ def _plan(settings: Config, world: int | None, launch: Launch) -> tuple[Plan, to
 
 
 def versions() -> dict[str, str | None]:
-    """Name -> version; None for libraries that this torch was built without. `backends`: the backends of torch."""
+    """Return a mapping from name to version; None for libraries that this torch was built without.
+
+    `backends`: the backends of torch.
+    """
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     return {
         "meshcomm": __version__,

@@ -41,7 +41,7 @@ class Finding(NamedTuple):
         return cls(*(facts[key] for key in _KEYS))
 
     def facts(self) -> Facts:
-        """As plain data, with the keys level, what, given, expected, try."""
+        """Return plain data, with the keys level, what, given, expected, try."""
         return dict(zip(_KEYS, self, strict=True))
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Finding(NamedTuple):
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """1 if one is an error, else 0."""
+    """Return 1 if one is an error, else 0."""
     return int(any(finding.level == "error" for finding in findings))
 
 
@@ -72,7 +72,7 @@ def view(facts: Facts, everything: bool = False) -> Group:
 
 
 def _text(facts: Facts) -> str:
-    """`name eth0, up yes, addresses 10.0.0.7`."""
+    """Return `name eth0, up yes, addresses 10.0.0.7`."""
     return ", ".join(f"{name} {_value_text(value)}" for name, value in facts.items())
 
 

@@ -155,7 +155,7 @@ def judge(rows: Sequence[Facts], settings: Config | None = None) -> Iterator[Fin
 
 
 def _scattered(hosts: Mapping[str, Sequence[Facts]], settings: Config | None) -> Iterator[Finding]:
-    """Hosts whose ranks are not consecutive. No finding if the mesh accounts for it, as with rank_order."""
+    """Return the hosts whose ranks are not consecutive. No finding if the mesh accounts for it, as with rank_order."""
     given = "; ".join(f"{host}: {_ranks(on)}" for host, on in hosts.items())
     nodes = {row["rank"]: node for node, on in enumerate(hosts.values()) for row in on}
     plan = None

@@ -211,7 +211,7 @@ class Hollow(LedgerMode):
         return found
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """As many bins as requested, because all counted values are 0."""
+        """Return as many bins as requested, because all counted values are 0."""
         given = dict(zip(("input", "weights", "minlength"), args, strict=False)) | kwargs
         weights = given.get("weights")
         dtype = torch.int64 if weights is None else torch.float64

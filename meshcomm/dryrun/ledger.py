@@ -137,7 +137,7 @@ class Ledger:
         self._patches.close()
 
     def made(self, storage: UntypedStorage, nbytes: int, operator: str) -> None:
-        """An operator has made or resized a storage, or returned a known one."""
+        """Record that an operator has made or resized a storage, or returned a known one."""
         key = storage_id(storage)
         held = self._held.get(key)
         if held is not None:

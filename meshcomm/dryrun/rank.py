@@ -275,7 +275,8 @@ class PartNames:
 
 
 def pretended_step(config: Config, rank: int, world: int) -> RankStep:
-    """`counted_step` as rank `rank` of `world`, where no other rank exists: nothing is sent, and no tensor has values.
+    """Return `counted_step` as rank `rank` of `world`, where no other rank exists: nothing is sent, and no tensor
+    has values.
 
     The process must not have initialized torch.distributed. Its state is restored for the next rank.
     Tensors are CPU tensors, whatever the device of the mesh.

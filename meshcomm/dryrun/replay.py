@@ -176,7 +176,7 @@ class _Replayer:
             rank.computed += seconds
 
     def start(self, rank: _Rank, number: int) -> None:
-        """A call begins."""
+        """Record the start of a call."""
         span = rank.step.calls[number]
         members = tuple(rank.step.groups[span.group])
         rank.calls[number] = (
@@ -186,7 +186,7 @@ class _Replayer:
         )
 
     def start_collective(self, rank: _Rank, span: Span, members: Members) -> _Collective:
-        """One rank arrives; the last one begins the transfer."""
+        """Record the arrival of one rank; the last one begins the transfer."""
         calls, place = self.collectives[members], self.started[members, rank.number]
         self.started[members, rank.number] += 1
         if place == len(calls):
@@ -199,7 +199,7 @@ class _Replayer:
         return call
 
     def start_messages(self, rank: _Rank, span: Span, members: Members) -> _Messages:
-        """One rank starts its messages. Peers that were not run are ignored."""
+        """Record that one rank starts its messages. Peers that were not run are ignored."""
         call = _Messages(rank.now, [], [])
         for direction, peer, tag, _ in span.parts:
             if peer is None:

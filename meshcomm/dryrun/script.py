@@ -131,7 +131,7 @@ class ProgramRecorder(Passes, StepRecorder):
         return super().keep(span)
 
     def optimized(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer has made a step. It ends a step of the program if the program opens no mesh."""
+        """Record that an optimizer has made a step. It ends a step of the program if the program opens no mesh."""
         if self._optimizer is None:
             self._optimizer = optimizer
         if self.mesh is None and optimizer is self._optimizer:
@@ -160,7 +160,7 @@ class ProgramRecorder(Passes, StepRecorder):
         self.events.append(self.part_begins)
 
     def ended(self) -> None:
-        """The program has ended, or its last step."""
+        """Record that the program has ended, or its last step."""
         if self.part == _WHOLE:
             self.part_begins = None
         # Only the last "part" event separates the reported part.

@@ -38,7 +38,7 @@ fake_tensors_on: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch.
 
 
 def schema_of(operator: Any) -> Any:
-    """Its name, arguments and results."""
+    """Return its name, arguments and results."""
     return operator._schema
 
 
@@ -87,7 +87,7 @@ class ToldWork(Work):  # type: ignore[misc]
         self._waited: Callable[[ToldWork], object] | None = waited
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Always True, as for every Work."""
+        """Return True, always, as for every Work."""
         if self._waited is not None:
             waited, self._waited = self._waited, None
             waited(self)
@@ -193,7 +193,9 @@ def _fake_group(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **gi
 
 
 def _broadcasting(known: list[list[bytes]]) -> Callable[..., None]:
-    """`broadcast_object_list`: rank 0 records the objects that it broadcasts; the others take them in the same order of calls."""
+    """Return `broadcast_object_list`: rank 0 records the objects that it broadcasts; the others take them in the
+    same order of calls.
+    """
     following = iter(tuple(known))
 
     def made(

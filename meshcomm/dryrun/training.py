@@ -78,7 +78,9 @@ def prices(machine: Machine) -> Seconds:
 
 
 def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, seconds: float) -> Facts:
-    """`World` as JSON-serializable data. settings: of the training; None for a script. seconds: duration of the dry run."""
+    """Return `World` as JSON-serializable data. settings: of the training; None for a script. seconds: duration of
+    the dry run.
+    """
     layout, steps = found.layout, list(found.steps.values())
     limit = topology.memory_gbytes
     stages = [_stage(stage, ran) for stage, ran in found.stages().items()]

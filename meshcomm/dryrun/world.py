@@ -102,7 +102,8 @@ def dry_world(
 
 
 def _unlike(found: World, where: Callable[[int], str]) -> tuple[list[int], list[str]]:
-    """Additional ranks to run, and texts on ranks whose calls differ from the first rank of their stage that was run.
+    """Return additional ranks to run, and texts on ranks whose calls differ from the first rank of their stage that
+    was run.
 
     Each rank represents the ranks of its stage that were not run. Where two ranks of a stage differ, more ranks of the
     groups along which they differ are run. This shows whether calls also differ inside these groups.

@@ -34,7 +34,7 @@ def newest_run(folder: Path) -> Path:
 
 @contextmanager
 def _reading_report(file: Path) -> Iterator[None]:
-    """A LaunchError for a file whose content the block cannot use, for example from another program."""
+    """Raise a LaunchError for a file whose content the block cannot use, for example from another program."""
     try:
         yield
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:

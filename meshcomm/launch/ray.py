@@ -54,7 +54,7 @@ class _Rank:
     """The actor of a rank: it starts the rank's process, which ends with it."""
 
     def where(self) -> tuple[str, str, int]:
-        """Node, its address, and a free port there."""
+        """Return the node, its address, and a free port there."""
         import ray
 
         with socket.socket() as listener:

@@ -95,7 +95,7 @@ def end_with_parent(poll: bool = False) -> None:
 
 
 def signal_text(number: int) -> str:
-    """`SIGKILL`, or `signal 99` for one without a name."""
+    """Return `SIGKILL`, or `signal 99` for one without a name."""
     known = {each.value for each in signal.Signals}
     return signal.Signals(number).name if number in known else f"signal {number}"
 

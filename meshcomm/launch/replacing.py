@@ -118,7 +118,7 @@ class Replacing:
         return found
 
     def started(self, process: int) -> int:
-        """A new process replaces a lost one: returns the generation that it is started for, to be passed to it."""
+        """Record that a new process replaces a lost one; return the generation that it is started for, to be passed to it."""
         number = self._awaited.pop(process, (0.0, 0))[1]
         if number:
             self._alive.add(process)

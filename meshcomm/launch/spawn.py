@@ -211,7 +211,7 @@ class _Ranks:
             signal.signal(signal.SIGUSR1, usual)
 
     def name(self, process: int) -> str:
-        """Its rank, with the coords."""
+        """Return its rank, with the coords."""
         return names_of_ranks(self._folder, self._attempt).get(process) or self._label(process)
 
     def name_of_rank(self, rank: int) -> str:

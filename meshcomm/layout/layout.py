@@ -48,7 +48,7 @@ class Digits(tuple[tuple[int, int], ...]):
         return math.prod(size for size, _ in self)
 
     def canonical(self) -> Digits:
-        """Without digits of size 1, and with adjacent digits merged if they step evenly."""
+        """Return it without digits of size 1, and with adjacent digits merged if they step evenly."""
         joined: list[tuple[int, int]] = []
         for size, stride in self:
             if size == 1:
@@ -76,7 +76,7 @@ class Digits(tuple[tuple[int, int], ...]):
         return value
 
     def offsets(self) -> Ranks:
-        """`offset` of every coord, shape (size,)."""
+        """Return `offset` of every coord, shape (size,)."""
         return self.offset(np.arange(self.size, dtype=np.int64))
 
 
@@ -262,7 +262,7 @@ class Layout:
         return self.digits(dims).size
 
     def expand(self, dims: Dims) -> tuple[str, ...]:
-        """`dims` with merged names replaced by the dims they merge. Raises UnknownDim."""
+        """Return `dims` with merged names replaced by the dims they merge. Raises UnknownDim."""
         names = (dims,) if isinstance(dims, str) else dims
         parts = tuple(part for name in names for part in self.merge.get(name, (name,)))
         for name in parts:
@@ -462,7 +462,7 @@ class Layout:
 
 
 def _checked_order(rank_order: Any, dims: Mapping[str, int]) -> Ranks | None:
-    """`rank_order` as a read-only array; None if it is 0, 1, 2, ..."""
+    """Return `rank_order` as a read-only array; None if it is 0, 1, 2, ..."""
     world = math.prod(dims.values())
     listed = rank_order.tolist() if isinstance(rank_order, np.ndarray) else rank_order
     expected = f"a list of {world} different ranks, each 0 or more and below {_RANKS}"

@@ -31,7 +31,7 @@ class GroupOptions:
     extra: tuple[tuple[str, Scalar], ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return plain data."""
         facts = {name: getattr(self, name) for name in self.__slots__}
         return {**facts, "extra": dict(self.extra)}
 
@@ -79,7 +79,7 @@ class Group:
         return f"{self.name}[{coords_text(self.coords)}]" if self.coords else self.name
 
     def facts(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return plain data."""
         return {
             "name": self.name,
             "dims": list(self.dims),

@@ -37,7 +37,10 @@ def divisors(n: int) -> list[int]:
 
 
 def whole(value: Any, what: str) -> int:
-    """`value` as an int. Accepts NumPy's integers; rejects bools, floats and everything else. what: its name in the error."""
+    """Return `value` as an int.
+
+    Accepts NumPy's integers; rejects bools, floats and everything else. what: its name in the error.
+    """
     if type(value) is int:
         return value
     try:
@@ -54,7 +57,7 @@ def whole(value: Any, what: str) -> int:
 
 
 def check_mapping(given: Any, where: str, holds: str) -> Mapping[str, Any]:
-    """`given` itself, if it is a mapping from names to `holds`."""
+    """Return `given` itself, if it is a mapping from names to `holds`."""
     if isinstance(given, Mapping):
         return given
     raise LayoutError(
@@ -185,12 +188,12 @@ def coords_text(coords: Mapping[str, int]) -> str:
 
 
 def rank_text(rank: int, coords: Mapping[str, int] | None) -> str:
-    """`rank 6 (pp=1 dp=1 tp=0)`. coords: None if unknown, {} if the rank is in no mesh."""
+    """Return `rank 6 (pp=1 dp=1 tp=0)`. coords: None if unknown, {} if the rank is in no mesh."""
     return f"rank {rank}" if not coords else f"rank {rank} ({coords_text(coords)})"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0 1 2`."""
+    """Return `rank 3`, or `ranks 0 1 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}"
 
 

@@ -76,7 +76,7 @@ class Adopted:
         sort_ranks: bool = True,
         **others: Any,
     ) -> Any:
-        """As torch's `_new_group_with_tag`. Every rank takes the same branch, as all pass the same arguments."""
+        """Like torch's `_new_group_with_tag`. Every rank takes the same branch, as all pass the same arguments."""
         world = default_group()
         if world is not self._world():
             self._world, self._names = ref(world), {}

@@ -100,7 +100,7 @@ def leave_together(store: Any, stays: bool) -> None:
 
 
 def _same_error(store: Any, rank: int, find: Callable[[], MeshMismatchError]) -> MeshMismatchError:
-    """The same error on every rank: one rank reads the list and publishes the error. If each of 131,072 ranks read the
+    """Raise the same error on every rank: one rank reads the list and publishes the error. If each of 131,072 ranks read the
     list, 741 GB would be read."""
     if store.add("tellers", 1) == 1:
         error = find()

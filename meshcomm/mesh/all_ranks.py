@@ -112,7 +112,7 @@ class StatsOfAll:
     rows: tuple[Spread, ...]
 
     def facts(self) -> dict[str, Any]:
-        """As JSON-serializable data."""
+        """Return JSON-serializable data."""
         return {"seconds": self.seconds, "rows": [row._asdict() for row in self.rows]}
 
     def __rich__(self) -> RenderableType:

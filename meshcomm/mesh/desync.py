@@ -64,7 +64,7 @@ class DesyncMonitor:
     # -- the program's thread -------------------------------------------------------------------
 
     def noted(self, step: int) -> None:
-        """All groups have noted `step`. Raises CallMismatchError once a difference has been found."""
+        """Record that all groups have noted `step`. Raises CallMismatchError once a difference has been found."""
         self._step = step
         if self.found is not None:
             raise self._error(self.found)

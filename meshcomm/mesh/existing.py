@@ -216,7 +216,7 @@ def _parts(layout: Layout, digits: Digits | None) -> tuple[str, ...] | None:
 
 
 def _chains(single: Mapping[str, tuple[int, int]], world: int, stride: int = 1) -> Iterator[tuple[str, ...]]:
-    """Names whose strides follow from each other's sizes, outermost first, from `stride` up to all ranks."""
+    """Yield the names whose strides follow from each other's sizes, outermost first, from `stride` up to all ranks."""
     if stride == world:
         yield ()
     for name, (size, own) in single.items():

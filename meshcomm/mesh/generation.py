@@ -157,14 +157,14 @@ class Generations:
         return self._opened < self.joined.number
 
     def met(self) -> None:
-        """All ranks have arrived in the joined generation."""
+        """Record that all ranks have arrived in the joined generation."""
 
     def opened(self) -> None:
-        """A mesh is open in the joined generation: ranks lost from now on count for the next one."""
+        """Record that a mesh is open in the joined generation: ranks lost from now on count for the next one."""
         self._opened = self.joined.number
 
     def add(self, announcement: Announcement) -> None:
-        """Another generation has been announced."""
+        """Record that another generation has been announced."""
         self._announced.append(announcement)
 
     def newer(self, within_s: float = 0.0) -> bool:

@@ -115,7 +115,9 @@ def _can_split(plan: Plan, group: Group) -> bool:
 
 
 def _backend_options(options: GroupOptions, split: bool) -> Any:
-    """torch's options of the group's backend, `ncclConfig_t` of NCCL; None if nothing is set. split: from the world's."""
+    """Return torch's options of the group's backend, `ncclConfig_t` of NCCL; None if nothing is set. split: from
+    the world's.
+    """
     if not options.extra:
         return None
     extra = dict(options.extra)

@@ -192,7 +192,7 @@ def _not_found(
 def find_tcp_store(
     host: str, port: int, world_size: int | None, *, hosts: bool, timeout: timedelta
 ) -> dist.TCPStore:
-    """torch's store at `host`:`port`, whose calls get `timeout`; with `hosts`, its server is here.
+    """Return torch's store at `host`:`port`, whose calls get `timeout`; with `hosts`, its server is here.
 
     Does not wait for the other ranks. Raises torch's errors, and TimeoutError soon after the timeout.
     """

@@ -23,7 +23,7 @@ def attach(mesh: Mesh, logger: logging.Logger | None = None) -> logging.StreamHa
 
 
 def prefix(layout: Layout, rank: int) -> str:
-    """`[r5 pp1 dp0 tp1]`: the rank and its coords in the base dims; `[r9]` outside the layout.
+    """Return `[r5 pp1 dp0 tp1]`: the rank and its coords in the base dims; `[r9]` outside the layout.
 
     >>> prefix(Layout({"pp": 2, "dp": 2, "tp": 2}), 5), prefix(Layout({"dp": 2}), 9)
     ('[r5 pp1 dp0 tp1]', '[r9]')

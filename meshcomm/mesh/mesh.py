@@ -292,7 +292,7 @@ class Mesh(AlongDims):
         grad: GatherRules | None = None,
         **sizes: int,
     ) -> Tensor:
-        """einops.rearrange with mesh dims in the pattern. A dim's name marks the axis that is split along it.
+        """Run einops.rearrange with mesh dims in the pattern. A dim's name marks the axis that is split along it.
 
         A dim that appears only on the right is gathered. A dim that appears only on the left is sliced, or with
         `partial` ("sum", "avg", "min", ...) reduced and scattered. A dim that moves to another axis is an
@@ -472,7 +472,7 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def stats(self) -> Stats:
-        """Calls, bytes and seconds of this rank since the mesh was opened.
+        """Return calls, bytes and seconds of this rank since the mesh was opened.
 
         The result has a row for each dim of size 2 or more and each call on it. It prints as a table.
         `after.since(before)` is the difference of two results. Does not communicate.
@@ -495,7 +495,7 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def global_stats(self) -> StatsOfAll:
-        """`stats` summed over all ranks, with the fastest and the slowest rank.
+        """Return `stats` summed over all ranks, with the fastest and the slowest rank.
 
         Called by: every rank of the mesh, in the same program order.
         """
@@ -844,7 +844,7 @@ class Mesh(AlongDims):
         return RankGrid(grid_facts(self.plan, by, self.topology, self.rank if self.is_member else None))
 
     def __str__(self) -> str:
-        """Dims, groups and neighbors as a table of 100 columns, without color."""
+        """Return dims, groups and neighbors as a table of 100 columns, without color."""
         from meshcomm.show.page import as_text
 
         return as_text(self.__rich__())
@@ -863,7 +863,7 @@ class Mesh(AlongDims):
     # -- inside ---------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """A communicator for every name of the plan."""
+        """Create a communicator for every name of the plan."""
         for family in self.plan.families:
             self._at[family.name] = self._communicator(family.name, self._transports[family.name])
 
@@ -935,7 +935,7 @@ class Mesh(AlongDims):
 
 
 def _lost(mesh: ref[Mesh], error: BaseException) -> RankLost | None:
-    """As `Mesh.lost`, for objects that the mesh itself holds."""
+    """Like `Mesh.lost`, for objects that the mesh itself holds."""
     alive = mesh()
     return None if alive is None else alive.lost(error)
 

@@ -241,7 +241,7 @@ class Opening:
         return mesh
 
     def _opened(self) -> tuple[Plan, Runtime]:
-        """All steps after the first, repeated if a rank is lost and replaced meanwhile."""
+        """Run all steps after the first, repeated if a rank is lost and replaced meanwhile."""
         generations = self._generations
         while True:
             # Released when the mesh closes, last first.

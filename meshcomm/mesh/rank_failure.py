@@ -315,7 +315,7 @@ def caused_by(explanation: MeshcommError, error: BaseException) -> MeshcommError
 
 
 def backend_error(error: BaseException) -> RuntimeError | None:
-    """torch's error about a peer or a timeout that `error` is, or was raised from; None if there is none.
+    """Return torch's error about a peer or a timeout that `error` is, or was raised from; None if there is none.
 
     For a SystemExit, also the exception that was being handled. None if it is explained already.
     """

@@ -102,7 +102,7 @@ class RankRecord:
         return False
 
     def thread_ended(self, error: BaseException, thread: str) -> None:
-        """A thread of the program has ended with an error; ranks that wait for this one will read it."""
+        """Record that a thread of the program has ended with an error; ranks that wait for this one will read it."""
         at = "".join(
             f", at {frame.filename}:{frame.lineno}" for frame in extract_tb(error.__traceback__)[-1:]
         )
@@ -173,7 +173,7 @@ class RecordExchange:
         return self._answered > before
 
     def leave(self, status: Mapping[str, Any]) -> None:
-        """The rank answers no more: its last status answers all later questions."""
+        """Stop answering: the rank's last status answers all later questions."""
         self._store.set(f"closed/{self._rank}", json.dumps(status))
 
     def _read(self, keys: dict[int, str]) -> dict[int, Any]:

@@ -101,7 +101,7 @@ def meet(
 
 
 def of_this_attempt(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist.Store:
-    """`store` under a prefix that is unique to this run of torchrun at this endpoint, and to this attempt.
+    """Return `store` under a prefix that is unique to this run of torchrun at this endpoint, and to this attempt.
 
     env: of the ranks.
     """

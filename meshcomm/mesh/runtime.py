@@ -72,12 +72,12 @@ class Watching(ABC):
         """Return a recorder for another group, which uses `transport`."""
 
     def forget(self, recorder: FlightRecorder) -> None:
-        """A group has been released."""
+        """Record that a group has been released."""
         return
 
     @abstractmethod
     def noted(self, step: int) -> None:
-        """All recorders have noted `step`. Raises CallMismatchError if ranks were found to differ in a step."""
+        """Record that all recorders have noted `step`. Raises CallMismatchError if ranks were found to differ in a step."""
 
     def before_leaving(self) -> CallMismatchError | None:
         """Return the error if ranks differ in a step and this rank has not raised it; may wait for seconds."""
@@ -142,7 +142,7 @@ class Pretended(Protocol):
         ...
 
     def opened(self, mesh: Mesh) -> None:
-        """The program has opened a mesh."""
+        """Record that the program has opened a mesh."""
         ...
 
 
@@ -164,7 +164,7 @@ class Metrics:
         self.spans: Spans | None = None
 
     def step(self, number: int, excluded: Collection[int], ended_at: tuple[CodeType, int]) -> None:
-        """The step `number` is over. excluded: ids of recorders that are not compared. See `Mesh.step`."""
+        """Record that the step `number` is over. excluded: ids of recorders that are not compared. See `Mesh.step`."""
         self.steps, self.number = self.steps + 1, number
         for recorder in self.recorders.values():
             recorder.note(self.steps, number, id(recorder) in excluded, ended_at)

@@ -109,7 +109,7 @@ class Stats:
         return [(*row.key, row.calls, row.nbytes, row.seconds) for row in self.rows]
 
     def facts(self) -> dict[str, Any]:
-        """As JSON-serializable data; rates in bytes per second."""
+        """Return JSON-serializable data; rates in bytes per second."""
         listed = [
             {**asdict(row), "algbw": row.algbw, "busbw": row.busbw, "ratio": row.ratio} for row in self.rows
         ]

@@ -256,14 +256,14 @@ def store_failed(what: str, error: BaseException, about: str = "") -> StoreError
 
 
 def prefixed(prefix: str, store: dist.Store) -> dist.Store:
-    """`store` under a prefix; a store with a method `prefixed` makes it."""
+    """Return `store` under a prefix; a store with a method `prefixed` makes it."""
     own = getattr(store, "prefixed", None)
     found: dist.Store = dist.PrefixStore(prefix, store) if own is None else own(prefix)
     return found
 
 
 def kind_of(store: dist.Store) -> str:
-    """`TCPStore`, `FileStore`, `HashStore`, or another class: the store below all prefixes."""
+    """Return `TCPStore`, `FileStore`, `HashStore`, or another class: the store below all prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return type(store).__name__

@@ -113,7 +113,7 @@ class Trace:
 
 
 def write(path: Path, parts: Sequence[bytes], facts: Mapping[str, Any]) -> None:
-    """One file with all ranks' parts; it appears complete, or not at all. facts: for the whole file."""
+    """Write one file with all ranks' parts; it appears complete, or not at all. facts: for the whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -338,7 +338,9 @@ class Watchdog(Watching):
         return None
 
     def _held_barrier(self, now: float) -> MeshcommError | None:
-        """`dist.monitored_barrier` on a group of the mesh: torch lets it wait 30 minutes if it gets no timeout."""
+        """Return `dist.monitored_barrier` on a group of the mesh: torch lets it wait 30 minutes if it gets no
+        timeout.
+        """
         limits = {each.group_name: each.timeout_s() + GRACE_S for each in self._recorders}
         name = overdue_barrier(limits, now)
         recorder = next((each for each in self._recorders if each.group_name == name), None)
@@ -634,7 +636,7 @@ def _poll(
 
 
 def _at_exit(watchdog: ref[Watchdog]) -> None:
-    """The program has ended without closing its mesh."""
+    """Handle a program that has ended without closing its mesh."""
     alive = watchdog()
     if alive is not None:
         alive.close()

@@ -80,7 +80,7 @@ def watch(
 
 
 def watch_if_possible(prints: bool) -> None:
-    """As `watch`, for a program that has not requested it: older torch versions are not watched. prints: print its stats at the end."""
+    """Like `watch`, for a program that has not requested it: older torch versions are not watched. prints: print its stats at the end."""
     if CAN_WATCH:
         Watch(64, "meshcomm-reports", 60.0, asked=False, prints=prints)
 
@@ -144,7 +144,7 @@ class Watch:
             raise caused_by(found, error)
 
     def _begin(self) -> None:
-        """The default group exists. Raises as described in `watch`."""
+        """Begin to watch: the default group exists. Raises as described in `watch`."""
         if self._watchdog is not None or dist.get_world_size() == 1:
             return
         backend = backend_of(default_group())

@@ -179,7 +179,7 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
 
 
 def check_kinds(spec: ModelSpec) -> None:
-    """Raises ConfigError for keys of `cannot` that are not in KINDS, because they would have no effect."""
+    """Raise ConfigError for keys of `cannot` that are not in KINDS, because they would have no effect."""
     unknown = [kind for kind in spec.cannot if kind not in KINDS]
     if unknown:
         raise ConfigError(
@@ -191,7 +191,7 @@ def check_kinds(spec: ModelSpec) -> None:
 
 
 def check_names(spec: ModelSpec, module: nn.Module) -> None:
-    """Raises ConfigError, naming all of them, for names and patterns of `spec` that match no part of the full module."""
+    """Raise ConfigError, naming all of them, for names and patterns of `spec` that match no part of the full module."""
     parts = dict.fromkeys(name for name, _ in module.named_modules(remove_duplicate=False))
     parameters = dict.fromkeys(name for name, _ in module.named_parameters(remove_duplicate=False))
     blocks = {spec.layers: f"layers = {spec.layers!r}"} if spec.layers else {}

@@ -323,7 +323,7 @@ class _Facts:
         return calls
 
     def exact(self) -> contextlib.AbstractContextManager[Any]:
-        """Context for the code of a transformers family."""
+        """Return a context for the code of a transformers family."""
         return family_code(self.between) if self.family else contextlib.nullcontext()
 
     def passed_on(self, y: Any, samples: int) -> Tensor:
@@ -344,7 +344,7 @@ class _Facts:
         return y.to(self.between)
 
     def in_float64(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, also when it is called again in backward."""
+        """Return `call`, also when it is called again in backward."""
         if not self.family or self.between != torch.float64:
             return call
 

@@ -299,8 +299,8 @@ class Transformer(nn.Module):
 
 
 def rotary_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
-    """cos and sin of position * theta^(-2i / head), float64 (2, sequence, head). The second half repeats the first, whose
-    sin is negative. Su et al. 2021.
+    """Return cos and sin of position * theta^(-2i / head), float64 (2, sequence, head). The second half repeats the
+    first, whose sin is negative. Su et al. 2021.
     """
     angle = torch.outer(
         torch.arange(seq_len, dtype=torch.float64),

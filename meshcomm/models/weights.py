@@ -135,7 +135,7 @@ class Folder:
         return list(self._places)
 
     def check(self, sources: Mapping[str, Source], wanted: Sequence[str], more: Sequence[str] = ()) -> None:
-        """Raises TrainingError if it lacks some of the parameters `wanted`, those of the full model, or has others.
+        """Raise TrainingError if it lacks some of the parameters `wanted`, those of the full model, or has others.
 
         more: buffers, which it may have.
         An index is trusted: only the files that this rank reads are opened.
@@ -179,7 +179,7 @@ class Folder:
         return _Stacked(pieces, names, shape, self._path)
 
     def read_twice(self, sources: Sequence[Source], shape: tuple[int, ...]) -> Stored:
-        """As `read`, for a tensor that may be stored under several names.
+        """Like `read`, for a tensor that may be stored under several names.
 
         When a slice is read, raises TrainingError if the copies differ there.
         """

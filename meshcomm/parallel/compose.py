@@ -165,7 +165,7 @@ class Engine:
         number: int | None = None,
         documents: Tensor | None = None,
     ) -> None:
-        """One optimizer step on this rank's share of the global batch; `results` returns its outcome.
+        """Make one optimizer step on this rank's share of the global batch; `results` returns its outcome.
 
         Where calls are queued, as with NCCL, this queues them without waiting. The exception is one wait per step if the
         optimizer cannot skip a step itself; only torch's fused optimizers can.
@@ -360,7 +360,7 @@ class Engine:
         }
 
     def saved_state(self) -> dict[str, Tensor | Kept]:
-        """`state`, with weights of several parts in the layout of a checkpoint."""
+        """Return `state`, with weights of several parts in the layout of a checkpoint."""
         return self._state.tensors()
 
     def put_back(
@@ -408,7 +408,7 @@ class Engine:
         return self.model.loss(self.splits, outputs, targets) / self._tokens
 
     def _drawing(self, step: str) -> AbstractContextManager[None]:
-        """Random numbers of forward passes in this context follow from the seed and the step."""
+        """Inside the block, random numbers of forward passes in this context follow from the seed and the step."""
         draws = self.splits.draws
         if draws is None:
             return nullcontext()

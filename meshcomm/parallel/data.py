@@ -112,7 +112,7 @@ class GradientSync:
         finalize(self, hook.remove)
 
     def _check_unchanged(self) -> None:
-        """Raises TrainingError if the buckets no longer match the parameters."""
+        """Raise TrainingError if the buckets no longer match the parameters."""
         named = self._named if self._module is None else self._module.named_parameters()
         known = {slot.parameter: slot for slot in self._slots}
         now = {parameter: name for name, parameter in named}
@@ -227,7 +227,7 @@ class GradientSync:
         self._send_buffers()
 
     def _accumulated(self, slot: _Slot) -> None:
-        """Backward has added to the gradient of a parameter."""
+        """Record that backward has added to the gradient of a parameter."""
         if not self._active:
             raise TrainingError(
                 f"backward reached {slot.name} outside of a step",
@@ -328,7 +328,7 @@ class _Bucket:
 
 
 def _cut(tensors: Iterable[Tensor], most_mb: float) -> list[list[Any]]:
-    """Runs of one dtype and device, each of at most this many megabytes on a rank, or of one tensor."""
+    """Return runs of one dtype and device, each of at most this many megabytes on a rank, or of one tensor."""
     runs: list[list[Any]] = []
     kind, used = None, 0
     for tensor in tensors:
@@ -342,7 +342,7 @@ def _cut(tensors: Iterable[Tensor], most_mb: float) -> list[list[Any]]:
 
 
 def check_complete(missing: Sequence[str], total: int) -> None:
-    """Raises TrainingError if some of `total` parameters got no gradient in a step."""
+    """Raise TrainingError if some of `total` parameters got no gradient in a step."""
     if missing:
         raise TrainingError(
             f"{len(missing)} of {total} parameters got no gradient",
@@ -472,7 +472,10 @@ def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]
 
 
 def _shard(module: nn.Module, **settings: Any) -> FSDPModule:
-    """`module`, sharded. Its gradients are summed, as those of unsharded tensors are; torch would average them."""
+    """Return `module`, sharded.
+
+    Its gradients are summed, as those of unsharded tensors are; torch would average them.
+    """
     found = fully_shard(module, **settings)
     assert isinstance(found, FSDPModule)
     found.set_gradient_divide_factor(1.0)

@@ -107,7 +107,10 @@ class Dropout(nn.Module):
         return torch.where(self.keep(drops, x.shape, first_feature), x * (1 / (1 - self.p)), 0.0)
 
     def keep(self, drops: Drops, shape: torch.Size, first_feature: int = 0) -> Tensor:
-        """Bool of `shape`, (batch, sequence, features): True for elements that are not dropped. Arguments as in forward."""
+        """Return a bool of `shape`, (batch, sequence, features): True for elements that are not dropped.
+
+        Arguments as in forward.
+        """
         known = (drops.keys.shape[0], drops.positions.shape[0])
         if len(shape) != 3 or shape[:2] != known:
             raise ShapeError(
@@ -204,7 +207,7 @@ class Draws:
 
 
 def check_dropouts(parts: Iterable[tuple[str, nn.Module]], split: TensorSplit) -> None:
-    """Raises UnsupportedOp for dropouts along the tensor dim, where all ranks draw the same even for different parts of an activation.
+    """Raise UnsupportedOp for dropouts along the tensor dim, where all ranks draw the same even for different parts of an activation.
 
     `torch.nn.functional.dropout` is not detected.
     """

@@ -150,7 +150,7 @@ class Pipelined:
         self._schedule = _schedule(schedule, stages, microbatches, loss)
 
     def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor | None:
-        """As `Accumulate`; None except on the last stage. Every rank along the dim calls this, with equal inputs and targets."""
+        """Like `Accumulate`; None except on the last stage. Every rank along the dim calls this, with equal inputs and targets."""
         losses: list[Tensor] = []
         try:
             self._schedule.step(

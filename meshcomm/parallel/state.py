@@ -150,7 +150,7 @@ class State:
         }
 
     def of_forward(self) -> dict[str, Any]:
-        """Copies of the state that a forward pass changes: saved buffers, and extra state."""
+        """Return copies of the state that a forward pass changes: saved buffers, and extra state."""
         if self._saved is None:
             self._saved = {*self.buffers()}
         buffers: dict[str, Any] = {name: each.clone() for name, each in self._saved_buffers()}
@@ -432,7 +432,9 @@ class _Outline(pickle.Pickler):
 
 
 def _fingerprint(value: Any) -> bytes | str:
-    """Encoded plain data, or a digest of an object's values; "" for an object that cannot be pickled, such as a mesh."""
+    """Return encoded plain data, or a digest of an object's values; "" for an object that cannot be pickled, such
+    as a mesh.
+    """
     if _is_plain(value):
         return _text(value)
     text = io.BytesIO()
@@ -478,7 +480,7 @@ def _room(
     hosted: bool,
     parts: Parts | None,
 ) -> Tensor:
-    """Memory for one tensor of the optimizer's state. torch's optimizers decide where a step count is kept."""
+    """Return memory for one tensor of the optimizer's state. torch's optimizers decide where a step count is kept."""
     dtype, shape = kind
     count = key == "step" and not shape
     if tuple(shape) == (Kept(parameter, parts).shape if parts else tuple(parameter.shape)) and not count:
@@ -558,7 +560,7 @@ def _leaves(state: Any, *path: Any) -> dict[tuple[Any, ...], Any]:
 
 
 def _overlaid(state: Any, leaves: Mapping[tuple[Any, ...], Any]) -> Any:
-    """`state` with these leaves replaced."""
+    """Return `state` with these leaves replaced."""
     pairs = dict(enumerate(state)) if isinstance(state, list) else dict(state)
     inner: dict[Any, dict[tuple[Any, ...], Any]] = {}
     for (key, *rest), value in leaves.items():
@@ -577,7 +579,9 @@ def _is_nested(value: Any) -> bool:
 
 
 def _summary(settings: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
-    """Settings in which a list counts as the set of its values, because parameter groups differ from rank to rank."""
+    """Return settings in which a list counts as the set of its values, because parameter groups differ from rank to
+    rank.
+    """
     return {
         ".".join(map(str, path)): sorted(set(map(repr, value))) if isinstance(value, list | tuple) else value
         for path, value in settings.items()

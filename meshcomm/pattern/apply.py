@@ -171,7 +171,7 @@ def rearrange_in_graph(
     grad: GatherRules | None,
     sizes: Mapping[str, int],
 ) -> Tensor:
-    """`Rearranger.run` on this mesh under torch.compile: planned while tracing, for the shape of `x`."""
+    """Return `Rearranger.run` on this mesh under torch.compile: planned while tracing, for the shape of `x`."""
     # Formatting as text specializes a symbolic size to a constant.
     shape = tuple(int(f"{size}") for size in x.shape)
     listed = tuple(sizes.items())

@@ -78,7 +78,7 @@ def _lengths(shape: Iterable[int]) -> Shape:
         raise PatternError(
             "rearrange: not a shape",
             given=f"shape={shape!r}",
-            expected="the lengths of the local tensor's axes, whole numbers of 0 or more",
+            expected="the lengths of the local tensor's axes, integers of 0 or more",
             hint="tuple(x.shape)",
         )
     return found

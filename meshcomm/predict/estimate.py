@@ -79,11 +79,11 @@ class Workload:
         return self.parallel.options.attention == "ulysses"
 
     def tokens(self, sizes: Sizes) -> float:
-        """Tokens of a micro-batch on one rank."""
+        """Return the tokens of a micro-batch on one rank."""
         return self.train.micro_batch_size * self.seq_len / sizes.context
 
     def layers_of_rank(self, sizes: Sizes) -> int:
-        """Layers of the rank with the most layers, assuming evenly cut stages."""
+        """Return the layers of the rank with the most layers, assuming evenly cut stages."""
         each = self.parallel.options.stages_per_rank if sizes.pipeline > 1 else 1
         return -(-self.model.num_layers // (sizes.pipeline * each)) * each
 
@@ -95,7 +95,7 @@ class Workload:
         return -(-layers * self.expert_layers // self.model.num_layers)
 
     def layers_again(self, sizes: Sizes) -> int:
-        """Layers of that rank whose full forward pass is recomputed; 0 for selective recompute."""
+        """Return the layers of that rank whose full forward pass is recomputed; 0 for selective recompute."""
         every, layers = self.train.activation_checkpointing, self.layers_of_rank(sizes)
         if isinstance(every, bool) or every == "selective":
             return layers if every is True else 0
@@ -115,9 +115,9 @@ class Workload:
         return sizes.data * sizes.shard * sizes.context // sizes.expert // sizes.expert_copies
 
     def flops(self, sizes: Sizes) -> float:
-        """Floating-point operations of one micro-batch on the rank with the most layers and the head. They are 6 for each
-        multiply-add of the forward pass per token, because backward costs twice as much as forward, and 2 more in
-        recomputed layers.
+        """Return the floating-point operations of one micro-batch on the rank with the most layers and the head.
+        They are 6 for each multiply-add of the forward pass per token, because backward costs twice as much as
+        forward, and 2 more in recomputed layers.
         """
         layer = sum(self.costs.layers) / self.model.num_layers
         once = self.layers_of_rank(sizes) * layer + self.costs.head
@@ -178,7 +178,7 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
 
 
 def _costs(model: ModelConfig, counts: Counts, seq_len: int) -> tuple[int, ...]:
-    """Multiply-adds of each layer per token: one for each weight used, plus attention as in `part_costs`."""
+    """Return the multiply-adds of each layer per token: one for each weight used, plus attention as in `part_costs`."""
     active = min(model.experts_per_token, model.experts) / max(1, model.experts)
     each = zip(counts.layers, counts.experts, attention_costs(model, seq_len), strict=True)
     return tuple(plain + round(active * experts) + attention for plain, experts, attention in each)
@@ -207,7 +207,10 @@ class Memory(NamedTuple):
 
 
 def weights(work: Workload, sizes: Sizes) -> Weights:
-    """Experts are split along expert and tensor, other weights along tensor. A pipeline puts the two tables on two ranks."""
+    """Return the weights: experts are split along expert and tensor, other weights along tensor.
+
+    A pipeline puts the two tables on two ranks.
+    """
     model, layers = work.model, work.layers_of_rank(sizes)
     with_experts, norms = work.with_experts(layers), 2 * model.hidden_size
     heads = 2 * model.num_heads + 2 * model.num_kv_heads

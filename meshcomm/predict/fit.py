@@ -134,7 +134,7 @@ def assumed(backend: str, operation: Operation) -> str | None:
 
 
 def work(backend: str, operation: Operation, size_bytes: int, ranks: int) -> Work:
-    """Steps and bytes of a call, from the same lines that `meshcomm costs` shows.
+    """Return steps and bytes of a call, from the same lines that `meshcomm costs` shows.
 
     Called for operations that `assumed` knows on the backend.
 

@@ -106,7 +106,7 @@ def machine(topology: TopologyConfig) -> Machine | None:
 
 
 def known_machine(topology: TopologyConfig, source: str) -> Machine:
-    """As `machine`. Raises ConfigError if it is unknown which ranks share a node. source: a file's name."""
+    """Like `machine`. Raises ConfigError if it is unknown which ranks share a node. source: a file's name."""
     found = machine(topology)
     if found is None:
         raise ConfigError(
@@ -121,7 +121,7 @@ def known_machine(topology: TopologyConfig, source: str) -> Machine:
 def discovered(
     topology: TopologyConfig, env: Mapping[str, str], per_host: int | None = None, nodes: Sequence[int] = ()
 ) -> TopologyConfig:
-    """`topology` with ranks_per_node and devices_per_node filled in from `env`, where a launcher sets them.
+    """Return `topology` with ranks_per_node and devices_per_node filled in from `env`, where a launcher sets them.
 
     The configuration wins. If nodes have unequal numbers of ranks, or with `srun -m cyclic`, the launcher's values are
     ignored, because ranks then do not share nodes by r // ranks_per_node. per_host, nodes: detected by the ranks

@@ -46,7 +46,7 @@ class LintFinding(NamedTuple):
     hint: str | None
 
     def facts(self) -> dict[str, Any]:
-        """As plain data, with the keys rule, what, given, expected, try."""
+        """Return plain data, with the keys rule, what, given, expected, try."""
         facts = self._asdict()
         return facts | {"try": facts.pop("hint")}
 
@@ -154,7 +154,10 @@ def scattered(plan: Plan, topology: TopologyConfig) -> LintFinding | None:
 
 
 def roles(settings: Config) -> dict[str, ParallelRole]:
-    """Dim -> part. From [parallel]; without it, by the dims' names in the field's usual spelling."""
+    """Return a mapping from dim to part.
+
+    From [parallel]; without it, by the dims' names in the field's usual spelling.
+    """
     if settings.parallel is not None:
         return {dim: part for part, dim in settings.parallel.parts.items()}
     names = [*settings.mesh.dims, *(name for sizes in settings.mesh.views.values() for name in sizes)]

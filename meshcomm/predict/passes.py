@@ -141,7 +141,7 @@ def timeline(orders: Sequence[Sequence[Pass]], costs: Sequence[Costs] | None = N
 
 
 def bubble(schedule: PipelineSchedule, ranks: int, each: int) -> float:
-    """Idle time of a rank in a step, in units of one micro-batch's time.
+    """Return the idle time of a rank in a step, in units of one micro-batch's time.
 
     gpipe and 1f1b: p - 1 (Huang et al. 2019, Narayanan et al. 2019). Interleaved: (p - 1) / v (Narayanan et
     al. 2021). Zero bubble with v stages a rank: a third of that (Qi et al. 2024, ZB-H1 with equal passes).
@@ -180,7 +180,7 @@ def _order(schedule: PipelineSchedule, rank: int, ranks: int, each: int, microba
 
 
 def _passes(kind: Kind, rank: int, ranks: int, each: int, microbatches: int, turn: int) -> list[Pass]:
-    """`turn` microbatches through one stage, then through the next; then the next microbatches."""
+    """Return `turn` microbatches through one stage, then through the next; then the next microbatches."""
     stages = [rank + ranks * index for index in range(each)]
     return [
         Pass(kind, stage, microbatch)

@@ -353,7 +353,9 @@ def write_placement(settings: Config, ranking: Ranking, path: Path) -> Config:
 
 
 def placed_data(settings: Config, placement: Placement) -> dict[str, Any]:
-    """`settings` as a mapping, with the dims and the expert view of `placement`: the same training on another mesh."""
+    """Return `settings` as a mapping, with the dims and the expert view of `placement`: the same training on
+    another mesh.
+    """
     parallel = workload(settings).parallel
     data: dict[str, Any] = plain(settings.model_dump(exclude_unset=True))
     data["mesh"]["dims"] = {parallel.parts[part]: size for part, size in placement.dims.items()}

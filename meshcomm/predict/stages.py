@@ -49,7 +49,7 @@ def split_layers(
     first: float = 0.0,
     last: float = 0.0,
 ) -> list[range]:
-    """Layers of each stage: contiguous, and no other split has a cheaper largest stage.
+    """Return the layers of each stage: contiguous, and no other split has a cheaper largest stage.
 
     Ties are decided by the most even split (least sum of squares), then by the cheapest last stage, then by the
     cheapest first stage. The last stage also computes the loss, and the first keeps the most microbatches in flight.
@@ -135,7 +135,9 @@ def part_costs(model: ModelConfig, seq_len: int) -> PartCosts:
 
 
 def attention_costs(model: ModelConfig, seq_len: int) -> list[int]:
-    """Multiply-adds per token of each layer's queries with keys, and of scores with values; see `part_costs`."""
+    """Return the multiply-adds per token of each layer's queries with keys, and of scores with values; see
+    `part_costs`.
+    """
     windows = model.windows or (None,) * model.num_layers
     met = [seq_len if window is None else min(seq_len, 2 * window) for window in windows]
     return [2 * each * model.num_heads * model.head_size for each in met]

@@ -97,7 +97,7 @@ def fastest(operation: Operation, route: Route, size_bytes: float) -> Line:
 
 
 def bus_factor(operation: Operation, ranks: int) -> Fraction:
-    """busbw / algbw. algbw is size / time; the size is the whole data for all_gather and reduce_scatter.
+    """Return busbw / algbw. algbw is size / time; the size is the whole data for all_gather and reduce_scatter.
 
     One for a single rank, where nothing moves. Source: nccl-tests, doc/PERFORMANCE.md (github.com/NVIDIA/nccl-tests).
 
@@ -144,7 +144,7 @@ def named_operations(names: Sequence[str]) -> tuple[Operation, ...]:
 
 
 def _flat(operation: Operation, n: int) -> Iterator[tuple[str, int, int, Any]]:
-    """Algorithms without levels: name, chunks, steps, and bytes moved for each byte of the size, exact."""
+    """Return the algorithms without levels: name, chunks, steps, and bytes moved for each byte of the size, exact."""
     one: Any = Fraction(1)
     match operation:
         case "all_reduce":

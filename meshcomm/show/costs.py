@@ -25,7 +25,7 @@ below 1 meshcomm is faster"""
 
 
 def bandwidths(operation: Operation, ranks: int, size_bytes: int, seconds: float) -> Facts:
-    """GB/s (10^9): algbw = bytes / time, busbw as nccl-tests counts it."""
+    """Return GB/s (10^9): algbw = bytes / time, busbw as nccl-tests counts it."""
     algbw = size_bytes / seconds / 1e9
     return {"algbw_gbytes_s": algbw, "busbw_gbytes_s": algbw * float(bus_factor(operation, ranks))}
 
@@ -55,7 +55,7 @@ def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], si
 
 
 def cost_view(facts: Facts) -> View:
-    """`cost_facts` for a rich console."""
+    """Return `cost_facts` for a rich console."""
     table = Cells.of(
         [each | row for each in facts["dims"] for row in each["rows"]],
         {
@@ -103,7 +103,7 @@ def row_facts(
 
 
 def fit_facts(fitted: Fitted, notes: Sequence[str] = ()) -> Facts:
-    """Latency, bandwidth and the error of the model, by dim and by link class, with notes to show."""
+    """Return latency, bandwidth and the error of the model, by dim and by link class, with notes to show."""
     left = [dict(zip(("dim", "operation", "why"), each, strict=True)) for each in fitted.left_out]
     return {
         "dims": {name: _fit_facts(found) for name, found in fitted.dims.items()},
@@ -126,7 +126,7 @@ def _fit_facts(found: Fit) -> Facts:
 
 
 def bench_view(facts: Mapping[str, Any]) -> View:
-    """`measured_facts` for a rich console. Its fit: the result of `fit_facts`, or None."""
+    """Return `measured_facts` for a rich console. Its fit: the result of `fit_facts`, or None."""
     machine, mesh = facts["machine"], facts["mesh"]
     head = (
         f"mesh {coords_text(mesh['dims'])}: {mesh['world_size']} ranks on {machine['hosts']} host{'s' * (machine['hosts'] > 1)}, "

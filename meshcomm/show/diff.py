@@ -55,7 +55,7 @@ def _differing(one: Any, other: Any, path: tuple[str, ...]) -> Iterator[list[Any
 
 
 def _given(value: Any) -> Any:
-    """As plain data, without None values and empty tables."""
+    """Return plain data, without None values and empty tables."""
     if isinstance(value, Mapping):
         inside = {key: _given(item) for key, item in value.items()}
         return {key: item for key, item in inside.items() if item is not None and item != {}}
@@ -141,7 +141,7 @@ def _coords(layout: Layout, names: list[str], ranks: Ranks) -> Ranks:
 
 
 def diff_page(facts: Facts) -> list[PagePart]:
-    """`diff_facts` as lines and tables."""
+    """Return `diff_facts` as lines and tables."""
     sources = [Line(f"{side}: {source}") for side, source in zip("ab", facts["sources"], strict=True)]
     first, second = facts["fingerprint"]
     if facts["equal"]:

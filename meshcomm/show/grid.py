@@ -127,7 +127,7 @@ def _between(slots: Sequence[Slot]) -> list[int]:
 
 
 def tag(index: int) -> str:
-    """Letters for a group's index, used where colors do not distinguish groups.
+    """Return letters for a group's index, used where colors do not distinguish groups.
 
     >>> tag(0), tag(25), tag(26), tag(16383)
     ('a', 'z', 'aa', 'xfd')
@@ -152,7 +152,7 @@ def _directions(facts: Facts) -> list[dict[str, int]]:
 
 
 def _axes(facts: Facts, width: Room, height: Room) -> tuple[Axis, Axis, Axis, Axis]:
-    """Blocks downwards, blocks across, rows, columns: as many coords as fit, including the marked rank's."""
+    """Return blocks downwards, blocks across, rows, columns: as many coords as fit, including the marked rank's."""
     down, across, rows, columns = _directions(facts)
     sizes = prod(columns.values()), prod(across.values())
     if not down and _drawn(*sizes, width, 1) != sizes:
@@ -169,7 +169,7 @@ def _axes(facts: Facts, width: Room, height: Room) -> tuple[Axis, Axis, Axis, Ax
 
 
 def _axis(sizes: dict[str, int], stride: int, drawn: int, place: int) -> Axis:
-    """`drawn` coords of the dims: the first ones, the last one, and the coord of `place`."""
+    """Return `drawn` coords of the dims: the first ones, the last one, and the coord of `place`."""
     size = prod(sizes.values())
     marked = place // stride % size
     chosen = [*range(drawn - 1), size - 1] if drawn > 1 else [0]
@@ -237,7 +237,7 @@ class RankGrid:
         self.facts = facts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Headlines, the picture, a legend, and a note on omitted ranks."""
+        """Yield headlines, the picture, a legend, and a note on omitted ranks."""
         from rich.text import Text
 
         facts = self.facts
@@ -272,7 +272,7 @@ class RankGrid:
         return as_text(self)
 
     def svg(self) -> str:
-        """As one self-contained SVG file."""
+        """Return one self-contained SVG file."""
         return svg_of(self)
 
     # Called by notebooks.
@@ -343,7 +343,7 @@ class _Picture:
             yield self._border("", crossings[-1], above[-1])
 
     def legend(self) -> tuple[list[tuple[int, str]], list[str]]:
-        """Index, name and ranks in coord order of the first drawn groups, and notes on omissions."""
+        """Return index, name and ranks in coord order of the first drawn groups, and notes on omissions."""
         facts = self.facts
         drawn = {facts["group"][place]: place for place in self.places[self.places >= 0].tolist()}
         ranks, groups = np.array(facts["ranks"]), np.array(facts["group"])

@@ -152,7 +152,7 @@ def _value(column: str, item: Any) -> Any:
 
 
 def _packed(items: Sequence[str], width: int) -> list[str]:
-    """Items on as few lines as possible; an item longer than a line gets a line to itself."""
+    """Return the items on as few lines as possible; an item longer than a line gets a line to itself."""
     lines: list[str] = []
     for item in items:
         if lines and len(lines[-1]) + 2 + len(item) <= width:

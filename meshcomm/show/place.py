@@ -62,7 +62,7 @@ def _call(share: Share, along: Mapping[str, str]) -> Facts:
 
 
 def place_view(facts: Facts) -> View:
-    """`place_facts` for a rich console: the ranking, then the parts of the first mesh's time."""
+    """Return `place_facts` for a rich console: the ranking, then the parts of the first mesh's time."""
     left = f" ({facts['too_large']:,} of them too large for memory)" if facts["too_large"] else ""
     head = (
         f"{facts['meshes']:,} meshes of {facts['world_size']:,} ranks ranked: "

@@ -166,7 +166,9 @@ def plan_view(
     topology: TopologyConfig | None = None,
     existing: Mapping[str, Facts] = MappingProxyType({}),
 ) -> View:
-    """`plan_facts` for a rich console. existing: backend and timeout_s of groups made by the program, by name."""
+    """Return `plan_facts` for a rich console. existing: backend and timeout_s of groups made by the program, by
+    name.
+    """
     facts = plan_facts(plan, rank, topology)
     for dim in facts["dims"]:
         if dim["name"] in existing:
@@ -176,7 +178,7 @@ def plan_view(
 
 
 def plan_page(facts: Facts) -> list[PagePart]:
-    """`plan_facts` as lines and tables: a headline, the dims, and the rank if there is one."""
+    """Return `plan_facts` as lines and tables: a headline, the dims, and the rank if there is one."""
     headline = (
         f"mesh of {count(facts['world_size'], 'rank')}, plan {facts['fingerprint']}: "
         f"{count(facts['groups'], 'group')}, {facts['groups_per_rank']} created per rank"

@@ -94,7 +94,7 @@ class ScheduleView:
         self._facts = facts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Headline, bands, legend."""
+        """Yield headline, bands, legend."""
         from rich.text import Text
 
         facts = self._facts

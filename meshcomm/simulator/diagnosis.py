@@ -266,7 +266,7 @@ def _unmatched_error(what: str, messages: Sequence[PendingMessage], expected: st
 
 
 def _wait(ranks: Iterable[int]) -> str:
-    """`rank 3 waits` or `ranks 0-2 wait`."""
+    """Return `rank 3 waits` or `ranks 0-2 wait`."""
     found = list(ranks)
     return f"{ranks_text(sorted(found))} {'waits' if len(found) == 1 else 'wait'}"
 
@@ -286,6 +286,6 @@ def _with_rest(lines: Sequence[str], rest: set[int]) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """`ValueError: its text`."""
+    """Return `ValueError: its text`."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

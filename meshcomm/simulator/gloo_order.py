@@ -16,7 +16,7 @@ _SEGMENT_BYTES: Final = 1024 * 1024
 
 
 def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
-    """`parts[0]` op `parts[1]` op ..., element by element; flat tensors of one length and dtype.
+    """Return `parts[0]` op `parts[1]` op ..., element by element; flat tensors of one length and dtype.
 
     Gloo reduces around a ring: the elements are split into one chunk per rank; chunk c begins at rank c-1 and meets c-2,
     c-3, and so on. Tested with torch 2.13; all_reduce, reduce and reduce_scatter use the same order, and their average
@@ -42,7 +42,7 @@ def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
 
 
 def _chunk(length: int, item_bytes: int, size: int) -> int:
-    """Elements in one rank's chunk, as Gloo computes it from the bytes."""
+    """Return the number of elements in one rank's chunk, as Gloo computes it from the bytes."""
     bytes_ = length * item_bytes
     segments = _up(max(1, -(-bytes_ // _SEGMENT_BYTES)), 2 * size)
     segment_bytes = _up(-(-bytes_ // segments), item_bytes)
@@ -55,7 +55,7 @@ def _up(value: int, unit: int) -> int:
 
 @cache
 def _order(size: int) -> tuple[Tensor, Tensor]:
-    """Element (k, c): the rank of the k-th term of chunk c; and c itself."""
+    """Return an array with element (k, c): the rank of the k-th term of chunk c; and c itself."""
     # Cached for all ranks: a rank inside torch.device("meta") must not decide its device.
     own = torch.arange(size, device="cpu")
     return (own - 1 - own[:, None]) % size, own

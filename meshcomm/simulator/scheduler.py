@@ -228,7 +228,7 @@ class Scheduler:
         self._switch(actor)
 
     def poll(self, actor: Actor, on: object) -> None:
-        """`actor` asked for a missing value; others run before it continues.
+        """Record that `actor` asked for a missing value; others run before it continues.
 
         A rank that asks repeatedly, while no rank can change the answer, waits for it.
         """
@@ -243,7 +243,7 @@ class Scheduler:
             self._let_others_run(actor)
 
     def sleeps(self) -> None:
-        """A rank is about to sleep: it may wait for an action of another rank outside the mesh. No effect in other threads."""
+        """Record that a rank is about to sleep: it may wait for an action of another rank outside the mesh. No effect in other threads."""
         running = self._running
         if running is None or threading.get_ident() != running.ident or _importing() is not None:
             return
@@ -269,7 +269,7 @@ class Scheduler:
         return int(self._random.random() * count)
 
     def wake(self, actor: Actor) -> None:
-        """The event that `actor` waits for has happened."""
+        """Record that the event that `actor` waits for has happened."""
         actor.wait = None
         self._ready.append(actor)
 
@@ -279,7 +279,7 @@ class Scheduler:
         self._ready.append(actor)
 
     def operates(self, actor: Actor) -> None:
-        """`actor` is about to use the store or a group.
+        """Record that `actor` is about to use the store or a group.
 
         Raises Lost if it is lost at this moment, or was lost before; UnsupportedOp if a thread other than the rank's own
         acts for it.
@@ -297,7 +297,7 @@ class Scheduler:
             )
 
     def check(self) -> None:
-        """A rank makes a call. Raises Unwound if the simulation is over."""
+        """Record that a rank makes a call. Raises Unwound if the simulation is over."""
         self._polls, self._since = 0, time.monotonic()
         if self._interrupt is not None:
             self.stop(self._interrupt)

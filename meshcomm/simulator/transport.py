@@ -121,7 +121,7 @@ class SimulatedWork:
         return self.done or self.gone()
 
     def complete(self) -> None:
-        """It is done; wake the rank if it waits for it."""
+        """Record that it is done; wake the rank if it waits for it."""
         self.done = True
         # `absent` refers to the tensors of all ranks: release them.
         self.absent = list
@@ -129,7 +129,7 @@ class SimulatedWork:
             self.scheduler.wake(self.actor)
 
     def described(self, call: str) -> str:
-        """`all_reduce, call 3 on tp[dp=0]`; `send to rank 1, tag 0, on tp[dp=0]`. call: the user's own."""
+        """Return `all_reduce, call 3 on tp[dp=0]`; `send to rank 1, tag 0, on tp[dp=0]`. call: the user's own."""
         if self.kind == "collective":
             name = self.call if call in (self.call, "?") else f"{call} ({self.call})"
             return f"{name}, call {self.number} on {self.label}"
@@ -247,7 +247,7 @@ class SimulatedGroup:
         self.gone = False
 
     def give_up(self) -> None:
-        """Ranks were lost."""
+        """Record that ranks were lost."""
         self.gone = True
         self.pending.clear()
         self._ends.clear()
@@ -257,7 +257,7 @@ class SimulatedGroup:
         return self.gone
 
     def start(self, coord: int, number: int, call: Call, told: Told | None) -> SimulatedWork:
-        """Coord `coord` starts its collective with sequence number `number`; see Contribution."""
+        """Record that coord `coord` starts its collective with sequence number `number`; see Contribution."""
         scheduler = self.scheduler
         scheduler.check()
         if self.gone:
@@ -297,7 +297,7 @@ class SimulatedGroup:
         return work
 
     def start_message(self, coord: int, message: P2P, site: Callsite) -> SimulatedWork:
-        """Coord `coord` sends or receives."""
+        """Record that coord `coord` sends or receives."""
         scheduler, rank = self.scheduler, self.ranks[coord]
         scheduler.check()
         if self.gone:
@@ -343,7 +343,7 @@ class SimulatedGroup:
         return work
 
     def unmatched(self) -> list[PendingMessage]:
-        """Ends that wait for the other end, in the order in which they were posted."""
+        """Return the ends that wait for the other end, in the order in which they were posted."""
         return sorted((end for ends in self._ends.values() for end in ends), key=attrgetter("order"))
 
     def _deliver(self, send: PendingMessage, recv: PendingMessage) -> None:

@@ -172,7 +172,7 @@ class SimulatedWatch(Watching):
         return lost or failure(where, error)
 
     def noted(self, step: int) -> None:
-        """The last rank of a group to end a step compares the calls of all."""
+        """Record the end of a step: the last rank of a group to end a step compares the calls of all."""
         for label in self._labels:
             of_group = self._shared.recorders.get((self._prefix, label), {})
             group = [recorder for _, recorder in of_group.values()]

@@ -576,7 +576,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
                 self.touch(x, writes, name)
 
     def touch(self, x: Tensor, writes: bool, name: str) -> None:
-        """An operator is about to read or write `x`: wait for the calls that it is ordered after."""
+        """Note that an operator is about to read or write `x`: wait for the calls that it is ordered after."""
         begin, end = span_of(x) if x.numel() else (x.data_ptr(), x.data_ptr())
         for item in list(self.pending):
             if item.meets(begin, end, writes):
@@ -587,7 +587,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
                 _block(item)
 
     def check(self, item: _Item) -> None:
-        """A call is about to be queued. It runs after the calls on other communicators that it is ordered after.
+        """Note that a call is about to be queued. It runs after the calls on other communicators that it is ordered after.
 
         These are all calls that the program's stream runs or has waited for, because a call follows all earlier work of its stream.
         """
@@ -618,7 +618,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         return json.dumps({"entries": entries})
 
     def sync(self, name: str) -> None:
-        """The host reads a value."""
+        """Note that the host reads a value."""
         if self.graph is not None:
             raise HostSync(f"{name} during graph capture")
         if self.strict:
@@ -626,7 +626,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         self.syncs += 1
 
     def is_over(self, item: _Item) -> None:
-        """`item` is over: nothing needs to wait for it."""
+        """Note that `item` is over: nothing needs to wait for it."""
         with suppress(ValueError):  # abort comes from another thread
             self.pending.remove(item)
         item.over.set()
@@ -751,7 +751,7 @@ def _reads(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _block(item: _Item) -> None:
-    """The host waits in short intervals, so that signals are handled."""
+    """Make the host wait in short intervals, so that signals are handled."""
     if _emulation().graph is not None:
         raise HostSync(f"the host waits for {item.name} during graph capture")
     while not item.over.wait(0.2):

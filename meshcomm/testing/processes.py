@@ -89,7 +89,7 @@ def given(item: pytest.Function) -> Values:
 
 
 def pack(test: str, values: Values) -> bytes:
-    """Pickled values. Raises MeshTestError that names the one that cannot cross."""
+    """Return pickled values. Raises MeshTestError that names the one that cannot cross."""
     patches = {
         name: _OwnMonkeyPatch()
         for name, value in values.arguments.items()

@@ -215,7 +215,7 @@ def _part(rank: int, ends: Ends, layout: Layout) -> tuple[int, str, str]:
 
 
 def _without_rank(text: str, label: str) -> str:
-    """`text` without the rank's name, its coords and addresses."""
+    """Return `text` without the rank's name, its coords and addresses."""
     name = label.partition(" (")[0]
     return re.sub(r"\b0x[0-9a-f]+", "0x", re.sub(rf"\b{name}\b", "", text.replace(label, "")))
 

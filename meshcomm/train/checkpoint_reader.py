@@ -254,7 +254,7 @@ class _Plain(pickle._Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raises UnpicklingError for a name that plans and metadata do not need."""
+        """Raise UnpicklingError for a name that plans and metadata do not need."""
         if (module, name) == ("builtins", "getattr"):
             return _member  # Python 3.11.0 to 3.11.3 pickle the member of an Enum this way
         if name not in _KNOWN.get(module, ()):

@@ -179,7 +179,8 @@ def peak_flops(train: TrainConfig, device: torch.device) -> float | None:
 
 
 def known_peak(name: str, dtype: str, tf32: bool = False) -> float | None:
-    """FLOP/s of the GPU that torch.cuda.get_device_name calls `name`. None if the GPU or its figure is unknown.
+    """Return the FLOP/s of the GPU that torch.cuda.get_device_name calls `name`. None if the GPU or its figure is
+    unknown.
 
     >>> known_peak("NVIDIA H100 80GB HBM3", "bfloat16"), known_peak("NVIDIA H100 PCIe", "float32", tf32=True)
     (989400000000000.0, 378000000000000.0)

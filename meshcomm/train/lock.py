@@ -217,7 +217,7 @@ def _sha256(content: bytes) -> str:
 
 
 def _flat(lock: Lock) -> dict[str, Any]:
-    """`section.key` -> value. The table of a key, such as mesh.dims, stays one value."""
+    """Return a mapping from `section.key` to value. The table of a key, such as mesh.dims, stays one value."""
     sections = {**lock.config, "versions": lock.versions}
     if "options" in (parallel := dict(sections.get("parallel") or {})):
         sections["parallel.options"] = parallel.pop("options")

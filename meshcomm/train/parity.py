@@ -376,7 +376,9 @@ class Difference:
 
 
 def compare(ours: Record, theirs: Record, rank: int = 0) -> list[Difference]:
-    """Differences of a rank's record `ours` from the reference: of each step, then of each of its parameters."""
+    """Return the differences of a rank's record `ours` from the reference: of each step, then of each of its
+    parameters.
+    """
     mine, other = ours.steps(), theirs.steps()
     found = [_difference(*key, mine.get(key), other.get(key), rank) for key in {**mine, **other}]
     for name in ours.weights:

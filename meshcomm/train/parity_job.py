@@ -201,7 +201,7 @@ class _Runs:
         return worst([[Difference(**each) for each in found] for found in of_ranks], names)
 
     def _sized(self, part: Config) -> Config:
-        """`part`, with batch norms in one microbatch. Raises UnsupportedOp if a step has several."""
+        """Return `part`, with batch norms in one microbatch. Raises UnsupportedOp if a step has several."""
         if not self.batch_norms:
             return part
         train, copies = self.config.train, _copies(self.config)

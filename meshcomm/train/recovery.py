@@ -12,10 +12,11 @@ from typing import Any, final
 
 import torch
 
+from meshcomm.errors import TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
 from meshcomm.parallel.compose import Engine
-from meshcomm.parallel.data import GradientSync
+from meshcomm.parallel.data import GradientSync, Sharded
 from meshcomm.train.copies import Held, parts_held, receive
 
 
@@ -132,3 +133,34 @@ def _pairs(
             return None
         found.append((*pair, to))
     return found
+
+
+def refuse_shards(engine: Engine, error: Exception) -> None:
+    """Raise UnsupportedOp if FSDP2 has changed a module of the program: it cannot do so again."""
+    if any(isinstance(each, Sharded) for each in engine.gradients):
+        raise UnsupportedOp(
+            "a module that FSDP2 has sharded cannot continue after the loss of a rank",
+            given=f"parallel.shard, and a {type(engine.modules[0]).__name__} as the model of the trainer",
+            expected="a model that can be built again",
+            hint="a ModelSpec, see docs/guide/unknown_model.md; or --max-restarts in place of --replace",
+        ) from error
+
+
+def other_parts(mesh: Mesh, tensor: str, before: int) -> UnsupportedOp:
+    """Return the error for a module of the program that would need other parts of the model than before."""
+    return UnsupportedOp(
+        f"a module of the program cannot take over other parts of the model, on {mesh.label}",
+        given=f"{tensor}={before} before ranks were lost, {tensor}={mesh.coord(tensor)} now",
+        expected="a model that can be built again, or the same parts",
+        hint="a ModelSpec, see docs/guide/unknown_model.md; or remove elastic.min",
+    )
+
+
+def nobody_holds(mesh: Mesh) -> TrainingError:
+    """Return the error for parts of the model that no rank holds."""
+    return TrainingError(
+        "no rank holds the parts of the model that a lost rank had",
+        given=f"a mesh of {dict(mesh.dims)}, ranks {sorted(mesh.generation.replaced)} lost",
+        expected="a dim along which ranks hold the same parts, as along data",
+        hint="call Trainer.load with a checkpoint on every rank; Trainer.run does so automatically",
+    )

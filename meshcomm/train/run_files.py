@@ -168,7 +168,7 @@ def recorded(folder: Path, config: Config, plan: Plan, start: Start) -> Iterator
 
 
 def settings_of(config: Config, plan: Plan) -> dict[str, Any]:
-    """`config` as `load` reads it from JSON, with every -1 filled in; unset values stay unset."""
+    """Return `config` as `load` reads it from JSON, with every -1 filled in; unset values stay unset."""
     views = Table({name: Table(sizes) for name, sizes in plan.layout.views.items()})
     sizes = {"dims": Table(plan.layout.dims), **({"views": views} if views else {})}
     filled = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})

@@ -28,18 +28,24 @@ def storage_info(file: str, offset: int, length: int) -> Any:
 
 
 def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """A grouped matmul. If both operands have three axes, there are as many matmuls as groups; otherwise one."""
+    """Return the FLOPs of a grouped matmul.
+
+    If both operands have three axes, there are as many matmuls as groups; otherwise one.
+    """
     groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
 
 def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """The two products of attention. Operands are (batch, heads, queries or keys, size); k and v may have fewer heads."""
+    """Return the FLOPs of the two products of attention.
+
+    Operands are (batch, heads, queries or keys, size); k and v may have fewer heads.
+    """
     return int(2 * q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3]))
 
 
 def _attention_backward(_: Any, q: Any, k: Any, v: Any, *__: Any, **___: Any) -> int:
-    """Five products: the scores again, and the gradients of scores, q, k and v."""
+    """Return the FLOPs of five products: the scores again, and the gradients of scores, q, k and v."""
     return int(2 * q.shape[:3].numel() * k.shape[2] * (3 * q.shape[3] + 2 * v.shape[3]))
 
 

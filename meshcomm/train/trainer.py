@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -10,30 +9,32 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
-from meshcomm.config import Config, load_config
+from meshcomm.config import Config
 from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, on_all_ranks
-from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, with_sizes
-from meshcomm.models import ModelSpec, model_of
-from meshcomm.models.build import no_adapters, with_lora
-from meshcomm.models.check import check_once
-from meshcomm.models.spec_model import SpecModel
-from meshcomm.models.wrapped import WrappedModule
-from meshcomm.parallel.build import Model, Sections, sections
+from meshcomm.mesh.source import with_sizes
+from meshcomm.models import ModelSpec
+from meshcomm.parallel.build import Model
 from meshcomm.parallel.compose import Batch, Engine, LossOf
-from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
 from meshcomm.train import checkpoint
 from meshcomm.train.agree import agree, agreed_corpus, corpus_of
+from meshcomm.train.arguments import (
+    MakeScheduler,
+    check_model,
+    config_of_the_job,
+    model_for,
+    scheduler_for,
+)
 from meshcomm.train.callbacks import Callback, Summary
 from meshcomm.train.checkpoint import Attempt, Checkpoints
 from meshcomm.train.copies import Copies
@@ -49,7 +50,7 @@ from meshcomm.train.data import (
 )
 from meshcomm.train.evaluation import Evaluator, evaluate_of
 from meshcomm.train.lock import Lock, lock_of
-from meshcomm.train.recovery import Survivor
+from meshcomm.train.recovery import Survivor, nobody_holds, other_parts, refuse_shards
 from meshcomm.train.steps import (
     Progress,
     Reading,
@@ -62,7 +63,6 @@ from meshcomm.train.steps import (
 )
 
 T = TypeVar("T")
-MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 
 
 class StepRecorder(ABC):
@@ -129,7 +129,7 @@ class Trainer:
     ) -> None:
         self._recorder = RECORDER.get()
         said = None if self._recorder is None else self._recorder.config
-        self._mesh, self._asked = mesh, _of_the_job(config) if said is None else said
+        self._mesh, self._asked = mesh, config_of_the_job(config) if said is None else said
         self._given, self._loss = model, loss
         self._optimizer, self._scheduler = optimizer, scheduler
         self._made: Engine | None = None
@@ -157,8 +157,8 @@ class Trainer:
         if self._survivor is not None:
             self._survivor.settle(mesh)
         self._facts = agree(mesh, config)
-        self._model = _model(mesh, config, model, self._loss)
-        _check(mesh, config, self._model)
+        self._model = model_for(mesh, config, model, self._loss)
+        check_model(mesh, config, self._model)
         if isinstance(model, nn.Module):
             self._make(True)
 
@@ -190,7 +190,7 @@ class Trainer:
         if mesh.recovers and self._survivor is None:
             shared = isinstance(self._given, nn.Module)
             if shared and self._made is not None and mesh.lost(error) is not None:
-                _refuse_shards(self._made, error)
+                refuse_shards(self._made, error)
             facts = None if self._steps is None else self._steps.facts
             survivor = Survivor(self._made if self._holds else None, shared=shared, facts=facts)
         else:
@@ -198,7 +198,7 @@ class Trainer:
         tensor, coords = None if self._made is None else self._facts.sections.parallel.tensor, mesh.coords
         mesh.reopen(error)
         if tensor is not None and isinstance(self._given, nn.Module) and coords[tensor] != mesh.coord(tensor):
-            raise _other_parts(mesh, tensor, coords[tensor])
+            raise other_parts(mesh, tensor, coords[tensor])
         self._survivor, self._made, self._steps, self._holds = survivor, None, None, False
         self._copies.begin_again()
 
@@ -228,7 +228,7 @@ class Trainer:
             self._begin_again()
         found = self._recovering(self._restored)
         if found is None and self._survivor is not None:
-            raise _nobody_holds(self._mesh)
+            raise nobody_holds(self._mesh)
         self._survivor = None
         return self.engine.done
 
@@ -385,7 +385,7 @@ class Trainer:
         targets: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> None:
-        """One step of a custom training loop. `results` returns the losses.
+        """Make one step of a custom training loop. `results` returns the losses.
 
         inputs:    a tensor; or, as the only argument, a dictionary with inputs and targets. The format
                    of the collators of transformers also works: input_ids and labels of the same tokens.
@@ -498,7 +498,7 @@ class Trainer:
             filled = filled or not self._model.saves_all
             engine = Engine(self.mesh, self._config, self._model, self._optimizer, filled=filled)
             if self._scheduler is not None:
-                engine.scheduler = _scheduler(self._scheduler, engine.optimizer)
+                engine.scheduler = scheduler_for(self._scheduler, engine.optimizer)
             self._made, self._holds = engine, holds
         return self._made
 
@@ -506,121 +506,3 @@ class Trainer:
 def run(mesh: Mesh, config: Config, callback: Callback, attempt: Attempt | None = None) -> Summary:
     """Train by a configuration: `Trainer(mesh, config, callbacks=[callback]).run()`."""
     return Trainer(mesh, config, callbacks=[callback]).run(attempt=attempt)
-
-
-def _refuse_shards(engine: Engine, error: Exception) -> None:
-    """Raise UnsupportedOp if FSDP2 has changed a module of the program: it cannot do so again."""
-    if any(isinstance(each, Sharded) for each in engine.gradients):
-        raise UnsupportedOp(
-            "a module that FSDP2 has sharded cannot continue after the loss of a rank",
-            given=f"parallel.shard, and a {type(engine.modules[0]).__name__} as the model of the trainer",
-            expected="a model that can be built again",
-            hint="a ModelSpec, see docs/guide/unknown_model.md; or --max-restarts in place of --replace",
-        ) from error
-
-
-def _other_parts(mesh: Mesh, tensor: str, before: int) -> UnsupportedOp:
-    return UnsupportedOp(
-        f"a module of the program cannot take over other parts of the model, on {mesh.label}",
-        given=f"{tensor}={before} before ranks were lost, {tensor}={mesh.coord(tensor)} now",
-        expected="a model that can be built again, or the same parts",
-        hint="a ModelSpec, see docs/guide/unknown_model.md; or remove elastic.min",
-    )
-
-
-def _nobody_holds(mesh: Mesh) -> TrainingError:
-    return TrainingError(
-        "no rank holds the parts of the model that a lost rank had",
-        given=f"a mesh of {dict(mesh.dims)}, ranks {sorted(mesh.generation.replaced)} lost",
-        expected="a dim along which ranks hold the same parts, as along data",
-        hint="call Trainer.load with a checkpoint on every rank; Trainer.run does so automatically",
-    )
-
-
-def _model(
-    mesh: Mesh, config: Config, given: nn.Module | ModelSpec | Model | None, loss: LossOf | None
-) -> Model:
-    known = sections(mesh, config)
-    if isinstance(given, Model) or (given is None and loss is not None):
-        if loss is not None:
-            raise ConfigError(
-                "the loss of this model is fixed",
-                given=f"loss, and {'the model of [model]' if given is None else 'a Model'}",
-                expected="a module, or a ModelSpec, whose loss can be replaced",
-                hint="ModelSpec(module=..., loss=...)",
-            )
-        assert given is not None
-        return given
-    if given is None:
-        return _configured(config, known)
-    seq_len = 1 if known.data is None else known.data.seq_len
-    packed = known.data is not None and known.data.document_mask
-    if isinstance(given, ModelSpec):
-        spec = given if loss is None else replace(given, loss=loss)
-        return SpecModel(with_lora(spec, known.model, known.train), known.train, seq_len, packed=packed)
-    if known.model is not None and known.model.lora is not None:
-        raise no_adapters(type(given).__name__)
-    return WrappedModule(given, known.parallel, known.train, loss)
-
-
-def _check(mesh: Mesh, config: Config, model: Model) -> None:
-    """One rank compares a small model in parts with the same model in one piece; all ranks raise if they differ."""
-    parallel = sections(mesh, config).parallel
-    if isinstance(model, SpecModel) and not mesh.is_fake:
-        sizes = {**mesh.layout.dims, **{name: mesh.size(name) for name in mesh.layout.names}}
-        check = partial(check_once, model, parallel, sizes)
-        on_all_ranks(mesh, "check the model", lambda: check() if is_first(mesh) else None)
-
-
-def _of_the_job(config: Config | None) -> Config:
-    if config is not None:
-        return config
-    path = os.environ.get(CONFIG_VARIABLE)
-    if path is None:
-        raise ConfigError(
-            "the trainer has no configuration",
-            given="no config, and no config from meshcomm run",
-            expected="one of the two",
-            hint='Trainer(mesh, meshcomm.load_config("train.toml"), ...), or meshcomm run CONFIG script.py',
-        )
-    return load_config(path, os.environ.get(OVERRIDES_VARIABLE, "").splitlines())
-
-
-def _configured(config: Config, known: Sections) -> Model:
-    if known.model is None or known.data is None:
-        raise ConfigError(
-            "no model is given, and the configuration has none",
-            given=f"{config.source} without [model]",
-            expected="one of the two",
-            hint="use Trainer(mesh, config, model), or [model] and [data] as in a config from meshcomm new",
-        )
-    return model_of(known.model, known.data, known.train)
-
-
-def _scheduler(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
-    example = "lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))"
-    try:
-        found = make(optimizer)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            "the scheduler cannot be made",
-            given=f"{type(error).__name__}: {error}",
-            expected="a function of the optimizer",
-            hint=example,
-        ) from error
-    kind = type(found).__name__
-    if not isinstance(found, LRScheduler) or isinstance(found, ReduceLROnPlateau):
-        raise UnsupportedOp(
-            f"the scheduler is a {kind}",
-            given=f"scheduler(optimizer) returned a {kind}",
-            expected="a torch.optim.lr_scheduler.LRScheduler whose rates follow from the number of steps",
-            hint=example,
-        )
-    if found.optimizer is not optimizer:
-        raise ConfigError(
-            f"the {kind} belongs to another optimizer",
-            given=f"a {kind} of another {type(found.optimizer).__name__}",
-            expected="a scheduler of the optimizer that the function is called with",
-            hint=example,
-        )
-    return found

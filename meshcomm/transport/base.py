@@ -102,7 +102,7 @@ class Transport(ABC):
         work.wait(timedelta(seconds=timeout_s))
 
     def prepare(self, row: Collective, op: str | None, root: int, blocking: bool) -> Prepared | None:
-        """`start` for many calls of one kind, with options created once; None if there is no shortcut."""
+        """Return `start` for many calls of one kind, with options created once; None if there is no shortcut."""
         return None
 
 

@@ -89,5 +89,5 @@ def _kind_of(dtype: torch.dtype) -> Kind:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
+    """Return `float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")

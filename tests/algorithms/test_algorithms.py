@@ -188,7 +188,7 @@ LEVELS = ("pp", "dp")
 
 
 def value(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Small whole numbers, which every order of summation adds to the same."""
+    """Small integers, which every order of summation adds to the same."""
     count = int(np.prod(shape))
     return ((torch.arange(count, dtype=torch.float64) * 7 + rank * 5) % 11 - 4).reshape(shape)
 

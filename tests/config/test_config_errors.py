@@ -87,17 +87,17 @@ config: 5 problems
     given:    backnd = "gloo"
     expected: one of dims, merge, views, rank_order, ranks, device, backend, timeout_s, validate_calls, warm_up, reports, options
     try:      did you mean "mesh.backend"?
-  mesh.dims.tp: "two" is not a whole number
+  mesh.dims.tp: "two" is not an integer
     given:    tp = "two"
-    expected: a whole number
+    expected: an integer
     try:      mesh.dims.tp = 1
   process.init: "tpc" is not one of the choices
     given:    init = "tpc"
     expected: "env", "tcp" or "file"
     try:      process.init = "tcp"
-  model.num_heads: 2.5 is not a whole number
+  model.num_heads: 2.5 is not an integer
     given:    num_heads = 2.5
-    expected: a whole number
+    expected: an integer
     try:      model.num_heads = 8
   train.lr: -1.0 is out of range
     given:    lr = -1.0
@@ -561,7 +561,7 @@ def test_a_section_made_in_python_is_checked_the_same_way() -> None:
         "MeshConfig: 3 problems\n"
         "  dims.dp: 0 is not a size\n"
         "    given:    dp = 0\n"
-        "    expected: a whole number of 1 or more, or -1 on one dim\n"
+        "    expected: an integer of 1 or more, or -1 on one dim\n"
         "    try:      mesh.dims.dp = 1\n"
         "  merge.m: the mesh has no dim 'x'\n"
         '    given:    m = ["dp", "x"]\n'

@@ -188,7 +188,7 @@ def group(order: Any, rank: int, names: list[str]) -> tuple[np.ndarray, tuple[in
 
 
 def value(rank: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Small whole numbers, so that sums and products are exact."""
+    """Small integers, so that sums and products are exact."""
     count = int(np.prod(shape))
     return ((np.arange(count) * 7 + rank * 5) % 11 - 4.0).reshape(shape)
 
@@ -363,7 +363,7 @@ def test_gradients_are_those_of_one_process(order: Any) -> None:
         for rank in range(8):
             want = leaves[source[rank]].grad
             assert want is not None
-            # Small whole numbers in float64, halves at most: exact.
+            # Small integers in float64, halves at most: exact.
             assert np.array_equal(by_rank[rank][number], want.numpy()), (case, grad, rank)
 
 

@@ -234,9 +234,9 @@ def test_any_value_anywhere_is_taken_or_refused(share: float) -> None:
 @pytest.mark.parametrize(
     ("value", "what", "way"),
     [
-        ('"alwys"', '"alwys" is not a whole number, or "always"', '"always"'),
+        ('"alwys"', '"alwys" is not an integer, or "always"', '"always"'),
         ("-1", "-1 is out of range", "0"),
-        ("[]", '[] is not a whole number, or "always"', "64"),
+        ("[]", '[] is not an integer, or "always"', "64"),
     ],
 )
 def test_a_number_or_a_word(value: str, what: str, way: str) -> None:

@@ -69,7 +69,10 @@ class Attention:
         )
 
     def checked(self, q: Tensor, k: Tensor, v: Tensor, same_length: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v; under autocast, in its dtype. Raises ShapeError or UnsupportedOp for inputs that do not fit."""
+        """Return q, k and v; under autocast, in its dtype.
+
+        Raises ShapeError or UnsupportedOp for inputs that do not fit.
+        """
         check_order(self.order)
         for x in (q, k, v):
             check_tensor(x, (self.mesh.device.type,), lambda: self.where)
@@ -106,7 +109,7 @@ class Attention:
 
 
 def check_window(call: str, causal: bool, window: int | None) -> None:
-    """Raises UnsupportedOp for an invalid window."""
+    """Raise UnsupportedOp for an invalid window."""
     if window is not None and (not causal or window < 1):
         raise UnsupportedOp(
             f"{call}: the window is invalid",
@@ -127,7 +130,7 @@ def whole_attention(
     *,
     each_alone: bool = True,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention of a sequence that is not split.
+    """Compute torch's scaled_dot_product_attention of a sequence that is not split.
 
     Shape:  q (batch, heads, s, head), k and v (batch, kv heads, t, head) -> like q.
     window: the largest number of keys that a query attends to, up to its own. Computed for some queries at a time, with
@@ -193,7 +196,7 @@ def same_document(queries: Tensor, keys: Tensor) -> Tensor:
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax over the keys of this block alone, and the logarithm of its denominator.
+    """Compute the softmax over the keys of this block alone, and the logarithm of its denominator.
 
     seen: bool (batch, s, t): the keys that a query attends to. If there are none, the results are 0 and -inf.
 
@@ -240,7 +243,7 @@ def _fitted(x: Tensor) -> Tensor:
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """k or v with a head for each of q's."""
+    """Return k or v with a head for each of q's."""
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
@@ -262,7 +265,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`attend_block` by the formula, some queries at a time."""
+    """Return `attend_block` by the formula, some queries at a time."""
     keys, values = _each(k), _each(v)
     outs, lses = [], []
     for rows, met in _runs(q, k, causal):
@@ -279,7 +282,7 @@ def plain_attention(
 def plain_gradients(
     queries: Queries, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`block_gradients` by the formula, some queries at a time."""
+    """Return `block_gradients` by the formula, some queries at a time."""
     keys, values = _each(k), _each(v)
     dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
     dqueries = []
@@ -297,7 +300,7 @@ def plain_gradients(
 
 
 def _runs(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Queries whose scores fit into `_SCORES` elements, and the keys that any of them attends to."""
+    """Return queries whose scores fit into `_SCORES` elements, and the keys that any of them attends to."""
     batch, heads, count = q.shape[:3]
     most = max(1, _SCORES // max(1, batch * heads * k.shape[2]))
     for first in range(0, max(1, count), most):

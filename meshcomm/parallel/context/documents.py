@@ -36,7 +36,7 @@ def attending(documents: Tensor | None) -> Iterator[None]:
 
 
 def within(documents: Tensor | None, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, with attention within documents, also when it is called again in backward."""
+    """Return `call`, with attention within documents, also when it is called again in backward."""
     return call if documents is None else partial(_attending, documents, call)
 
 
@@ -57,7 +57,7 @@ def places(documents: Tensor) -> Tensor:
 
 
 def check_documents(documents: Tensor, tokens: Tensor) -> None:
-    """Raises ShapeError unless shape and dtype match the tokens (samples, sequence)."""
+    """Raise ShapeError unless shape and dtype match the tokens (samples, sequence)."""
     if documents.shape != tokens.shape or documents.dtype != torch.int64:
         raise ShapeError(
             "documents are not numbered token by token",

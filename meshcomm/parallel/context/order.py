@@ -13,7 +13,7 @@ Order: TypeAlias = Literal["zigzag", "contiguous"]
 
 
 def check_order(order: object) -> None:
-    """Raises UnsupportedOp for an unknown order."""
+    """Raise UnsupportedOp for an unknown order."""
     if order not in get_args(Order):
         raise UnsupportedOp(
             f"a sequence cannot be split in the order {order!r}",

@@ -51,7 +51,7 @@ def ring_attention(
     window: int | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v over the full sequence, of which each rank along `dim` holds a part.
+    """Compute softmax(q k^T * scale) v over the full sequence, of which each rank along `dim` holds a part.
 
     Shape:      q (batch, heads, sequence / n, head), k and v (batch, kv heads, sequence / n, head)
                             -> like q. heads is a multiple of kv heads. Without causal, k and v may belong to another

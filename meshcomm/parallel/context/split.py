@@ -88,7 +88,7 @@ def ulysses_attention(
     by: ByHeads | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v over the full sequence, of which each rank along `dim` holds a part.
+    """Compute softmax(q k^T * scale) v over the full sequence, of which each rank along `dim` holds a part.
 
     The split changes from the sequence to the heads and back (Jacobs et al. 2023, "DeepSpeed Ulysses"). Each rank
     computes attention over the full sequence for its n-th part of q's heads, which n must divide. If n does not divide

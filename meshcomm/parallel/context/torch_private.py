@@ -56,7 +56,7 @@ def kernel_attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients for `inputs`, q, k and v. queries: out, lse and dout, which may cover more keys than k has.
+    """Return the gradients for `inputs`, q, k and v. queries: out, lse and dout, which may cover more keys than k has.
 
     CUDA's kernel assumes the layout of out, dout and lse: tokens outside heads, and dense (flash_api.cpp).
     There is no dropout, so no random state is read.

@@ -319,7 +319,7 @@ def _check_sizes(
 
 
 def _check_routing(mesh: Mesh, dim: str, chosen: Tensor, experts: int) -> None:
-    """Raises TrainingError, on every rank along `dim`, if ranks route their tokens differently."""
+    """Raise TrainingError, on every rank along `dim`, if ranks route their tokens differently."""
     if mesh.is_fake:
         # No ranks to compare with, and no choices.
         return

@@ -98,7 +98,7 @@ def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:
 
 
 def attach(y: Tensor, loss: Tensor, weight: float) -> Tensor:
-    """`y`, unchanged. A backward through it gives `loss` the gradient `weight`.
+    """Return `y`, unchanged. A backward through it gives `loss` the gradient `weight`.
 
     So `weight * loss` is part of the loss, and the rest may be computed on another stage of a pipeline.
     """

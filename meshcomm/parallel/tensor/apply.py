@@ -216,7 +216,7 @@ class _Splitting:
         return self.entries[id(around)]
 
     def _become(self, part: Any, kind: type, split: TensorSplit) -> Any:
-        """`part`, changed to a subclass of `kind` and its class; one subclass for all parts of a class."""
+        """Return `part`, changed to a subclass of `kind` and its class; one subclass for all parts of a class."""
         own = type(part)
         if not isinstance(part, kind):
             part.meshcomm_split = split
@@ -271,7 +271,7 @@ class SharedEntry:
         self._state: tuple[int, bool] = (0, False)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` after `enter`."""
+        """Return `x` after `enter`."""
         if torch.compiler.is_compiling():
             return self._split.enter(x)
         state = (0 if x.is_inference() else x._version, torch.is_grad_enabled())
@@ -384,7 +384,7 @@ class Latent:
 
 
 def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
-    """Raises MeshMismatchError on every rank along `dim` if plan, names, weights or buffers differ."""
+    """Raise MeshMismatchError on every rank along `dim` if plan, names, weights or buffers differ."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in tensors.items()]
     # The plan is first, because weights can only be compared if names and shapes are equal.
@@ -410,7 +410,7 @@ def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
 
 @torch.no_grad()
 def _digest(x: Tensor) -> str:
-    """Two sums over the bits of `x`, one weighted by position, modulo 2^64; so -0.0 differs from 0.0."""
+    """Return two sums over the bits of `x`, one weighted by position, modulo 2^64; so -0.0 differs from 0.0."""
     flat = x.detach().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)

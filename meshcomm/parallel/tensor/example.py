@@ -135,7 +135,7 @@ class Seen:
 
 
 def compare_outputs(split: TensorSplit, before: Seen, after: Seen) -> None:
-    """Raises TrainingError, on every rank, if the two differ by more than rounding."""
+    """Raise TrainingError, on every rank, if the two differ by more than rounding."""
     odd = []
     for name, expected in before.values.items():
         value = after.values.get(name)

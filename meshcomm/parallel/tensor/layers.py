@@ -20,7 +20,7 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 
 
 def entered(x: Tensor) -> Tensor:
-    """`x`, which has been through `enter` already."""
+    """Return `x`, which has been through `enter` already."""
     return x
 
 
@@ -142,7 +142,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def owned(ids: Tensor, rows: int, coord: int) -> tuple[Tensor, Tensor]:
-    """Local row of each id, 0 where another rank owns it, and which ids are this rank's."""
+    """Return the local row of each id, 0 where another rank owns it, and which ids are this rank's."""
     row = ids - coord * rows
     mine = (row >= 0) & (row < rows)
     return row.where(mine, 0), mine
@@ -177,7 +177,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """-log softmax(logits)[target] with logits split over the vocabulary, mean or sum over targets.
+    """Compute -log softmax(logits)[target] with logits split over the vocabulary, mean or sum over targets.
 
     Shape:      logits (..., vocab / ranks) of the full sequence, from `enter` and a ColumnParallel;
                 targets (...) int64 in 0 .. vocab - 1, or ignore_index -> ().
@@ -256,7 +256,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _parts(x: Tensor, of: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Runs of rows, as long as those of `of`, or of `x` itself: an eighth of large ones."""
+    """Return runs of rows, as long as those of `of`, or of `x` itself: an eighth of large ones."""
     rows, width = (x if of is None else of).shape
     found: tuple[Tensor, ...] = x.split(max(1, _FEW // width, -(-rows // 8)))
     return found

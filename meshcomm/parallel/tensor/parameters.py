@@ -177,7 +177,7 @@ class Piece(NamedTuple):
         return (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
 
     def read(self) -> Tensor:
-        """Its values as a box of the weight; a copy."""
+        """Return its values as a box of the weight; a copy."""
         return self.held.flatten(self.axis, self.axis + 1)
 
     def write(self, values: Tensor) -> None:
@@ -222,7 +222,7 @@ def kept(whole: Tensor, parts: Parts) -> Tensor:
 
 
 def joined(units_held: Tensor, parts: Parts) -> Tensor:
-    """Some or all of the units -> their rows in the parts' order: the inverse of `kept`."""
+    """Map some or all of the units -> their rows in the parts' order: the inverse of `kept`."""
     n, axis = parts.units, parts.axis
     rows = units_held.split([size // n for size in parts.sizes], axis + 1)
     return torch.cat([part.flatten(axis, axis + 1) for part in rows], axis)

@@ -15,7 +15,7 @@ _PARTIAL = "meshcomm_partial_gradients"
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """`x` in the dtype in which autocast multiplies matrices, if it is on. Its gradient has x's dtype.
+    """Return `x` in the dtype in which autocast multiplies matrices, if it is on. Its gradient has x's dtype.
 
     Cast before it is sent, a tensor is sent in that dtype. float64 and integers are not cast, as with autocast.
     """
@@ -56,7 +56,7 @@ class TensorSplit:
         self.axis = axis
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSplit:
-        """Itself: a copy of a module is on the same mesh."""
+        """Return itself: a copy of a module is on the same mesh."""
         return self
 
     # -- parameters -----------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class TensorSplit:
         return self._placed(torch.empty(part, dtype=self.dtype, device=self.device), axis)
 
     def parameter_from(self, value: Tensor, axis: int | None) -> nn.Parameter:
-        """`parameter` with a copy of this rank's part of `value`, in its dtype and on its device."""
+        """Return `parameter` with a copy of this rank's part of `value`, in its dtype and on its device."""
         if axis is not None:
             self.share(value.shape[axis], f"axis {axis} of a weight of shape {tuple(value.shape)}")
             value = value.chunk(self.size, axis)[self.coord]
@@ -99,7 +99,7 @@ class TensorSplit:
     # -- activations ----------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
-        """`x`, equal on all ranks, before it meets split outputs. Its gradient is summed over the ranks.
+        """Return `x`, equal on all ranks, before it meets split outputs. Its gradient is summed over the ranks.
 
         With sequence_parallel, `x` is this rank's slice of the sequence. The full sequence is returned, and the
         gradient is this rank's slice of the sum. Under autocast, both are sent in the dtype of the matmuls.

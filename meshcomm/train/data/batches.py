@@ -69,7 +69,7 @@ class Order:
         self._ends = np.cumsum(self.counts)
 
     def at(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Part and sample at these positions, counted from the start of the training."""
+        """Return part and sample at these positions, counted from the start of the training."""
         parts, samples = np.empty_like(positions), np.empty_like(positions)
         for epoch in np.unique(positions // self.epoch):
             here = positions // self.epoch == epoch
@@ -143,7 +143,9 @@ class Batches:
         return self.order.at(np.arange(first, first + self._global_batch)[self._mine])
 
     def __call__(self, step: int) -> tuple[Tensor, ...]:
-        """Inputs and targets, each (global_batch_size / size, ...): for tokens int64 (..., sequence); and documents, if any."""
+        """Return inputs and targets, each (global_batch_size / size, ...): for tokens int64 (..., sequence); and
+        documents, if any.
+        """
         return self.on_device(self.held(step))
 
     def held(self, step: int) -> tuple[Tensor, ...]:

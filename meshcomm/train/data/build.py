@@ -71,7 +71,10 @@ class SampleForm:
         self._name, self._seq_len, self._vocab_size, self._packed = name, seq_len, vocab_size, packed
 
     def joined(self, samples: Sequence[tuple[int, Any]]) -> Samples:
-        """Numbered samples as arrays. Samples of tokens are padded to the sequence, with targets that do not count."""
+        """Return numbered samples as arrays.
+
+        Samples of tokens are padded to the sequence, with targets that do not count.
+        """
         pairs = [self._pair(number, sample) for number, sample in samples]
         try:
             inputs, targets = (np.stack(each) for each in zip(*pairs, strict=True))

@@ -103,7 +103,7 @@ class Stream:
         return before, after
 
     def digest(self) -> bytes:
-        """SHA-256 of the tokens; for a large number, of that number and of equally spaced stretches."""
+        """Return the SHA-256 of the tokens; for a large number, of that number and of equally spaced stretches."""
         count = len(self.tokens)
         if count <= _LOOKS * _STRETCH:
             return hashlib.sha256(np.ascontiguousarray(self.tokens).tobytes()).digest()
@@ -176,7 +176,7 @@ def outside(token: int, vocab_size: int, where: str, hint: str = "") -> Training
 
 
 def checked(parts: Sequence[DataPart], given: str, seq_len: int) -> None:
-    """Raises TrainingError if there is less than one sample."""
+    """Raise TrainingError if there is less than one sample."""
     if not any(len(part) for part in parts):
         raise TrainingError(
             "the training data is less than one sample",

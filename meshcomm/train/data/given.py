@@ -26,7 +26,7 @@ _OF_TRANSFORMERS: Final = ("input_ids", "labels", "attention_mask", "position_id
 
 
 def placed(engine: Engine, batch: Any, whose: str) -> tuple[Tensor, ...]:
-    """Inputs, targets and, if given, documents on the device of the mesh, floating-point ones in train.dtype.
+    """Return inputs, targets and, if given, documents on the device of the mesh, floating-point ones in train.dtype.
 
     whose: "step 3". Raises TrainingError if it is neither two or three tensors nor a dictionary of tensors.
     """
@@ -57,7 +57,8 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Tensor, ...]:
 
 
 def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
-    """Inputs, targets and, if given, documents from a dictionary: under these names, or under those of transformers.
+    """Return inputs, targets and, if given, documents from a dictionary: under these names, or under those of
+    transformers.
 
     The labels of transformers belong to the tokens themselves; without labels, input_ids are the labels. attention_mask may
     mask tokens at the end, which are then not targets. A position_id of 0 starts a document.

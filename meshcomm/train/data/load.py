@@ -147,7 +147,9 @@ def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
 
 
 def _token_files(config: DataConfig, vocab_size: int | None, patterns: tuple[str, ...], key: str) -> Corpus:
-    """Files of tokens: data.tokens by weight, the files of each pattern together; or those for validation."""
+    """Return the files of tokens: data.tokens by weight, the files of each pattern together; or those for
+    validation.
+    """
     weighted = key == "data.tokens"
     weights: list[float] = []
     parts: list[Stream] = []

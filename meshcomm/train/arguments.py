@@ -1,0 +1,120 @@
+"""The arguments of a Trainer: its configuration, its model and its scheduler, or errors that name a wrong one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from meshcomm.config import Config, load_config
+from meshcomm.errors import ConfigError, UnsupportedOp
+from meshcomm.mesh import Mesh
+from meshcomm.mesh.all_ranks import is_first, on_all_ranks
+from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
+from meshcomm.models import ModelSpec, model_of
+from meshcomm.models.build import no_adapters, with_lora
+from meshcomm.models.check import check_once
+from meshcomm.models.spec_model import SpecModel
+from meshcomm.models.wrapped import WrappedModule
+from meshcomm.parallel.build import Model, Sections, sections
+from meshcomm.parallel.compose import LossOf
+
+MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
+
+
+def model_for(
+    mesh: Mesh, config: Config, given: nn.Module | ModelSpec | Model | None, loss: LossOf | None
+) -> Model:
+    """Return the model to train: the program's, or that of [model] if none is given."""
+    known = sections(mesh, config)
+    if isinstance(given, Model) or (given is None and loss is not None):
+        if loss is not None:
+            raise ConfigError(
+                "the loss of this model is fixed",
+                given=f"loss, and {'the model of [model]' if given is None else 'a Model'}",
+                expected="a module, or a ModelSpec, whose loss can be replaced",
+                hint="ModelSpec(module=..., loss=...)",
+            )
+        assert given is not None
+        return given
+    if given is None:
+        return _configured(config, known)
+    seq_len = 1 if known.data is None else known.data.seq_len
+    packed = known.data is not None and known.data.document_mask
+    if isinstance(given, ModelSpec):
+        spec = given if loss is None else replace(given, loss=loss)
+        return SpecModel(with_lora(spec, known.model, known.train), known.train, seq_len, packed=packed)
+    if known.model is not None and known.model.lora is not None:
+        raise no_adapters(type(given).__name__)
+    return WrappedModule(given, known.parallel, known.train, loss)
+
+
+def check_model(mesh: Mesh, config: Config, model: Model) -> None:
+    """One rank compares a small model in parts with the same model in one piece; all ranks raise if they differ."""
+    parallel = sections(mesh, config).parallel
+    if isinstance(model, SpecModel) and not mesh.is_fake:
+        sizes = {**mesh.layout.dims, **{name: mesh.size(name) for name in mesh.layout.names}}
+        check = partial(check_once, model, parallel, sizes)
+        on_all_ranks(mesh, "check the model", lambda: check() if is_first(mesh) else None)
+
+
+def config_of_the_job(config: Config | None) -> Config:
+    """Return the configuration, or the CONFIG of `meshcomm run` if none is given."""
+    if config is not None:
+        return config
+    path = os.environ.get(CONFIG_VARIABLE)
+    if path is None:
+        raise ConfigError(
+            "the trainer has no configuration",
+            given="no config, and no config from meshcomm run",
+            expected="one of the two",
+            hint='Trainer(mesh, meshcomm.load_config("train.toml"), ...), or meshcomm run CONFIG script.py',
+        )
+    return load_config(path, os.environ.get(OVERRIDES_VARIABLE, "").splitlines())
+
+
+def _configured(config: Config, known: Sections) -> Model:
+    if known.model is None or known.data is None:
+        raise ConfigError(
+            "no model is given, and the configuration has none",
+            given=f"{config.source} without [model]",
+            expected="one of the two",
+            hint="use Trainer(mesh, config, model), or [model] and [data] as in a config from meshcomm new",
+        )
+    return model_of(known.model, known.data, known.train)
+
+
+def scheduler_for(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
+    """Return the scheduler that `make` creates for the optimizer. Raises ConfigError or UnsupportedOp for a wrong one."""
+    example = "lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))"
+    try:
+        found = make(optimizer)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "the scheduler cannot be made",
+            given=f"{type(error).__name__}: {error}",
+            expected="a function of the optimizer",
+            hint=example,
+        ) from error
+    kind = type(found).__name__
+    if not isinstance(found, LRScheduler) or isinstance(found, ReduceLROnPlateau):
+        raise UnsupportedOp(
+            f"the scheduler is a {kind}",
+            given=f"scheduler(optimizer) returned a {kind}",
+            expected="a torch.optim.lr_scheduler.LRScheduler whose rates follow from the number of steps",
+            hint=example,
+        )
+    if found.optimizer is not optimizer:
+        raise ConfigError(
+            f"the {kind} belongs to another optimizer",
+            given=f"a {kind} of another {type(found.optimizer).__name__}",
+            expected="a scheduler of the optimizer that the function is called with",
+            hint=example,
+        )
+    return found
