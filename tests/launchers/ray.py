@@ -1,7 +1,8 @@
-"""Ray, in a virtual environment of its own, on this host: python -m tests.launchers.ray [elastic]
+"""Ray, in a virtual environment of its own, on this host: python -m tests.launchers.ray [elastic|vanished]
 
-meshcomm.launch.ray, plain actors that call meshcomm.init, and TorchTrainer, on one node; and on several nodes of this host
-trainings that lose ranks and nodes. With `elastic` these alone.
+meshcomm.launch.ray, plain actors that call meshcomm.init, and TorchTrainer, on one node; on several nodes of this host
+trainings that lose ranks and nodes; and on two hosts in network namespaces, of which one is cut off. With a word only the
+second, or only the third.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,8 @@ import psutil
 
 from tests.elastic.deaths import Run, config_of, training
 from tests.foreign.environments import make
-from tests.launchers.checks import PROGRAMS, Case, Checks, Job, named, program, summed, version_in
+from tests.launchers.checks import PROGRAMS, ROOT, Case, Checks, Job, named, program, summed, version_in
+from tests.two_hosts.hosts import Host, Link, two_hosts
 
 _ACTORS: Final = str(PROGRAMS / "on_ray.py")
 _PARTS: Final = "--world-size", "4", "--cpus-per-rank", "0.25"
@@ -38,9 +40,9 @@ def main() -> int:
     # Ray would take a token that it finds in the home folder for a cluster of several nodes.
     own = {"RAY_DEDUP_LOGS": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     checks = Checks(f"Ray {version_in(python, 'ray')}", own)
-    if sys.argv[1:] != ["elastic"]:
-        _one_node(checks, python)
-    _elastic(checks, python)
+    sets = {"": _one_node, "elastic": _elastic, "vanished": _vanished}
+    for name in sys.argv[1:] or sets:
+        sets[name](checks, python)
     return checks.code()
 
 
@@ -115,6 +117,26 @@ def _elastic(checks: Checks, python: Path) -> None:
             cluster.end()
 
 
+def _vanished(checks: Checks, python: Path) -> None:
+    """A training whose host with two of four ranks loses its network: no process there is seen to end."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ray") as name,
+        two_hosts(Path(name), Link("1gbit")) as (one, other),
+    ):
+        folder = Path(name)
+        nodes = _Training(checks, python, folder / "1", config_of("dp4", 160))
+        with checks.case("--replace 2 on two hosts, one with 2 ranks is cut off") as case:
+            cluster = _Cluster(case, python, folder / "a")
+            cluster.add(2, one)
+            cluster.add(2, other)
+            job = nodes.start(case, 4, "--replace", "2", host=one)
+            cluster.add(2, one)
+            seconds = nodes.lose(other.cut)
+            case.said = f"{nodes.same(job)}; {seconds:.1f} s to the next step"
+            other.mend()
+            cluster.end()
+
+
 @final
 class _Training:
     """A training on Ray, beside one of `before`, by default the same, by meshcomm's own launcher."""
@@ -134,11 +156,12 @@ class _Training:
             self._before = [line["loss"] for line in run.lines]
         (folder / "train.toml").write_text(config)
 
-    def start(self, case: Case, ranks: int, *options: str) -> Job:
-        """Start it, and wait for its first steps."""
+    def start(self, case: Case, ranks: int, *options: str, host: Host | None = None) -> Job:
+        """Start it, and wait for its first steps. host: of the driver."""
         command = [str(self._python), "-m", "meshcomm.launch.ray", "--world-size", str(ranks), *options]
         sets = [*self._words, "--set", f'train.out="{self._folder / "out"}"']
-        job = case.start([*command, "train", *sets, str(self._folder / "train.toml")], _address(case))
+        command += ["train", *sets, str(self._folder / "train.toml")]
+        job = case.start(command if host is None else host.command(command, ROOT), _address(case))
         self._run = Run(job.process, self._folder / "out", self._folder)  # type: ignore[arg-type]
         assert self._run.await_step(5, 240.0), job.text
         self._job = job
@@ -146,10 +169,18 @@ class _Training:
 
     def kill(self, *processes: int) -> float:
         """Kill processes; the seconds until there is one more step than the one that was under way."""
+
+        def act() -> None:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+
+        return self.lose(act)
+
+    def lose(self, act: Callable[[], object]) -> float:
+        """Make ranks disappear by `act`; the seconds until there is one more step than the one that was under way."""
         done, began = int(self._run.lines[-1]["step"]), time.monotonic()
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        act()
         assert self._run.await_step(done + 2, 240.0), self._job.text
         return time.monotonic() - began
 
@@ -180,13 +211,16 @@ class _Cluster:
     folder: Path
     nodes: list[Job] = field(default_factory=list)
 
-    def add(self, cpus: int) -> Job:
+    def add(self, cpus: int, host: Host | None = None) -> Job:
         """One more node. Nodes that start at once would take the same names."""
         head = ["--head", "--port", _PORT, "--include-dashboard", "false", "--temp-dir", str(self.folder)]
         joins = ["--address", _address(self.case)["RAY_ADDRESS"]] if self.nodes else head
         ports = ["--min-worker-port", "0", "--max-worker-port", "0", "--object-store-memory", "100000000"]
         words = ["-m", "ray.scripts.scripts", "start", "--num-cpus", str(cpus), *joins, *ports]
-        job = self.case.start([str(self.python), *words, "--disable-usage-stats", "--block"])
+        command = [str(self.python), *words, "--disable-usage-stats", "--block"]
+        if host is not None:
+            command = host.command([*command, "--node-ip-address", host.address], ROOT)
+        job = self.case.start(command)
         job.await_line("block forever")
         self.nodes.append(job)
         return job
