@@ -174,28 +174,31 @@ def _exchanged(mesh: Mesh, dim: str, own: Held) -> Held:
     if at % 2:
         mesh.objects.send(dim, head, after)
     found = {name: torch.empty(shape, dtype=kinds[name][0]) for name, shape in shapes.items()}
-    # Both ends divide the tensors in the same way, so the n-th set of one meets the n-th of the other.
-    none: list[Tensor] = []
-    sets = zip_longest(_messages(own.tensors.values()), _messages(found.values()), fillvalue=none)
-    for going, coming in sets:
-        sends = [(x.to(mesh.device).contiguous(), after) for x in going]
-        recvs = [(torch.empty_like(x, device=mesh.device), before) for x in coming]
-        for into, received in zip(coming, mesh.exchange(dim, sends, recvs), strict=True):
-            into.copy_(received)
+    # Both ends divide the tensors in the same way, so the n-th message of one meets the n-th of the other.
+    for going, coming in zip_longest(
+        _messages(own.tensors.values()), _messages(found.values()), fillvalue=()
+    ):
+        sends = [(torch.cat([x.reshape(-1).to(mesh.device) for x in going]), after)] if going else []
+        like = coming[0].new_empty if coming else None
+        recvs = [(like(sum(x.numel() for x in coming), device=mesh.device), before)] if like else []
+        for received in mesh.exchange(dim, sends, recvs):
+            for into, part in zip(coming, received.split([x.numel() for x in coming]), strict=True):
+                into.copy_(part.view(into.shape))
     return Held(step, parts, kinds, found, own=False)
 
 
-def _messages(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return the tensors that are sent at once: a device has no room for all of them."""
+def _messages(tensors: Iterable[Tensor]) -> list[Sequence[Tensor]]:
+    """Return the tensors of each message: of one dtype, and not all at once, for which a device has no room."""
     found: list[list[Tensor]] = []
-    room = 0
+    open_sets: dict[torch.dtype, tuple[list[Tensor], int]] = {}
     for x in (x for x in tensors if x.numel()):
+        together, room = open_sets.get(x.dtype, ([], 0))
         if room < x.nbytes:
-            found.append([])
-            room = _AT_ONCE_BYTES
-        found[-1].append(x)
-        room -= x.nbytes
-    return found
+            together, room = [], _AT_ONCE_BYTES
+            found.append(together)
+        together.append(x)
+        open_sets[x.dtype] = together, room - x.nbytes
+    return [*found]
 
 
 def _held(each: Tensor | Kept) -> Tensor:

@@ -16,8 +16,6 @@ COMMANDS: Final = (
     "plan configs/gpt_1024.toml --world-size 131072 --rank 777",
     "dryrun configs/published/llama3_405b.toml",
     "dryrun configs/published/gpt3_175b.toml",
-    "dryrun configs/published/deepseek_v3.toml",
-    "dryrun configs/llama_405b.toml",
 )
 _ONE: Final = """
 import resource, subprocess, sys

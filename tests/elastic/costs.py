@@ -7,7 +7,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Final, NamedTuple
@@ -19,11 +18,10 @@ from tests.elastic.deaths import Run, config_of, training
 
 _MESH: Final = "pp2 dp2 tp2"
 _STEPS: Final = 60
-_COPIES: Final = "[elastic]\ncopy_every = 1\n"
 
 
 class Cost(NamedTuple):
-    """Seconds of a step, the median, and the memory of all ranks together at its last step."""
+    """Seconds of a step, the mean, and the memory of all processes together at its end."""
 
     step_s: float
     rss: int
@@ -48,7 +46,8 @@ def cost(folder: Path, replace: int, more: str = "") -> Cost:
         rss = _rss(job)
         assert job.process.wait(200) == 0, job.log.read_text()
         at = [line["seconds"] for line in job.lines]
-    return Cost(median(later - before for before, later in pairwise(at[5:])), rss)
+    # The mean, because copies are not made in every step.
+    return Cost((at[-1] - at[4]) / (len(at) - 5), rss)
 
 
 def _rss(job: Run) -> int:
@@ -58,46 +57,54 @@ def _rss(job: Run) -> int:
     return sum(int(each.memory_full_info().pss) for each in processes)
 
 
-def main() -> None:
-    """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
-    restarts = ("--max-restarts", "1")
-    lost: dict[str, list[float]] = {"`--replace 1`": [], "a restart from a checkpoint of the last step": []}
-    costs: dict[str, list[Cost]] = {
-        "without `--replace`": [],
-        "`--replace 1`": [],
-        "the same, `copy_every = 1`": [],
-    }
+def lost(rounds: int) -> str:
+    """Return the table of recoveries."""
+    found: dict[str, list[float]] = {"`--replace 1`": [], "a restart from a checkpoint of the last step": []}
     with tempfile.TemporaryDirectory() as name:
         for number in range(rounds):
-            folder = Path(name, str(number))
-            runs = iter(range(9))
-            times, found = list(lost.values()), list(costs.values())
-            times[0].append(lost_s(folder / str(next(runs)), "", 1))
-            times[1].append(lost_s(folder / str(next(runs)), "checkpoint_every = 1\n", 0, restarts))
-            found[0].append(cost(folder / str(next(runs)), 0))
-            found[1].append(cost(folder / str(next(runs)), 1))
-            found[2].append(cost(folder / str(next(runs)), 1, _COPIES))
-    until: dict[str, Callable[[str], str]] = {
+            replaced, restarted = found.values()
+            replaced.append(lost_s(Path(name, f"replace{number}"), "", 1))
+            more, words = "checkpoint_every = 1\n", ("--max-restarts", "1")
+            restarted.append(lost_s(Path(name, f"restart{number}"), more, 0, words))
+    columns: dict[str, Callable[[str], str]] = {
         _MESH: lambda way: way,
-        "from SIGKILL to the next step": lambda way: f"{median(lost[way]):.1f} s",
-        "from, to": lambda way: f"{min(lost[way]):.1f} s, {max(lost[way]):.1f} s",
+        "from SIGKILL to the next step": lambda way: f"{median(found[way]):.1f} s",
+        "from, to": lambda way: f"{min(found[way]):.1f} s, {max(found[way]):.1f} s",
     }
-    base = costs["without `--replace`"]
+    return markdown(columns, found)
+
+
+def steps(rounds: int) -> str:
+    """Return the table of steps while no rank dies."""
+    ways = {"without `--replace`": (0, ""), "`--replace 1`": (1, "")}
+    ways |= {f"the same, `copy_every = {k}`": (1, f"[elastic]\ncopy_every = {k}\n") for k in (1, 10)}
+    found: dict[str, list[Cost]] = {way: [] for way in ways}
+    with tempfile.TemporaryDirectory() as name:
+        for number in range(rounds):
+            for place, (way, (replace, more)) in enumerate(ways.items()):
+                found[way].append(cost(Path(name, f"{number}-{place}"), replace, more))
+    base = next(iter(found.values()))
 
     def ratios(way: str) -> list[float]:
-        return sorted(one.step_s / other.step_s for one, other in zip(costs[way], base, strict=True))
+        return sorted(one.step_s / other.step_s for one, other in zip(found[way], base, strict=True))
 
-    steps: dict[str, Callable[[str], str]] = {
+    columns: dict[str, Callable[[str], str]] = {
         "no rank dies": lambda way: way,
-        "a step": lambda way: f"{1e3 * median(each.step_s for each in costs[way]):.0f} ms",
-        "ratio": lambda way: f"{median(ratios(way)):.3f}",
-        "from, to": lambda way: f"{ratios(way)[0]:.3f}, {ratios(way)[-1]:.3f}",
-        "memory of all processes": lambda way: f"{median(each.rss for each in costs[way]) / 1e6:,.0f} MB",
+        "a step": lambda way: f"{1e3 * median(each.step_s for each in found[way]):.0f} ms",
+        "ratio": lambda way: f"{median(ratios(way)):.2f}",
+        "from, to": lambda way: f"{ratios(way)[0]:.2f}, {ratios(way)[-1]:.2f}",
+        "memory of all processes": lambda way: f"{median(each.rss for each in found[way]) / 1e6:,.0f} MB",
     }
-    print(markdown(until, lost) + "\n\n" + markdown(steps, costs))
+    return markdown(columns, found)
+
+
+def main() -> None:
+    """Print one of the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", choices=["lost", "steps"])
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    print({"lost": lost, "steps": steps}[given.table](given.rounds))
 
 
 if __name__ == "__main__":

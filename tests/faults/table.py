@@ -10,6 +10,8 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -22,20 +24,20 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "faults.md"
 
 _HEAD: Final = f"""# What happens when something goes wrong
 
-What every surviving rank raises, and after how many seconds, for each fault at each moment. Made by `python -m tests.faults.table` from a run on real processes; `pytest -m faults` runs the same rows and checks them. In each row
-one thing goes wrong at one moment in a job of four or eight ranks, with a timeout of {TIMEOUT_S:g} s. No row may hang, and none may end in a wrong
-number: ranks that go on check the numbers of every call.
+For each fault at each moment, this page shows the error that every surviving rank raised, and the time until it did.
+`python -m tests.faults.table` runs every row on real processes and writes this page. `pytest -m faults` runs and checks the same rows.
+Each row is a job of four or eight ranks with one fault and a timeout of {TIMEOUT_S:g} s. No row may hang or end with a wrong number: ranks that
+continue check the numbers of every call.
 
-- **seconds** run from the fault to the last error, measured; where nobody has an error to raise, to the end of the last rank. For a skipped
-  call, a rank that never comes or a stopped one the timeout is part of them.
-- *at most* is what is promised, and no row of this page may take longer: {DIFFERS_S:g} s after the last rank came where ranks differ; the timeout and
-  {MISSING_S - TIMEOUT_S:g} s where a rank is missing; two more where `mesh.step` has to find the difference, as steps are compared once a second. A rank that
-  sleeps raises when it is awake: its sleep and {DIFFERS_S:g} s. These hold on a machine of 2 cores that does nothing else. The tests run beside others,
-  and allow {BUSY_S:g} s more.
-- *without with*: the program opens its mesh by `mesh = meshcomm.init(...)` and never closes it. The errors are those that Python reports at its end.
-- **left** counts processes of the row that are there when all of it is over. Ranks that the row stops (SIGSTOP) are ended by the test,
-  as a launcher does.
-- *names* are the ranks that the error has in `missing` or `mismatched_ranks`, or in its text.
+- **seconds**: measured from the fault to the last error, or to the end of the last rank if no rank raises. If a call is skipped, or a rank
+  does not arrive or is stopped, the timeout is included.
+- **at most**: the guaranteed limit, on 2 cores without other programs. {DIFFERS_S:g} s after the last rank has arrived, if ranks differ.
+  The timeout and {MISSING_S - TIMEOUT_S:g} s, if a rank is missing. 2 s more, if `mesh.step` has to find the difference, because it compares once a second. A rank
+  that sleeps raises at most {DIFFERS_S:g} s after it wakes up. The tests run in parallel and allow {BUSY_S:g} s more.
+- **left**: the number of processes of the row that still exist at its end. The test ends ranks that the row has stopped (SIGSTOP), as a
+  launcher does.
+- *names*: the ranks in the error's `missing` or `mismatched_ranks`, or in its text.
+- *without with*: the program opens its mesh by `mesh = meshcomm.init(...)` and never closes it. Python reports the errors at exit.
 """
 
 
@@ -46,7 +48,7 @@ def page(results: Mapping[str, Result]) -> str:
     """The page for the results of all rows, by name."""
     lines = [
         _HEAD,
-        f"{len(ROWS)} rows, run on {os.cpu_count()} cores.\n",
+        f"{len(ROWS)} rows on {os.cpu_count()} cores, torch {version('torch').partition('+')[0]}, {date.today():%-d %B %Y}.\n",
         "| row | fault | moment | dim | what the surviving ranks raised | seconds | at most | left |",
         "|---|---|---|---|---|---|---|---|",
     ]
