@@ -1,7 +1,7 @@
 """Measure the figures of docs/benchmarks.md again: `python -m tests.benchmarks [WORD ...]`.
 
 A block of the page between `<!-- measured: COMMAND -->` and `<!-- end -->` holds what COMMAND printed, and a line with the
-date, the versions and the load. With WORDs, only blocks whose command contains one of the words are measured.
+date, the version of torch and the duration. With WORDs, only blocks whose command contains one of the words are measured.
 The machine should do nothing else. All blocks take about an hour on 2 cores.
 """
 
@@ -18,10 +18,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
 _BLOCK: Final = re.compile(r"(<!-- measured: (?P<command>.+?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _TIMEOUT_S: Final = 3600.0
+# Percent of all cores.
+_BUSY: Final = 20.0
 
 
 def commands(page: str) -> list[str]:
@@ -40,14 +44,16 @@ def measured(command: str) -> str:
     """Run a command and return what it printed, with the circumstances. Raises CalledProcessError if it fails."""
     program, *words = shlex.split(command)
     modules = {"python": [], "torchrun": ["-m", "torch.distributed.run"], "pytest": ["-m", "pytest"]}
-    load, began = os.getloadavg()[0], time.monotonic()
+    busy, began = psutil.cpu_percent(1.0), time.monotonic()
+    if busy > _BUSY:
+        print(f"the machine is {busy:.0f} % busy with other work", file=sys.stderr, flush=True)
     said = subprocess.run(
         [sys.executable, *modules[program], *words],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True, check=True, timeout=_TIMEOUT_S,
     ).stdout  # fmt: skip
     minutes = (time.monotonic() - began) / 60
     today = f"{date.today():%-d %B %Y}"
-    circumstances = f"{today}, torch {version('torch').split('+')[0]}, load {load:.1f} before the start, {minutes:.0f} min"
+    circumstances = f"{today}, torch {version('torch').split('+')[0]}, {minutes:.1f} min"
     return f"{said.strip()}\n\n`{command}` ({circumstances})"
 
 

@@ -14,10 +14,10 @@ _ROOT: Final = Path(__file__).parents[2]
 def figures(said: str) -> list[str]:
     """Return the lines of the section "measured" of what pytest printed.
 
-    >>> figures("== measured ==\\nflat: 2 s\\n== 1 passed in 3 s ==")
+    >>> figures("== measured ==\\nflat: 2 s\\n1 passed in 3 s")
     ['flat: 2 s']
     """
-    found = re.search(r"^=+ measured =+\n(.*?)^=+ ", said, re.DOTALL | re.MULTILINE)
+    found = re.search(r"^=+ measured =+\n(.*?)^(?:=+ |\d+ (?:passed|failed))", said, re.DOTALL | re.MULTILINE)
     return found[1].splitlines() if found else []
 
 

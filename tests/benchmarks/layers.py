@@ -25,7 +25,12 @@ from meshcomm.testing import Pool
 from tests.benchmarks.table import Row, compare, markdown
 
 # Experts: of a layer, and samples, tokens, width of the input of a rank.
-EXPERTS: Final[dict[str, Any]] = {"hidden_size": 256, "intermediate_size": 512, "experts": 8, "experts_per_token": 2}
+EXPERTS: Final[dict[str, Any]] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "experts": 8,
+    "experts_per_token": 2,
+}
 INPUT: Final = (4, 256, 256)
 # Attention: batch, heads, tokens of the full sequence, head size.
 QUERIES: Final = (1, 8, 2048, 64)

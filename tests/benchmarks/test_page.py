@@ -28,7 +28,7 @@ def test_every_command_of_the_page_exists_and_was_measured() -> None:
         words = shlex.split(command)
         assert importlib.util.find_spec(words[words.index("-m") + 1]), command
         assert re.search(
-            rf"^`{re.escape(command)}` \(\d+ \w+ \d{{4}}, torch [\d.]+, load ", text, re.MULTILINE
+            rf"^`{re.escape(command)}` \(\d+ \w+ \d{{4}}, torch [\d.]+, [\d.]+ min\)$", text, re.MULTILINE
         ), command
 
 
