@@ -120,8 +120,8 @@ def double_tree(n: int, chunks: int = 1) -> Schedule:
 def recursive_doubling(n: int) -> Schedule:
     """Exchange all data with a partner and add, at distances 1, 2, 4, ...
 
-    If n is not a power of two, 2 (n - p) ranks first fold into half of them, and receive the result at
-    the end. p is the largest power of two up to n.
+    If n is not a power of two, n - p ranks first send their data to a neighbor, which represents both, and receive
+    the result at the end. p is the largest power of two up to n.
 
     Steps:    log2 p, and 2 more if n is not a power of two; each carries all data.
     Order:    pairs, pairs of pairs, ...; partners compute the same sums, with the same operand left.

@@ -117,7 +117,7 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], pl
 def _is_dtensor(x: object) -> TypeGuard[DTensor]:
     """Return whether `x` is a DTensor.
 
-    A program without DTensors does not import them, which takes over half a second.
+    A program that uses no DTensors never imports the class, because the import takes over half a second.
     """
     loaded = sys.modules.get("torch.distributed.tensor")
     return isinstance(x, getattr(loaded, "DTensor", ()))

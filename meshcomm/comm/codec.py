@@ -378,8 +378,8 @@ def _pickled(x: object) -> bytes:
 def _unpickled(data: bytes, device: torch.device) -> Any:
     """Unpickle the object, which runs code from the bytes: the caller has checked that this was requested.
 
-    Tensors from an accelerator are loaded to `device`: loading them to the sender's device would create a context
-    of every device in every process.
+    Tensors from an accelerator are loaded onto `device`: loading them onto the sender's device would create a context
+    on every device in every process.
     """
 
     def place(storage: Any, location: str) -> Any:

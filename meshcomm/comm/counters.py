@@ -25,7 +25,7 @@ class Sums:
 class CallCounter(Sums):
     """Running sums of one call on one dim of one group: of the blocking calls.
 
-    async_op: sums of the asynchronous calls, counted once they are waited for. sign: a checksum of the name, the same
+    async_op: sums of the asynchronous calls, counted once they are waited for. sign: a checksum of `call`, the same
     in every process. alike: whether the call's bytes are equal on all ranks. waiting: the asynchronous call that the
     program is waiting for. past: made outside the mesh, for an unknown time.
     """

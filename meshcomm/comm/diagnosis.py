@@ -391,7 +391,7 @@ class FailedCall:
     """The last collective on a group, or the messages that its rank waits for, and the error of the backend.
 
     group: as in `FlightRecorder.status`. where: the beginning of the error text. made: the collective, if it is not the
-    group's last one, as in `FlightRecorder.call_data`. facts: as reports store it. at: the call and its rank.
+    group's last one, as in `FlightRecorder.call_data`. facts: the call, as stored in reports. at: the call and its rank.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from meshcomm.config.pretrained import dropouts_of, read, sizes_of
 from meshcomm.errors import ConfigError
 
 PARTS: Final = {"pp": "pipeline", "dp": "data", "fsdp": "shard", "cp": "context", "tp": "tensor"}
-"""Names of dims -> their purpose. `ep` is another one, along which experts are distributed."""
+"""Names of dims -> their purpose. A further name is `ep`, the dim along which experts are distributed."""
 
 TOPOLOGY: Final[dict[str, Any]] = {
     "ranks_per_node": 8,
@@ -38,7 +38,8 @@ def training_of(path: Path, dims: str) -> dict[str, Any]:
     """Return a configuration: nodes of TOPOLOGY, bfloat16, activation checkpointing, samples of 4,096 tokens, two
     microbatches per stage.
 
-    path: a config.json. dims: such as "pp=16,fsdp=64,tp=8,ep=64"; ep divides the ranks left after pp and tp.
+    path: a config.json. dims: for example "pp=16,fsdp=64,tp=8,ep=64"; ep must divide the number of ranks left
+    after pp and tp.
     Raises ConfigError for invalid dims, or dims that do not divide.
     """
     sizes = _sizes(dims)

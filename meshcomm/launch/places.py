@@ -65,7 +65,7 @@ class Places:
 
     @classmethod
     def first(cls, count: int, sizes: Sizes | None = None) -> Places:
-        """Return all processes, each with its first rank."""
+        """Return all processes, each at its initial rank."""
         return cls(count, sizes, tuple(range(count)), 0 if sizes is None else sizes.dims[sizes.dim])
 
     @property

@@ -210,7 +210,7 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sixteen hex digits of a SHA-256 over `facts()` as written, before `on`, with names in their order.
+        """The first 16 hex digits of the SHA-256 of `facts()`, before `on` fills in device and backend. The order of names counts.
 
         A config therefore has one plan id on every device type.
         """

@@ -327,8 +327,8 @@ _HERE: dict[str, Generations] = {}
 
 
 def generations_of(store: dist.Store, process: int) -> Generations | None:
-    """Return the generations of this process; None if its launcher does not replace ranks. store: the job's.
-    process: its rank there.
+    """Return the generations of this process; None if its launcher does not replace ranks. store: the store of
+    the job. process: its rank there.
     """
     number = os.environ.get(VARIABLE, "")
     if not number.isdecimal():

@@ -268,7 +268,10 @@ class Opening:
                     raise
 
     def _take_place(self, generation: Generation) -> None:
-        """Take the rank and the sizes of a generation: torch's default group numbers its ranks from 0, without gaps."""
+        """Adopt this process's rank and the mesh sizes in a generation.
+
+        Ranks are renumbered, because torch's default group numbers its ranks from 0, without gaps.
+        """
         met, processes = self._met, generation.processes
         self._meeting = met
         if processes:
@@ -590,7 +593,8 @@ def _none_lost(what: str, waits: bool) -> RankLost | None:
 
 
 def _refused(meeting: Meeting, last: float) -> MeshcommError | None:
-    """Return the error if this rank may belong to another job; after `last`, later ranks of this job find no mesh
-    to join.
+    """Return the error if this rank may belong to another job.
+
+    Checks only until `last`: ranks of this job that arrive later find no mesh to join.
     """
     return None if meeting.launch.job or time.monotonic() > last else another_job(meeting.store)

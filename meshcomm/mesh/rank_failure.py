@@ -308,8 +308,8 @@ class ExceptHooks:
 
 def caused_by(explanation: MeshcommError, error: BaseException) -> MeshcommError:
     """Return the exception of `raise explanation from error`, with the traceback of `error`, which shows how the
-    program reached
-    its call."""
+    program reached its call.
+    """
     explanation.__cause__ = error
     return explanation.with_traceback(error.__traceback__)
 

@@ -242,8 +242,8 @@ def blame(error: MeshMismatchError, store: Any) -> None:
 
 def another_job(store: Any) -> LaunchError | None:
     """Return the error if processes of another job used this store, and this rank may belong to that job. It cannot
-    if one process
-    started both this rank and rank 0, and none of the refused ones."""
+    if one process started both this rank and rank 0, and none of the refused ones.
+    """
     found = _twice(store)
     if not found:
         return None

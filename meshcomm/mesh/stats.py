@@ -139,7 +139,7 @@ def stats(
 ) -> Stats:
     """Return the table of one rank, without calls that were never made.
 
-    counters: of each group, and whether its calls return when they are over: only then are their seconds known.
+    counters: of each group, and whether its calls block until they complete; otherwise, their seconds are unknown.
     machine: the speeds of links; if None, nothing is predicted.
     """
     predict = _predictor(plan, machine)

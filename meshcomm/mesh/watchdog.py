@@ -500,8 +500,8 @@ class CallTimer:
     def overdue(
         self, recorders: Sequence[FlightRecorder], now: float, most_s: float = math.inf
     ) -> list[tuple[FlightRecorder, Any]]:
-        """Return the calls under way for longer than `most_s`, or longer than their group's timeout and a grace,
-        see `_under_way`.
+        """Return the calls that have been under way for longer than `most_s`, or for longer than their group's timeout plus a
+        grace period (see `_under_way`).
         """
         found = []
         for recorder in list(recorders):

@@ -87,7 +87,7 @@ def check_model(
     """Compare a small model with itself, cut and split.
 
     spec:   of a model that one process can hold. Models with other inputs than tokens, or with batch norms, are not compared.
-    family: whether it is one of transformers.
+    family: whether the model belongs to a model family of the transformers library.
     said_later: errors that the model raises without being run are left to the training.
     Raises: TrainingError that names the kind of parallelism and the difference of outputs or gradients; UnsupportedOp for
             a part that the specification lacks.

@@ -57,9 +57,9 @@ class Conversion:
         return found
 
     def stored(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of a folder that a parameter becomes. If a tensor needs several parameters, the
-        parameter keeps its
-        name, which from_pretrained reads too."""
+        """Return the tensors, by name, that store a parameter in a model folder. If a tensor needs several
+        parameters, the parameter keeps its name, which from_pretrained reads too.
+        """
         module: Any = self._whole.module
         try:
             found: dict[str, Tensor] = revert_weight_conversion(module, {name: value})

@@ -83,7 +83,7 @@ class _Pending(NamedTuple):
 
 @final
 class Results:
-    """Collects the results of steps and decides, without reading them, which of them must not be applied.
+    """Collects the results of steps and decides, without reading the results on the host, which steps must not be applied.
 
     Args:
         settings: [parallel] and [train]. `on_nonfinite` decides whether the steps after a skipped one are applied.

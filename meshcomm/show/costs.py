@@ -126,7 +126,7 @@ def _fit_facts(found: Fit) -> Facts:
 
 
 def bench_view(facts: Mapping[str, Any]) -> View:
-    """Return `measured_facts` for a rich console. Its fit: the result of `fit_facts`, or None."""
+    """Return `measured_facts` for a rich console. `facts["fit"]` is the result of `fit_facts`, or None."""
     machine, mesh = facts["machine"], facts["mesh"]
     head = (
         f"mesh {coords_text(mesh['dims'])}: {mesh['world_size']} ranks on {machine['hosts']} host{'s' * (machine['hosts'] > 1)}, "

@@ -27,9 +27,9 @@ _USER: Final = re.compile(r"meshcomm\d+/mesh/user/")
 
 
 def diagnose(shared: SharedState) -> MeshcommError | None:
-    """When no rank can run: the error that ends the simulation; None if a rank can run again.
+    """Return the error that ends the simulation, if no rank can run; None if a rank can run again.
 
-    A store wait with its own timeout of less than half of the mesh's expires when nothing else can happen. Every other
+    A store wait whose own timeout is shorter than half the mesh's timeout expires when nothing else can happen. Every other
     wait would last forever.
     """
     losses = shared.losses

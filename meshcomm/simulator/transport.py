@@ -179,8 +179,8 @@ class Contribution(NamedTuple):
 class PendingCollective:
     """One collective of a group, from its first rank to its last. contributions: by coord.
 
-    mismatched: whether the calls differ. It ends the simulation when all ranks have arrived or none can run, so that the
-    error can name the majority.
+    mismatched: whether the calls differ. If they do, the simulation ends only once all ranks have arrived or none can run,
+    so that the error can name the majority.
     """
 
     group: SimulatedGroup

@@ -71,7 +71,7 @@ def vias(marker_via: object, override: str | None) -> tuple[str, ...]:
 def read(args: Sequence[Any], keywords: Mapping[str, Any], via: str) -> MeshRequest:
     """Return the marker's arguments as a request. Raises MeshTestError, or ConfigError for an invalid mesh.
 
-    args: empty, or one mapping of dims, for names that are not Python names or are keywords of the marker.
+    args: empty, or one mapping of dims, for names that are not Python identifiers or are keywords of the marker.
     """
     from meshcomm.config import MeshConfig
 

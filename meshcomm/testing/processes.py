@@ -78,7 +78,7 @@ def given(item: pytest.Function) -> Values:
         raise MeshTestError(
             f"{item.name} draws its examples with hypothesis",
             given="@given on a test that runs on every rank",
-            expected="the same examples on all ranks; every rank would draw its own",
+            expected="the same examples on all ranks; with hypothesis, each rank draws its own",
             hint="pytest.mark.parametrize over seeds, and draw from torch.Generator inside the test",
         )
     names = [

@@ -264,7 +264,7 @@ class Save:
         self._next()
 
     def poll(self, in_time: bool = True) -> bool:
-        """Return whether everything is done, the same answer on all ranks. Costs an all_reduce of two numbers per
+        """Return whether everything is done; the answer is the same on all ranks. Costs an all_reduce of two numbers per
         dim; does not wait.
 
         in_time: False on a rank that has given up waiting; then all ranks raise if one has not ended.

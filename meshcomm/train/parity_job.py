@@ -258,7 +258,7 @@ def _facts(one: Difference | None) -> dict[str, Any] | None:
 
 
 def blame(config: Config, run: Run, tolerance: float) -> Blame:
-    """Try the mesh with only one dim above 1, for each dim in turn; then with two.
+    """Run the mesh with only one dim larger than 1, for each dim in turn, and then with each pair of dims.
 
     config: with every size known; its own run differs.
     run:    returns the differences of a configuration's mesh from the reference, the worst over all ranks. If it raises

@@ -1,6 +1,6 @@
 """Measure the figures of docs/benchmarks.md again: `python -m tests.benchmarks [WORD ...]`.
 
-A block of the page between `<!-- measured: COMMAND -->` and `<!-- end -->` holds what COMMAND printed, and a line with the
+A block of the page between `<!-- measured by: COMMAND -->` and `<!-- end of measured -->` holds what COMMAND printed, and a line with the
 date, the version of torch and the duration. With WORDs, only blocks whose command contains one of the words are measured.
 The machine should do nothing else. All blocks take about an hour on 2 cores.
 """
@@ -22,7 +22,7 @@ import psutil
 
 ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
-_BLOCK: Final = re.compile(r"(<!-- measured: (?P<command>.+?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_BLOCK: Final = re.compile(r"(<!-- measured by: (?P<command>.+?) -->\n).*?(?=<!-- end of measured -->)", re.DOTALL)
 _TIMEOUT_S: Final = 3600.0
 # Percent of all cores.
 _BUSY: Final = 20.0

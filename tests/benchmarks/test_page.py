@@ -11,19 +11,19 @@ import pytest
 from tests.benchmarks import __main__ as page
 from tests.benchmarks.table import compare, comparisons
 
-_PAGE = "# A\n\n<!-- measured: python -m a -->\nold\n<!-- end -->\n\n<!-- measured: python -m b 3 -->\n<!-- end -->\n"
+_PAGE = "# A\n\n<!-- measured by: python -m a -->\nold\n<!-- end of measured -->\n\n<!-- measured by: python -m b 3 -->\n<!-- end of measured -->\n"
 
 
 def test_only_the_table_of_the_command_is_replaced() -> None:
     assert page.commands(_PAGE) == ["python -m a", "python -m b 3"]
     new = page.written(_PAGE, "python -m a", r"| 1 \d |")
-    assert new == _PAGE.replace("old\n", "| 1 \\d |\n\n")
-    assert page.written(new, "python -m b 3", "x").count("<!-- end -->") == 2
+    assert new == _PAGE.replace("old\n", "\n| 1 \\d |\n\n")
+    assert page.written(new, "python -m b 3", "x").count("<!-- end of measured -->") == 2
 
 
 def test_every_command_of_the_page_exists_and_was_measured() -> None:
     text = page.PAGE.read_text()
-    assert len(page.commands(text)) == len(set(page.commands(text))) == text.count("<!-- end -->")
+    assert len(page.commands(text)) == len(set(page.commands(text))) == text.count("<!-- end of measured -->")
     for command in page.commands(text):
         words = shlex.split(command)
         assert importlib.util.find_spec(words[words.index("-m") + 1]), command

@@ -313,7 +313,7 @@ class Around:
     meshcomm_shared: SharedEntry | None = None
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """The forward of the module's own class, between the changes of its arguments and result."""
+        """Run the forward of the module's own class, after changing its arguments and before changing its result."""
         split, running = self.meshcomm_split, self.meshcomm_running
         shape: Sequence[int] = ()
         if self.meshcomm_enter or self.meshcomm_gather:
@@ -402,8 +402,8 @@ def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
             f'{name} differs along "{dim}" before it is split',
             given=f"{ranks} of {mesh.ranks(dim)}, as seen from {mesh.label}: their value differs from most",
             expected=f"the same module, weights and plan on every rank along {dim}",
-            hint=f"use the same torch.manual_seed(seed) along {dim} before the module is created, the same file for "
-            f'all, or for each parameter p: mesh.broadcast("{dim}", p.data, src=0)',
+            hint=f"use the same torch.manual_seed(seed) along {dim} before the module is created, load the same "
+            f'file on all ranks, or for each parameter p, call mesh.broadcast("{dim}", p.data, src=0)',
             mismatched_ranks=odd,
         )
 
