@@ -22,7 +22,9 @@ import psutil
 
 ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
-_BLOCK: Final = re.compile(r"(<!-- measured by: (?P<command>.+?) -->\n).*?(?=<!-- end of measured -->)", re.DOTALL)
+_BLOCK: Final = re.compile(
+    r"(<!-- measured by: (?P<command>.+?) -->\n).*?(?=<!-- end of measured -->)", re.DOTALL
+)
 _TIMEOUT_S: Final = 3600.0
 # Percent of all cores.
 _BUSY: Final = 20.0
