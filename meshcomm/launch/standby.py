@@ -12,7 +12,8 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, final
 
@@ -84,12 +85,12 @@ class Standby:
 
 def _main() -> None:
     end_with_parent()
-    with _lowest_priority():
-        for name in (*_IMPORTED[None], *_IMPORTED.get(sys.argv[2], ())):
-            importlib.import_module(name)
-        with open(int(sys.argv[1])) as pipe:
-            # Empty if the launcher has ended.
-            variables = json.loads(pipe.read() or "null")
+    importing = threading.Thread(target=_import, args=(sys.argv[2],))
+    importing.start()
+    importing.join()
+    with open(int(sys.argv[1])) as pipe:
+        # Empty if the launcher has ended.
+        variables = json.loads(pipe.read() or "null")
     if variables is None:
         return
     os.environ.update(variables)
@@ -100,15 +101,17 @@ def _main() -> None:
     runpy.run_module("meshcomm", run_name="__main__", alter_sys=True)
 
 
-@contextlib.contextmanager
-def _lowest_priority() -> Iterator[None]:
-    """While it is entered, this process runs only when no other process needs the core. Only on Linux."""
-    if not hasattr(os, "SCHED_IDLE"):
-        yield
-        return
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    yield
-    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+def _import(command: str) -> None:
+    """Import the modules of a command, in a thread that runs only when no other process needs the core.
+
+    Linux schedules each thread by itself. A process that had lowered its own priority could raise it again only as root.
+    """
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    # If an import fails, it fails again in the command, which reports it.
+    with contextlib.suppress(Exception):
+        for name in (*_IMPORTED[None], *_IMPORTED.get(command, ())):
+            importlib.import_module(name)
 
 
 if __name__ == "__main__":

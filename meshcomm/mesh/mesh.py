@@ -478,8 +478,8 @@ class Mesh(AlongDims):
         `after.since(before)` is the difference of two results. Does not communicate.
 
         From torch 2.14 on, calls that torch makes on `group` or `device_mesh`, such as those of FSDP or
-        pipelining, are listed under names such as `all_gather (torch)`, without a time. If [topology] has link speeds, the predicted
-        time is added.
+        pipelining, are listed under names such as `all_gather (torch)`, without a time. If [topology] has link
+        speeds, the predicted time is added.
 
         Seconds measure how long the calls blocked the program. On devices other than cpu and on NCCL groups, a
         call returns once it is enqueued: seconds are None there, "-" in the table.

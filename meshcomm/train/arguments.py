@@ -31,7 +31,7 @@ MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 def model_for(
     mesh: Mesh, config: Config, given: nn.Module | ModelSpec | Model | None, loss: LossOf | None
 ) -> Model:
-    """Return the model to train: the program's, or that of [model] if none is given."""
+    """Return the model to train. If the program gives none, build the model of [model]."""
     known = sections(mesh, config)
     if isinstance(given, Model) or (given is None and loss is not None):
         if loss is not None:

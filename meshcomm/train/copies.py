@@ -175,20 +175,20 @@ def _exchanged(mesh: Mesh, dim: str, own: Held) -> Held:
         mesh.objects.send(dim, head, after)
     found = {name: torch.empty(shape, dtype=kinds[name][0]) for name, shape in shapes.items()}
     # Both ends divide the tensors in the same way, so the n-th message of one meets the n-th of the other.
-    for going, coming in zip_longest(
-        _messages(own.tensors.values()), _messages(found.values()), fillvalue=()
-    ):
+    none: list[Tensor] = []
+    pairs = zip_longest(_messages(own.tensors.values()), _messages(found.values()), fillvalue=none)
+    for going, coming in pairs:
+        sizes = [x.numel() for x in coming]
         sends = [(torch.cat([x.reshape(-1).to(mesh.device) for x in going]), after)] if going else []
-        like = coming[0].new_empty if coming else None
-        recvs = [(like(sum(x.numel() for x in coming), device=mesh.device), before)] if like else []
+        recvs = [(coming[0].new_empty(sum(sizes), device=mesh.device), before)] if coming else []
         for received in mesh.exchange(dim, sends, recvs):
-            for into, part in zip(coming, received.split([x.numel() for x in coming]), strict=True):
+            for into, part in zip(coming, received.split(sizes), strict=True):
                 into.copy_(part.view(into.shape))
     return Held(step, parts, kinds, found, own=False)
 
 
-def _messages(tensors: Iterable[Tensor]) -> list[Sequence[Tensor]]:
-    """Return the tensors of each message: of one dtype, and not all at once, for which a device has no room."""
+def _messages(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return the tensors of each message: of one dtype, and never all tensors at once, because a device has no room for them."""
     found: list[list[Tensor]] = []
     open_sets: dict[torch.dtype, tuple[list[Tensor], int]] = {}
     for x in (x for x in tensors if x.numel()):
@@ -198,7 +198,7 @@ def _messages(tensors: Iterable[Tensor]) -> list[Sequence[Tensor]]:
             found.append(together)
         together.append(x)
         open_sets[x.dtype] = together, room - x.nbytes
-    return [*found]
+    return found
 
 
 def _held(each: Tensor | Kept) -> Tensor:

@@ -1,4 +1,4 @@
-"""What replacing a rank takes beside a restart from a checkpoint, and what it costs while no rank dies: `python -m tests.elastic.costs`."""
+"""The time to replace a rank or to restart all from a checkpoint, and the cost while no rank dies: `python -m tests.elastic.costs`."""
 
 from __future__ import annotations
 
