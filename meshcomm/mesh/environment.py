@@ -391,6 +391,15 @@ def network_variables(network: NetworkConfig) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items() if value not in (None, "")}
 
 
+# How torch's NCCL watchdog reacts to the loss of a rank, which NCCL detects on other hosts: it neither ends this process nor
+# waits a minute for the dumps of other ranks. torchrun sets the first one to 1.
+NCCL_RECOVERS: Final[Mapping[str, str]] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
+}
+
+
 def nccl_defaults(world_size: int) -> dict[str, str]:
     """Return the interval at which each rank's NCCL watchdog polls the store: one second, or 1,000 operations a
     second for all ranks.

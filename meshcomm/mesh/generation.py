@@ -7,6 +7,7 @@ the process. All keys of a generation are under its prefix.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import math
 import os
@@ -44,7 +45,7 @@ _CUTS_S: Final = 0.02
 _CUTS_MOST_S: Final = 0.5
 # How long a backend may keep a call whose connections were cut.
 _HOLDS_S: Final = 1.0
-_FOREVER: Final = timedelta(days=30)
+FOREVER: Final = timedelta(days=30)
 # How long the thread that waits for announcements may take to end.
 _LEAVES_S: Final = 5.0
 
@@ -246,12 +247,12 @@ class AnnouncedGenerations(Generations):
         if number:
             self._store.set(WAITS.format(number, process), "")
         for each in range(1, number + 1):
-            self._store.wait([_KEY.format(each)], _FOREVER)
+            self._store.wait([_KEY.format(each)], FOREVER)
         super().__init__(process, number, [announcement_of(store, each) for each in range(1, number + 1)])
         interruptible_waits(self._given_up)
         interrupted.append(self.newer)
         self._waits = Connections()
-        waits = self._waits.own(self._store.clone)
+        waits, self._asks = self._waits.own(self._store.clone), self._waits.own(self._store.clone)
         name = "meshcomm-generation"
         self._waiting = threading.Thread(target=self._wait, args=(waits,), name=name, daemon=True)
         self._waiting.start()
@@ -261,6 +262,19 @@ class AnnouncedGenerations(Generations):
     def newer(self, within_s: float = 0.0) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self.latest > self.joined.number, within_s)
+
+    def lost(self, what: str, waits: bool) -> RankLost | None:
+        """See Generations. Asks the store: a queued call may have ended well with the data of a rank that has dropped its calls.
+
+        Such a rank has read the announcement, which this process may not have received yet.
+        """
+        if not self.newer():
+            with self._changed:
+                following = self.latest + 1
+            with contextlib.suppress(RuntimeError):
+                if self._asks.check([_KEY.format(following)]):
+                    waits = True
+        return super().lost(what, waits)
 
     def join(self) -> Generation:
         if self.newer():
@@ -289,7 +303,7 @@ class AnnouncedGenerations(Generations):
     def _wait(self, store: Any) -> None:
         while True:
             try:
-                store.wait([_KEY.format(self.latest + 1)], _FOREVER)
+                store.wait([_KEY.format(self.latest + 1)], FOREVER)
                 lost = announcement_of(store, self.latest + 1)
             except RuntimeError:
                 return  # the job has ended

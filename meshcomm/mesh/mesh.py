@@ -948,7 +948,7 @@ def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError 
     """
     collect()
     try:
-        within(_GRAPHS_S, resources.pop_all().close)
+        within(_GRAPHS_S, resources.pop_all().close, awaited_at_exit=True)
     except TimeoutError:
         return CommunicationError(
             f"the mesh closes before a CUDA graph that has captured its calls, on {label}",

@@ -38,6 +38,7 @@ from meshcomm.mesh.devices import (
     refuse_shared,
 )
 from meshcomm.mesh.environment import (
+    NCCL_RECOVERS,
     SHARED,
     check_interfaces,
     gloo_defaults,
@@ -47,7 +48,7 @@ from meshcomm.mesh.environment import (
     with_variables,
 )
 from meshcomm.mesh.existing import Existing, of_device_meshes, of_groups
-from meshcomm.mesh.generation import Generation, Generations, generations_of
+from meshcomm.mesh.generation import FOREVER, Generation, Generations, generations_of
 from meshcomm.mesh.groups import create_transports, open_group
 from meshcomm.mesh.launched import end_by, launch_here, reports_of
 from meshcomm.mesh.mesh import Mesh
@@ -61,7 +62,7 @@ from meshcomm.mesh.watched import gives_way
 from meshcomm.transport import Transport
 from meshcomm.transport.connections import Connections
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
-from meshcomm.transport.torch_private import default_group, default_store, give_back
+from meshcomm.transport.torch_private import abort, default_group, default_store, give_back
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig
@@ -434,7 +435,7 @@ class Opening:
         ordered = backend_on(backend, device) in STREAM_ORDERED
         variables = {**gloo_defaults(meeting.launch.one_host), **nccl_defaults(meeting.world_size)}
         try:
-            with with_variables(variables, keep=True):
+            with self._recovering(), with_variables(variables, keep=True):
                 dist.init_process_group(
                     backend,
                     store=dist.PrefixStore("world", self._client(ordered)),
@@ -445,7 +446,7 @@ class Opening:
                 )
             self._resources.callback(give_back, default_group())
             if ordered:
-                self._aborts.append(default_group().abort)
+                self._aborts.append(partial(abort, default_group()))
             default_store().set(_PREFIX, self._prefix)
         except RuntimeError as error:
             raise CommunicationError(
@@ -509,12 +510,21 @@ class Opening:
             return self._world.open(group, self._world_prefix)
         own = backend_on(group.options.backend, self._device) in STREAM_ORDERED
         store, rank = dist.PrefixStore("groups", self._client(own)), self._meeting.rank
-        with with_variables(gloo_defaults(self._meeting.launch.one_host, len(group.ranks)), keep=True):
+        variables = gloo_defaults(self._meeting.launch.one_host, len(group.ranks))
+        with self._recovering(), with_variables(variables, keep=True):
             transport = open_group(group, rank, store, self._prefix, self._device, split)
         self._resources.callback(transport.close)
         if own:
             self._aborts.append(transport.abort)
+            if self._generations is not None:
+                transport.meet = partial(
+                    _meet, dist.PrefixStore(f"meets/{group.name}/{group.index}", store), group, rank
+                )
         return transport
+
+    def _recovering(self) -> AbstractContextManager[None]:
+        """Inside the block, groups are created whose errors leave this process alive, if lost ranks are replaced."""
+        return nullcontext() if self._generations is None else with_variables(NCCL_RECOVERS)
 
     def _client(self, own: bool) -> dist.Store:
         """Return the mesh's store client, or a separate one for groups that connect at their first call.
@@ -586,6 +596,16 @@ def _topology(settings: Settings, agreed: Agreed | None, simulated: bool) -> Top
 
     found = (None, ()) if agreed is None else (agreed.ranks_per_host, agreed.nodes)
     return discovered(settings.topology, os.environ, *found)
+
+
+def _meet(store: dist.Store, group: Group, rank: int, coords: tuple[int, ...]) -> None:
+    """Return when these coords of a group, or all, have called this: they are about to connect.
+
+    NCCL cannot be interrupted while it connects ranks, and a lost one never comes. This wait ends with the store's connection.
+    """
+    name = "-".join(map(str, coords))
+    store.set(f"{name}/{group.ranks.index(rank)}", "")
+    store.wait([f"{name}/{each}" for each in coords or range(len(group.ranks))], FOREVER)
 
 
 def _none_lost(what: str, waits: bool) -> RankLost | None:

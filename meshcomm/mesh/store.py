@@ -15,6 +15,7 @@ import torch.distributed as dist
 from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.diagnosis import first_line
 from meshcomm.errors import MeshClosed, MeshcommError, StoreError, StoreTimeout, UnsupportedOp
+from meshcomm.transport.torch_private import await_at_exit
 
 T = TypeVar("T")
 Value: TypeAlias = str | bytes | bytearray
@@ -269,10 +270,10 @@ def kind_of(store: dist.Store) -> str:
     return type(store).__name__
 
 
-def within(limit_s: float, call: Callable[[], T]) -> T:
+def within(limit_s: float, call: Callable[[], T], *, awaited_at_exit: bool = False) -> T:
     """What `call` returns or raises; TimeoutError after `limit_s` seconds.
 
-    `call` then continues in a daemon thread.
+    `call` then continues in a daemon thread. awaited_at_exit: see `await_at_exit`.
     """
     returned: list[T] = []
     raised: list[BaseException] = []
@@ -289,6 +290,8 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
     if raised:
         raise raised[0]
     if not returned:
+        if awaited_at_exit:
+            await_at_exit(thread)
         raise TimeoutError(f"no answer within {limit_s:g} s")
     return returned[0]
 

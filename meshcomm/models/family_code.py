@@ -18,6 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 WHOLE_SAMPLES: Final[ContextVar[bool]] = ContextVar("whole_samples", default=False)
 _WIDE: Final[ContextVar[bool]] = ContextVar("wide", default=False)
+# A product of tensors with different dtypes is an error, where a sum takes the wider one.
+_PRODUCTS: Final = (Tensor.__matmul__, Tensor.matmul, torch.matmul)
+_BOTH: Final = {torch.float32, torch.float64}
 
 
 class _KeepFloat64(TorchFunctionMode):
@@ -43,6 +46,9 @@ class _KeepFloat64(TorchFunctionMode):
                 args = tuple(torch.float64 if each is torch.float32 else each for each in args)
             if named.get("dtype") is torch.float32:
                 named["dtype"] = torch.float64
+        if func in _PRODUCTS and {each.dtype for each in args} == _BOTH:
+            # transformers 5.17: rotary angles as a product of a table, which is float64 here, and float32 positions.
+            args = tuple(each.to(torch.float64) for each in args)
         return func(*args, **named)
 
 

@@ -312,6 +312,9 @@ def rotary_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """Rotate each pair (x[i], x[i + head / 2]) by its position's angle: (..., sequence, head), computed in rotary's dtype, returned in x's."""
+    if torch.compiler.is_compiling():
+        # The compiler keeps nothing of x either, and torch 2.11 loses the gradient of such a Function.
+        return _turned(x, rotary, 1)
     y: Tensor = _Rotate.apply(x, rotary)
     return y
 

@@ -5,7 +5,7 @@
 It behaves like a GPU as follows (docs/design/emulated_nccl.md has every rule with its source). A communicator is a
 queue that runs its calls in order, and a call returns when it is queued. `wait` orders later work after the call and
 does not block the host; reading a value does. A message is complete when its peer has arrived. Messages outside a
-group run one after the other. A dead peer is not detected. A watchdog detects a queue that makes no progress, and ends
+group run one after the other. A dead peer is not detected, except over a network. A watchdog detects a queue that makes no progress, and ends
 the process by SIGABRT. `abort` drops all calls and leaves memory in its current state.
 
 Where the device would wait, the host waits here, at the first operator that touches the tensor. An operator that
@@ -76,6 +76,11 @@ _KINDS: Final = sorted({"BARRIER", *(kind for kind, _ in _METHODS.values())})
 _LACKING: Final = tuple(
     getattr(dist.ReduceOp, op.reduce_op) for op in WIRE_OPS.values() if "nccl" in op.lacking
 )
+
+# Seconds for which torch's watchdog handles the loss of a peer: it reads the stack of the failed call, then waits for the
+# dumps of all ranks.
+STACK_S: Final = 6.5
+PEERS_DUMP_S: Final = 60.0
 
 # Operators that do not touch the memory of their arguments.
 _UNTOUCHED: Final = frozenset(
@@ -206,6 +211,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._name = ""
         self._store, self._rank, self._size = store, rank, size
+        self._meets = store.clone()
         self.options = SimpleNamespace(
             _timeout=timeout, global_ranks_in_group=[], is_high_priority_stream=False
         )
@@ -214,10 +220,13 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._connected: Any = None
         self._sockets = Connections()
         self._items: SimpleQueue[_Item | None] = SimpleQueue()
-        self._together: list[_Item] | None = None
         self._before: dict[int, Callable[[Any], None]] = {}
         self._after: dict[int, Callable[[Any], None]] = {}
         self._thread: threading.Thread | None = None
+        # The part of torch's watchdog that handles an error of the network.
+        self._watchdog: threading.Thread | None = None
+        handled = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"), "TORCH_NCCL_DUMP_ON_TIMEOUT"
+        self._ends_process, self._dumps = handled[0] != "0", os.environ.get(handled[1], "1") != "0"
         _emulation().queues.append(self)
 
     # -- what torch asks of a group ---------------------------------------------------------------------
@@ -286,6 +295,8 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
                 _block(item)
         self._items.put(None)
         self.join()
+        if self._watchdog is not None:
+            self._watchdog.join()
         if self.aborted.is_set():
             # Its destructor would wait forever for a call that Gloo has dropped.
             keep_for_good([self._connected])
@@ -373,11 +384,16 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._connected.recv(tensors, peer, 1).wait()
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._together = []
+        emulation = _emulation()
+        emulation.depth += 1
+        if emulation.depth == 1:
+            emulation.together = []
 
     def _end_coalescing(self, device: torch.device) -> EmulatedWork:
         """Queue the calls since `_start_coalescing` as one kernel, whose messages do not block each other."""
-        items, self._together = self._together or [], None
+        emulation = _emulation()
+        emulation.depth -= 1
+        items = [] if emulation.depth else emulation.together
         runs = [(item.name == "SEND", item.run) for item in items]
 
         def run() -> None:
@@ -388,7 +404,8 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
                     work.wait()
 
         whole = _Item(self, "COALESCED", run, [each for item in items for each in item.tensors])
-        self._queue(whole)
+        if not emulation.depth:
+            self._queue(whole)
         return EmulatedWork([whole])
 
     def _call(self, call: _Call) -> EmulatedWork | None:
@@ -408,9 +425,9 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self._rank}.")
         item = _Item(self, call.kind, call.run, call.memory)
         work = None if call.blocking else EmulatedWork([item], host_waits=call.kind == "BARRIER")
-        if self._together is not None:
+        if _emulation().depth:
             _emulation().check(item)
-            self._together.append(item)
+            _emulation().together.append(item)
         else:
             if call.kind in ("SEND", "RECV"):
                 item.run = lambda: call.run().wait()
@@ -441,6 +458,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
     def submit(self, item: _Item) -> None:
         """Add an item to the queue."""
+        _compiled_code_waits()
         item.queued_at, item.record = time.monotonic(), next(_emulation().records)
         _emulation().pending.append(item)
         self._items.put(item)
@@ -450,8 +468,9 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             return
         # Dead and slow peers cannot be distinguished, so Gloo's timeout must not apply.
         # Wait here, because a large group of Gloo would wait for its peers later, in its thread.
-        self._store.set(f"connects/{self._rank}", "")
-        self._store.wait([f"connects/{rank}" for rank in range(self._size)], timedelta(days=1))
+        # NCCL's ranks wait for each other without the store, so that its end does not end the wait.
+        self._meets.set(f"connects/{self._rank}", "")
+        self._meets.wait([f"connects/{rank}" for rank in range(self._size)], timedelta(days=1))
         with self._sockets.making():
             self._connected = dist.ProcessGroupGloo(self._store, self._rank, self._size, timedelta(days=1))
         self._thread = threading.Thread(target=self._work, name=f"{NAME}-{self._rank}", daemon=True)
@@ -467,8 +486,22 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
                     item.run()
             except RuntimeError:
                 # Within a host, NCCL does not detect that a peer has died or made a different call.
+                if _emulation().network and not self.aborted.is_set():
+                    self._watchdog = threading.Thread(target=self._lost_peer, daemon=True)
+                    self._watchdog.start()
                 self.aborted.wait()
             _emulation().is_over(item)
+
+    def _lost_peer(self) -> None:
+        """Do what torch's watchdog does after ncclRemoteError."""
+        ended = _emulation().ended
+        if not ended.wait(STACK_S) and self._dumps:
+            ended.wait(PEERS_DUMP_S)
+        if self._ends_process and not ended.is_set():
+            print(
+                f"[Rank {self._rank}] ncclRemoteError: taking the process down", file=sys.stderr, flush=True
+            )
+            os.abort()
 
 
 if not hasattr(dist.ProcessGroup, "register_pre_hook"):  # torch 2.13 and older: groups have no hooks
@@ -505,8 +538,11 @@ class Graph:
 class _Emulation(DispatchMode):  # type: ignore[misc]
     """State shared by all communicators of this process: the memory of pending calls, and the watchdog."""
 
-    def __init__(self, dump_s: float) -> None:
+    def __init__(self, dump_s: float, network: bool) -> None:
         super().__init__()
+        self.network = network
+        # Of this thread, as in NCCL: a group that is not ended holds back the calls of every communicator.
+        self.depth, self.together = 0, list[_Item]()
         self.queues: list[EmulatedNCCL] = []
         self.pending: list[_Item] = []
         self.graph: Graph | None = None
@@ -515,7 +551,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         self.strict = self.at_once = False
         self.syncs = 0
         self._dump_s = dump_s
-        self._ended = threading.Event()
+        self.ended = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name=f"{NAME}-watchdog", daemon=True)
         self._watchdog.start()
 
@@ -635,7 +671,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         return [item for item in list(self.pending) if item.queue is queue]
 
     def _watch(self) -> None:
-        while not self._ended.wait(0.1):
+        while not self.ended.wait(0.1):
             now = time.monotonic()
             for item in list(self.pending):
                 limit_s = item.queue.options._timeout.total_seconds()
@@ -650,7 +686,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
             file=sys.stderr,
         )
         # The time of the flight recorder's dump, during which the process stays alive.
-        if self._ended.wait(self._dump_s):
+        if self.ended.wait(self._dump_s):
             return
         if not item.over.is_set():
             print(
@@ -661,7 +697,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
             os.abort()
 
     def close(self) -> None:
-        self._ended.set()
+        self.ended.set()
         threads = [threading.Thread(target=queue.abort) for queue in self.queues]
         for thread in threads:
             thread.start()
@@ -683,14 +719,15 @@ def _emulation() -> _Emulation:
 
 
 @contextmanager
-def emulated_nccl(dump_s: float = 1.0) -> Iterator[None]:
+def emulated_nccl(dump_s: float = 1.0, *, network: bool = False) -> Iterator[None]:
     """Make the backend "emulated_nccl" usable, and order this thread's operators after its calls.
 
-    dump_s: seconds between the watchdog's message and SIGABRT; torch's own takes up to 60.
+    dump_s:  seconds between the watchdog's message and SIGABRT; torch's own takes up to 60.
+    network: whether each rank is on a host of its own, so that a dead peer is detected.
     """
     if not has_backend(NAME):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-    emulation = _Emulation(dump_s)
+    emulation = _Emulation(dump_s, network)
     _active.append(emulation)
     with ExitStack() as stack:
         stack.callback(_active.remove, emulation)
@@ -767,6 +804,23 @@ def _in_a_graph() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _compiled_code_waits() -> None:
+    """Make code compiled by inductor, which reads memory without operators, wait for the calls that it is ordered after."""
+    inductor: Any = sys.modules.get("torch._inductor.output_code")
+    if inductor is None or hasattr(inductor.CompiledFxGraph, NAME):
+        return
+    plain = inductor.CompiledFxGraph.__call__
+
+    def run(self: Any, inputs: Sequence[Any]) -> Any:
+        for item in list(_active[-1].pending) if _active else ():
+            if item.ordered:
+                _block(item)
+        return plain(self, inputs)
+
+    inductor.CompiledFxGraph.__call__ = run
+    setattr(inductor.CompiledFxGraph, NAME, True)
 
 
 def _is_options(given: Any) -> bool:

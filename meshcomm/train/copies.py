@@ -147,6 +147,9 @@ class Copies:
             return
         own = Held.of(engine, None if facts is None else facts(), torch.device("cpu"))
         held = [own, _exchanged(engine.mesh, dim, own)]
+        if engine.mesh.is_async and (lost := engine.mesh.lost()) is not None:
+            # What arrived may be anything.
+            raise lost
         self._of.pop(step, None)
         self._of[step], self._first = held, False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any, Final, final
@@ -15,7 +16,7 @@ from meshcomm.collectives import Call, Collective
 from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.base import P2P, Prepared, Transport, Work
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
-from meshcomm.transport.torch_private import give_back, options_type, source_rank, timeout_of
+from meshcomm.transport.torch_private import abort, give_back, options_type, source_rank, timeout_of
 
 # Seconds beyond a group's timeout after which the watchdog of NCCL aborts.
 MARGIN_S: Final = 60.0
@@ -50,6 +51,9 @@ class ProcessGroupTransport(Transport):
         self.owned = owned
         self.ordered = self.name in STREAM_ORDERED
         self._methods: dict[str, Callable[..., Work]] = {}
+        # Blocks until these coords, or all if none are given, are about to make their first call among each other.
+        self.meet: Callable[[tuple[int, ...]], None] | None = None
+        self._met: set[tuple[int, ...]] = set()
 
     @property
     def timeout_s(self) -> float:
@@ -84,6 +88,7 @@ class ProcessGroupTransport(Transport):
     def prepare(self, row: Collective, op: str | None, root: int, blocking: bool) -> Prepared:
         method = self._methods.get(row.name)
         if method is None:
+            self._connects()
             name = next(name for name in row.methods if hasattr(self.group, name))
             method = self._methods[row.name] = getattr(self.group, name)
         device = self.device if row.name == "barrier" else None
@@ -91,16 +96,31 @@ class ProcessGroupTransport(Transport):
 
     def start_p2p(self, batch: Sequence[P2P]) -> Sequence[Work]:
         if len(batch) == 1:
-            return (self._message(batch[0]),)
+            if (peer := batch[0][2]) is not None:
+                # NCCL connects the two ranks by a communicator of their own.
+                self._connects(*sorted({self.coord, peer}))
+            return (self._call(batch[0]),)
         if not self.ordered:
-            return [self._message(message) for message in batch]
+            return [self._call(message) for message in batch]
         # NCCL runs the calls of one group as one kernel; separate calls could wait for each other.
+        self._connects()
         self.group._start_coalescing(self.device)
-        for message in batch:
-            self._message(message)
+        try:
+            for message in batch:
+                self._call(message)
+        except BaseException:
+            # NCCL would hold back every later call of this thread.
+            with suppress(RuntimeError):
+                self.group._end_coalescing(self.device)
+            raise
         return [self.group._end_coalescing(self.device)]
 
-    def _message(self, message: P2P) -> Work:
+    def _connects(self, *coords: int) -> None:
+        if self.meet is not None and coords not in self._met:
+            self.meet(coords)
+            self._met.add(coords)
+
+    def _call(self, message: P2P) -> Work:
         direction, x, peer, tag = message
         if direction == "send":
             assert peer is not None
@@ -131,7 +151,7 @@ class ProcessGroupTransport(Transport):
         # Another thread may have closed the group.
         group = getattr(self, "group", None)
         if self.ordered and self.owned and group is not None:
-            group.abort()
+            abort(group)
 
     def close(self) -> None:
         """Release the group: its sockets and threads end with the last reference.

@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 from types import FunctionType
 from typing import Any, TypeAlias, TypeVar, final
 from unittest.mock import patch
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch._C._distributed_c10d as c10d_bindings
@@ -471,10 +471,62 @@ def create_group(
     return created
 
 
+_RETURNS_S = 10.0
+# Groups whose calls were dropped.
+_ABORTED: WeakSet[Any] = WeakSet()
+
+
+def abort(group: Any) -> None:
+    """Drop the calls of a group of NCCL. Callable from any thread."""
+    _ABORTED.add(group)
+    group.abort()
+
+
 def give_back(group: Any) -> None:
-    """Destroy a group, or all groups for the default group, unless the program has done so."""
-    if group in c10d._world.pg_map:
+    """Destroy a group, or all groups for the default group, unless the program has done so.
+
+    An aborted group ends in a thread of its own: it waits for torch's watchdog, which takes seconds after the loss of a rank
+    on another host (torch 2.11 reads the stack of the failed call meanwhile).
+    """
+    if group not in c10d._world.pg_map:
+        return
+    if group not in _ABORTED:
         dist.destroy_process_group(group)
+        return
+    every = [group]
+    if group is default_group():
+        every = [*c10d._world.pg_names]
+        # The groups that destroy_process_group would shut down.
+        c10d._world.pg_names.clear()
+        dist.destroy_process_group(group)
+    else:
+        with warnings.catch_warnings():
+            # Calls that were collected for one launch and dropped.
+            warnings.filterwarnings("ignore", "Some coalesced collectives")
+            c10d._abort_process_group(group)
+    for each in every:
+        thread = threading.Thread(target=each.shutdown, name="meshcomm-shutdown", daemon=True)
+        thread.start()
+        await_at_exit(thread)
+
+
+# Threads that are inside C++.
+_RETURNING: list[threading.Thread] = []
+
+
+def await_at_exit(thread: threading.Thread) -> None:
+    """Have Python wait for a daemon thread before it ends, for a limited time.
+
+    A thread that returns from C++ while Python shuts down ends the process with SIGABRT.
+    """
+    _RETURNING[:] = [each for each in (*_RETURNING, thread) if each.is_alive()]
+
+
+@atexit.register
+def _await_returning() -> None:
+    until = time.monotonic() + _RETURNS_S
+    for each in _RETURNING:
+        each.join(max(0.0, until - time.monotonic()))
 
 
 _WAIT: Any = bindings.Work.wait

@@ -1,7 +1,8 @@
 """A loop whose calls are queued, as on NCCL: `meshcomm run --replace 2 --world-size 4 FILE value barrier`.
 
 Two steps for each word, which says by what the host is blocked when a rank dies in the second one, each time another rank.
-With "reopening" one more dies while the others reopen the mesh, with "joining" the new one, before its first call.
+With "reopening" one more dies while the others reopen the mesh, with "joining" the new one, before its first call. With
+"network" the backend detects the death, as NCCL does between hosts. With "late" rank 0 learns of it a second after the others.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from contextlib import ExitStack, nullcontext
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 import meshcomm
 from meshcomm.errors import RankLost
+from meshcomm.mesh import generation
 from meshcomm.testing.emulated_nccl import NAME, emulated_nccl
+from meshcomm.transport import connections
 
 Dies = Callable[[], None]
 
@@ -33,7 +38,7 @@ def read(mesh: meshcomm.Mesh, x: torch.Tensor) -> float:
 
 def value(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
     """A value, of a call that the lost rank never makes, or of one that is queued behind such a call on another group."""
-    x = torch.full((3,), float(mesh.rank))
+    x = torch.full((3,), float(mesh.rank), device=mesh.device)
     dies()
     for dim in ("tp", "dp"):
         mesh.all_reduce(dim, x)
@@ -42,7 +47,7 @@ def value(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
 
 def message(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
     """What a message brings that has no other end."""
-    x = torch.full((3,), float(mesh.rank))
+    x = torch.full((3,), float(mesh.rank), device=mesh.device)
     dies()
     for dim in ("dp", "tp"):
         if mesh.size(dim) > 1:
@@ -54,7 +59,7 @@ def message(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
 
 def handle(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
     """An asynchronous handle, waited for with a limit: without one a wait does not block."""
-    x = torch.full((3,), float(mesh.rank))
+    x = torch.full((3,), float(mesh.rank), device=mesh.device)
     dies()
     for dim in ("dp", "tp"):
         x = mesh.all_reduce(dim, x, async_op=True).wait(timeout_s=60)
@@ -63,7 +68,7 @@ def handle(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
 
 def barrier(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
     """A barrier, which must not return as if all had come: it is the last call of the step."""
-    x = torch.full((3,), float(mesh.rank))
+    x = torch.full((3,), float(mesh.rank), device=mesh.device)
     dies()
     for dim in ("tp", "dp"):
         mesh.all_reduce(dim, x)
@@ -85,14 +90,14 @@ def first(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
     if step % 2 == 0:
         return value(mesh, step, dies)
     mesh.create_group(f"all{step}", ("dp", "tp"))
-    x = torch.full((3,), float(mesh.rank))
+    x = torch.full((3,), float(mesh.rank), device=mesh.device)
     dies()
     return read(mesh, mesh.all_reduce(f"all{step}", x))
 
 
 def torchs(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
     """A value of torch's own call, on the default group."""
-    x = torch.full((3,), float(mesh.rank))
+    x = torch.full((3,), float(mesh.rank), device=mesh.device)
     dies()
     dist.all_reduce(x)
     return read(mesh, x)
@@ -116,14 +121,35 @@ def end() -> NoReturn:
     raise AssertionError
 
 
-def main(words: list[str], validate_calls: int) -> None:
+def learns_late(stack: ExitStack) -> None:
+    """Have rank 2 send rank 0 data of a call that it has dropped, a second before rank 0 learns of the death."""
+
+    def announced(store: Any, number: int) -> Any:
+        time.sleep(1.0)
+        return plain(store, number)
+
+    def drop(aborts: Any) -> None:
+        for abort in reversed(list(aborts)):
+            abort()
+
+    plain = generation.announcement_of
+    if os.environ["RANK"] == "0":
+        stack.enter_context(patch.object(generation, "announcement_of", announced))
+    elif os.environ["RANK"] == "2":
+        stack.enter_context(patch.object(connections, "abort_all", drop))
+
+
+def main(words: list[str], validate_calls: int, backend: str = NAME, device: str = "cpu") -> None:
     """Sum something up in every step."""
     waits = [WAITS[word] for word in words if word in WAITS]
     dims = {"dp": 2, "tp": int(os.environ["WORLD_SIZE"]) // 2}
     with (
-        emulated_nccl(),
-        meshcomm.init(dims=dims, backend=NAME, device="cpu", validate_calls=validate_calls) as mesh,
+        ExitStack() as stack,
+        emulated_nccl(network="network" in words) if backend == NAME else nullcontext(),
+        meshcomm.init(dims=dims, backend=backend, device=device, validate_calls=validate_calls) as mesh,
     ):
+        if "late" in words:
+            learns_late(stack)
         step, total, number = 0, 0.0, mesh.generation.number
         again = bool(number)
         if "joining" in words and number == 1:

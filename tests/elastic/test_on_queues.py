@@ -7,11 +7,12 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from meshcomm.testing.emulated_nccl import NAME
+from meshcomm.testing.emulated_nccl import NAME, PEERS_DUMP_S, STACK_S
 from tests.elastic.deaths import ROOT, config_of, left_over, training
 from tests.elastic.queued_loop import WAITS
 
@@ -97,6 +98,20 @@ def loop(world_size: int, validate_calls: int, *words: str, deaths: int) -> str:
 def test_a_value_that_never_comes() -> None:
     said = loop(2, 0, "value", deaths=1)
     assert "rank 1 (dp=1 tp=0) was ended by SIGKILL; replaced, replacements left: 0" in said
+
+
+@pytest.mark.faults
+def test_a_rank_on_another_host_is_lost() -> None:
+    """Torch's watchdog then neither ends the others nor delays them: see docs/design/emulated_nccl.md."""
+    began = time.monotonic()
+    loop(4, 0, "value", "network", deaths=1)
+    assert time.monotonic() - began < STACK_S + PEERS_DUMP_S
+
+
+@pytest.mark.faults
+def test_data_of_a_dropped_call_is_not_taken_for_a_result() -> None:
+    """A rank that drops a call sends what it has in the next one, which ends well on the other side."""
+    loop(4, 0, "value", "late", deaths=1)
 
 
 @pytest.mark.faults

@@ -31,7 +31,7 @@ FAULT_TIMEOUT_S = 10.0
 class Experiment:
     """program: a function of tests/gpu/ranks.py, or "train". ranks: what it needs; limit_s: what it may take.
 
-    alone: it gives figures, so nothing else runs meanwhile.
+    alone: it gives figures, so nothing else runs meanwhile. replace: how many lost ranks the launcher replaces.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Experiment:
     limit_s: float
     fault: str = ""
     alone: bool = False
+    replace: int = 0
 
 
 EXPERIMENTS = (
@@ -58,12 +59,25 @@ EXPERIMENTS = (
     Experiment("gloo", "7: Gloo with tensors of the device", "gloo", 4, 60),
     Experiment("steps", "5: training steps that log nothing make the host wait for nothing", "steps", 4, 120),
     Experiment("compiled", "8: mesh.functional under torch.compile, fullgraph", "compiled", 2, 100),
-    Experiment("steps_compiled", "8: training steps of compiled blocks", "steps_compiled", 2, 100),
+    Experiment("steps_compiled", "8: training steps of compiled blocks", "steps_compiled", 2, 120),
     Experiment("train", "9: meshcomm train, one process", "train", 1, 60, alone=True),
     Experiment("speed", "9: a 1B-parameter step beside plain PyTorch", "speed", 1, 90, alone=True),
     Experiment("checkpoint", "9: a checkpoint from pinned memory", "checkpoint", 1, 60, alone=True),
     Experiment("attention_1", "9: attention of one process", "attention", 1, 60, alone=True),
     Experiment("attention_4", "9: ring attention beside torch's own", "attention", 4, 60, alone=True),
+    *(
+        Experiment(
+            f"lost_{word}", f"10: a rank dies while others wait for a {word}", "lost", 4, 60, word, replace=1
+        )
+        for word in ("value", "message", "handle", "barrier", "objects", "first")
+    ),
+    *(
+        Experiment(f"trains_{way}", "10: two ranks die in a training", "trains", 4, 100, way, replace=2)
+        for way in ("dp_fsdp", "pp_dp", "copies")
+    ),
+    Experiment("families", "11: families of transformers, beside one process on CPU", "families", 4, 120),
+    Experiment("adopted", "12: torch's groups share communicators", "adopted", 4, 60),
+    Experiment("watched", "12: calls of torch's groups are compared", "watched", 4, 60),
     Experiment("collectives_8", "1: every collective, created and permuted groups", "collectives", 8, 120),
 )
 # The emulated backend stands for the rest on CPU.
@@ -101,7 +115,7 @@ def run(experiment: Experiment, setting: Setting, folder: Path, left_s: float = 
         outcome.said = "needs a GPU"
         return outcome
     outcome.ranks = 1 if setting.share == "none" else experiment.ranks
-    if experiment.program == "fault" and outcome.ranks < 4:
+    if (experiment.fault or experiment.replace) and outcome.ranks < 4:
         outcome.said = "needs four ranks, and NCCL refuses to let them share the device"
         return outcome
     if left_s < 15:
@@ -110,7 +124,8 @@ def run(experiment: Experiment, setting: Setting, folder: Path, left_s: float = 
     folder = folder / experiment.name
     folder.mkdir(parents=True)
     here = Path(__file__).parent
-    words = ["run", "--world-size", str(outcome.ranks), str(here / "ranks.py"), experiment.program]
+    words = ["run", *(["--replace", str(experiment.replace)] if experiment.replace else [])]
+    words += ["--world-size", str(outcome.ranks), str(here / "ranks.py"), experiment.program]
     if experiment.program == "train":
         changed = {"mesh.device": f'"{setting.device}"', "train.out": f'"{folder / "run"}"'}
         if setting.device == "cpu":
@@ -153,7 +168,7 @@ def run(experiment: Experiment, setting: Setting, folder: Path, left_s: float = 
         right = outcome.code == 0 and bool(outcome.cases) and all(row["right"] for row in outcome.cases)
     if outcome.ended != "out of time":
         outcome.ended = "right" if right else "wrong"
-    if not right or experiment.program == "fault":
+    if not right or experiment.fault:
         outcome.said = "\n".join((stderr.strip() or stdout.strip()).splitlines()[-25:])
     return outcome
 

@@ -83,6 +83,8 @@ def test_eight_gpus() -> None:
 @pytest.mark.faults
 def test_the_harness_reports_what_went_right_and_on_for_too_long(tmp_path: Path) -> None:
     emulated = Setting("emulated_nccl", "cpu")
+    closed = run(Experiment("closed", "?", "graph_alive", 2, 100), emulated, tmp_path)
+    assert closed.ended == "right", closed
     right = run(Experiment("right", "?", "graphs", 2, 100), emulated, tmp_path)
     assert right.ended == "right", right
     assert [case["right"] for case in right.cases] == [True] * 6

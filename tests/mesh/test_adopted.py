@@ -17,27 +17,27 @@ from meshcomm.transport.torch_private import default_store, groups_by_name
 from tests.ranks import on_ranks
 
 
-def begin_again() -> None:
+def begin_again(backend: str = "gloo") -> None:
     """The next default group of this process, on the store of the one before."""
     store, rank, world = default_store(), dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
+    dist.init_process_group(backend, store=dist.PrefixStore("again", store), rank=rank, world_size=world)
 
 
-def trained(sizes: tuple[int, ...], names: tuple[str, ...]) -> tuple[list[float], int]:
+def trained(sizes: tuple[int, ...], names: tuple[str, ...], device: str = "cpu") -> tuple[list[float], int]:
     """Losses of FSDP2 on ("dp", "cp") and a DTensor on "tp", as torchtitan makes its meshes; and how many groups there are."""
-    world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+    world = init_device_mesh(device, (4,), mesh_dim_names=("world",))
     mesh = world._unflatten(0, sizes, names)
     again = world._unflatten(0, (2, 2), ("fsdp", "tp"))
     mesh["dp", "cp"]._flatten("loss")
     torch.manual_seed(0)
-    net = torch.nn.Linear(8, 8)
+    net = torch.nn.Linear(8, 8, device=device)
     fully_shard(net, mesh=again["fsdp"])
-    weight = distribute_tensor(torch.ones(8, 8), mesh["cp", "tp"], [Replicate(), Shard(0)])
+    weight = distribute_tensor(torch.ones(8, 8, device=device), mesh["cp", "tp"], [Replicate(), Shard(0)])
     optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
     for step in range(3):
         torch.manual_seed(step + 10 * dist.get_rank())
-        loss = net(torch.randn(4, 8)).square().mean()
+        loss = net(torch.randn(4, 8).to(device)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

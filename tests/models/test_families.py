@@ -121,6 +121,14 @@ def test_a_folder_gives_the_logits_that_transformers_gives(pool: Pool, tmp_path:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_products_of_both_precisions_in_float64() -> None:
+    """transformers 5.17 multiplies its table of angles by positions in float32."""
+    table, positions = torch.full((2, 1), 1 / 3, dtype=torch.float64), torch.arange(3.0)[None]
+    with wide(torch.float64):
+        angles = table.float() @ positions
+    assert angles.dtype == torch.float64 and angles[0, 2] == table[0, 0] * 2
+
+
 @pytest.mark.parametrize(
     "family", [family for family in FAMILIES if family.split()[-1] in ("window", "layers")]
 )

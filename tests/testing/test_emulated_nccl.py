@@ -254,6 +254,42 @@ def test_a_mesh_that_closes_before_a_graph_of_its_calls(pool: Pool) -> None:
     pool.run(closed_before_a_graph, ranks=2)
 
 
+def batch_on_a_dropped_group() -> None:
+    """A batch of messages that cannot be started is ended all the same: NCCL would hold back all later calls of the thread."""
+    with emulated_nccl(), meshcomm.init(dims={"dp": 2, "tp": 2}, backend=NAME, device="cpu") as mesh:
+        x, out, peer = torch.ones(2), torch.zeros(2), 1 - mesh.coord("dp")
+
+        def swap() -> None:
+            mesh.exchange("dp", sends=[(x, peer)], recvs=[(out, peer)])
+
+        swap()
+        assert out.tolist() == [1, 1]
+        mesh.group("dp").abort()
+        with pytest.raises(CommunicationError, match="aborted"):
+            swap()
+        assert mesh.all_reduce("tp", x).tolist() == [2, 2]
+
+
+def test_a_batch_on_a_dropped_group_holds_back_no_other_call(pool: Pool) -> None:
+    pool.run(batch_on_a_dropped_group, ranks=4)
+
+
+def compiled_after_a_call() -> None:
+    """Compiled code reads memory without operators; it runs after the calls before it all the same."""
+    with emulated_nccl(), meshcomm.init(dims={"dp": 2}, backend=NAME, device="cpu", validate_calls=0) as mesh:
+        add = torch.compile(lambda x: x * 2 + 1, fullgraph=True)
+        for late in (False, True):
+            if late and mesh.rank:
+                time.sleep(0.5)
+            x = mesh.functional.all_reduce("dp", torch.ones(64, 64), grad="sum")
+            assert add(x).eq(5).all()
+
+
+@pytest.mark.deep
+def test_compiled_code_runs_after_the_calls_before_it(pool: Pool) -> None:
+    pool.run(compiled_after_a_call, ranks=2)
+
+
 def overdue() -> None:
     """A call that the other rank never makes, on a group that no mesh watches."""
     with emulated_nccl(dump_s=0.2):
