@@ -233,7 +233,10 @@ class _Cluster:
     def end(self) -> None:
         """End the nodes, the head last."""
         for node in reversed(self.nodes):
-            node.process.terminate()
+            started = psutil.Process(node.process.pid)
+            # nsenter, which starts a node on another host, passes no signal on.
+            for each in started.children() if started.name() == "nsenter" else [started]:
+                each.terminate()
             node.process.wait(30)
 
 
