@@ -55,7 +55,7 @@ class Transport(ABC):
     any_source: bool
     # Whether calls return when they are queued, and run in the order of queueing, as on NCCL.
     ordered: bool = False
-    # Whether the end of a run reports calls without a wait, so that their handles need not.
+    # Whether the end of a run reports calls without a wait, so that their handles need not report them.
     tells_unwaited: bool = False
 
     @property

@@ -28,7 +28,7 @@ class _Connection(NamedTuple):
 
 @final
 class Connections:
-    """The connections that this process makes within `making`, and later ones to ports on which it began to listen there.
+    """The connections that this process makes within `making`, and later connections to ports opened there.
 
     Two ranks of a large Gloo group connect at their first message. Connections to earlier addresses, such as the store's,
     are only cut within `making`, because other threads use them later. The connections of `own` are always cut.

@@ -1,4 +1,4 @@
-"""The reductions of each backend. The table that both the check before a call and the documentation use."""
+"""The reductions of each backend. Both the check before a call and the documentation use this table."""
 
 from __future__ import annotations
 
