@@ -188,7 +188,7 @@ HOOKED: Final = {hook: row for row in ROWS.values() for hook in row.hooks}
 
 
 def write_results(calls: Sequence[Call], reduce: Reduce) -> None:
-    """Write every rank's result of a collective. calls: of all ranks in coord order, with contiguous tensors."""
+    """Write every rank's result of a collective. calls: every rank's call in coord order, with contiguous tensors."""
     row, root, size = calls[0].row, calls[0].root, len(calls)
     if row is BARRIER:
         return

@@ -106,7 +106,7 @@ class Handle(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def _end(self, timeout_s: float | None) -> None:
-        """Wait for the works and make the result, once; an error is kept and raised by every wait."""
+        """Wait for the works and compute the result, once. An error is kept, and every wait raises it."""
         works = self._works
         if works is None:
             return

@@ -174,7 +174,7 @@ def start(request: Request) -> Sequence[Work]:
 
 
 def carry_out(request: Request) -> Tensor | None:
-    """Start the call, wait for it, and make its result. A function of its own, so that a kept error does not keep the Works."""
+    """Start the call, wait for it, and compute its result. Separate, so that a kept error does not keep the Works."""
     for work in start(request):
         work.wait()
     if request.row is BARRIER:

@@ -74,7 +74,7 @@ class Transport(ABC):
         return self.kinds
 
     def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> bool:
-        """Announces this rank's next call on the dim `name`; returns whether the transport itself compares calls."""
+        """Announce this rank's next call on the dim `name`. Return whether the transport itself compares calls."""
         return False
 
     @abstractmethod

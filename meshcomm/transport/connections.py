@@ -64,7 +64,7 @@ class Connections:
         return found
 
     def cut(self) -> None:
-        """Shut them down, and abort queued calls, from any thread. The descriptors stay open: their owners close them."""
+        """Shut connections down and abort queued calls, from any thread. Descriptors stay open: their owners close them."""
         # In a thread, as the abort of a communicator waits for CUDA graphs of its calls.
         if self.aborts and not self._aborting.is_alive():
             self._aborting = threading.Thread(

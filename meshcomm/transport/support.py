@@ -33,7 +33,7 @@ def by_device(backend: str) -> dict[str, str]:
 
 
 def backend_on(backend: str, device: torch.device) -> str:
-    """Return the backend for a device: "gloo" for cpu in "cpu:gloo,cuda:nccl"; the full string if no part matches."""
+    """Return the backend for a device: "gloo" for cpu in "cpu:gloo,cuda:nccl"; the whole string if no part matches."""
     parts = by_device(backend)
     return parts.get(device.type) or parts.get("", backend)
 
