@@ -14,12 +14,12 @@ Reduce: TypeAlias = Callable[[Sequence[Tensor], str], Tensor]
 
 
 class Call(NamedTuple):
-    """One collective as a transport gets it.
+    """One collective as a transport receives it.
 
     x:        this rank's input, contiguous and of a dtype that every backend supports; None if it has no input.
               A collective in place writes its result there.
     out:      the buffer of the result; None if in place, and on ranks without a result.
-    op, root: the reduction; the coord with the full input or result, -1 if there is none.
+    op, root: the reduction, and the coord with the whole input or result (-1 if there is none).
     lengths:  elements from and to each coord, if they differ; otherwise ().
     blocking: the caller waits immediately, which lets NCCL stay on the current stream.
     """
@@ -41,12 +41,12 @@ def _ring(n: int) -> Fraction:
 class Collective:
     """One collective.
 
-    methods:   of torch's ProcessGroup, the newest name first; options: their type; hooks: its names in group hooks.
+    methods:   torch's ProcessGroup methods, newest name first. options: their type. hooks: its names in group hooks.
     arguments: the method's arguments before the options, from x, out, size and lengths.
-    root:      the keyword for the coord with the full input ("src") or the full result ("dst").
+    root:      the keyword for the coord with the whole input ("src") or the whole result ("dst").
     in_place:  x becomes the result.
-    splits, joins: whether an axis of x is split into a part per coord, and whether the parts of all are joined.
-    whole:     nccl-tests count the data of all ranks; bus: their factor for n ranks, bytes over the busiest link.
+    splits, joins: whether an axis of x is split into a part per coord, and whether all coords' parts are joined.
+    whole:     nccl-tests count the data of all ranks. bus: for n ranks, the bytes on the busiest link per byte counted.
     functional: the call of `mesh.functional` with a gradient, if its name differs; "" if there is none.
     """
 
@@ -188,7 +188,7 @@ HOOKED: Final = {hook: row for row in ROWS.values() for hook in row.hooks}
 
 
 def write_results(calls: Sequence[Call], reduce: Reduce) -> None:
-    """Write every rank's result of a collective. calls: of all ranks in coord order, with contiguous tensors."""
+    """Write every rank's result of a collective. calls: every rank's call in coord order, with contiguous tensors."""
     row, root, size = calls[0].row, calls[0].root, len(calls)
     if row is BARRIER:
         return

@@ -180,8 +180,8 @@ class HandleNotWaited(MeshcommError):
 class RankFailed(MeshcommError):
     """The program raised on some ranks. `by_rank` has the exception of each rank; the first one is the cause.
 
-    Also raised if ranks were lost and cannot be replaced because other ranks have ended. Then `by_rank` has the
-    place at which each rank was lost.
+    Also raised if ranks were lost and cannot be replaced because other ranks have ended. Then `by_rank` records
+    the place at which each rank was lost.
     """
 
     by_rank: dict[int, BaseException]

@@ -21,7 +21,7 @@ class WireOp:
     divided:   divide by the number of ranks at the end, if `combine` was applied instead of the backend.
     rounds:    the order of the operands affects the last bits of floats.
     nan:       the position of NaN in the order of values; None if values are not ordered.
-    lacking:   backends without it.
+    lacking:   backends without this operation.
     """
 
     name: str
@@ -37,10 +37,10 @@ class WireOp:
 class Reduction:
     """One operation as a user names it. No field has a default: every row must set all of them.
 
-    wire:    the operation of backends, and of further levels of a hierarchy, on the values that `prepare` has made.
+    wire:    the operation of backends, and of further levels of a hierarchy, on the prepared values.
     prepare: changes this rank's values in place before they are sent, given the call's factor; None to send them unchanged.
     factor:  whether the call takes a factor.
-    refuses: kinds of dtypes without this operation, each with what is expected and a hint.
+    refuses: kinds of dtypes without this operation, each with the expected dtype and a hint.
     linear:  whether it has a gradient.
     partial: whether a pattern may name it.
     """

@@ -251,7 +251,7 @@ def _top(low: int, high: int) -> int:
 
 
 def _through(place: Place, height: int, chunks: int, offset: int) -> list[ScheduleStep]:
-    """Return one rank's steps: chunk `offset` + j leaves the deepest leaves in step j, the root `height` later."""
+    """Return one rank's steps: chunk `offset` + j leaves the deepest leaves in step j, the root `height` steps on."""
     parent, children, depth = place
     if height == 0:
         return []

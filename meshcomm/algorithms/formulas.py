@@ -12,7 +12,7 @@ class Cost(NamedTuple):
     """Counts of one all-reduce, exact if the bytes divide evenly into the chunks.
 
     steps: messages in the longest chain of dependent messages (the latency term). path_bytes: bytes along it.
-    busiest_bytes: sent by the busiest rank (the bandwidth term). total_bytes: sent by all ranks.
+    busiest_bytes: bytes sent by the busiest rank (the bandwidth term). total_bytes: bytes sent by all ranks.
     """
 
     steps: int

@@ -45,7 +45,7 @@ IDLE = ScheduleStep()
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """An all-reduce over `size` ranks of data in `chunks` pieces, see `bounds`, in `steps` steps; there is no barrier.
+    """An all-reduce over `size` ranks in `steps` steps, without a barrier. The data has `chunks` pieces; see `bounds`.
 
     A rank's program depends only on the arguments, so each rank computes its program with `of(coord)`.
     """

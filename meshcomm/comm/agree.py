@@ -1,4 +1,4 @@
-"""The second stage of a collective: compare the call with the other ranks' calls, and fetch the facts that only they know."""
+"""The second stage of a collective: compare the call between ranks, and fetch the facts that only the other ranks know."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _agree_on_sizes(request: Request, compared: bool) -> None:
 
 
 def _misjoined(request: Request, sizes: list[int]) -> MeshcommError | None:
-    """Return what is wrong with these sizes for this rank alone."""
+    """Return the error if these sizes are wrong on this rank only."""
     comm, axis, joined, x = request.comm, request.axis, request.joined, request.source
     if request.output_split_sizes not in (None, sizes):
         return ShapeError(

@@ -155,8 +155,8 @@ class AlongDims:
                     float64 values, otherwise float32. It is nan where values and weights sum to 0.
         Called by:  every rank along `dims`, in the same program order. Sends one message, or one along each dim
                     of a tuple that no declared group covers.
-        Gradient:   of `values`: grad / the sum of the weights, without communication. This is the share of this
-                    rank. Sum the gradients of parameters over `dims` instead of averaging them:
+        Gradient:   for `values`: grad / the sum of the weights, computed without communication. This is this
+                    rank's share. Sum the gradients of parameters over `dims` instead of averaging them:
                     GradientSync(mesh, dims, module, op="sum").
         Raises:     UnknownDim, ShapeError; AutogradError if weights require a gradient; CommunicationError.
         """
@@ -280,7 +280,7 @@ class AlongDims:
     @overload
     def broadcast(self, dims: Dims, x: X, src: int, *, async_op: Async) -> Handle[X]: ...
     def broadcast(self, dims: Dims, x: Tensor | Sequence[Tensor], src: int, *, async_op: bool = False) -> Any:
-        """Overwrite `x` with the x of coord `src`, and return it. The tensors of a list are sent together.
+        """Overwrite `x` with the x of coord `src`, and return `x`. The tensors of a list are sent together.
 
         Shape, calling, gradient: as for `all_reduce`; any dtype.
         """
@@ -481,7 +481,7 @@ class AlongDims:
     # -- messages -------------------------------------------------------------------------------
 
     def send(self, dims: Dims, x: Tensor, dst: int, tag: int = 0, *, handshake: bool = False) -> None:
-        """Send `x` to coord `dst` along `dims`. Returns when `x` may be modified.
+        """Send `x` to coord `dst` along `dims`, and return when `x` may be modified.
 
         handshake: send shape and dtype first, for a receiver that passes no buffer.
         tag:       a send matches only a receive with the same tag (Gloo; NCCL matches by order).
@@ -500,7 +500,7 @@ class AlongDims:
         return found
 
     def recv_any(self, dims: Dims, out: Tensor | None = None, *, tag: int = 0) -> tuple[Tensor, int]:
-        """Receive from the coord that sends first. Returns the tensor and that coord. Gloo only."""
+        """Receive from the coord that sends first, and return the tensor and that coord. Gloo only."""
         return self._at.along(dims).messages.recv_any(out, tag)
 
     def isend(
@@ -516,7 +516,7 @@ class AlongDims:
         return found
 
     def irecv(self, dims: Dims, out: Tensor, src: int | None, tag: int = 0) -> Handle[Tensor]:
-        """Start a receive. The handle's wait() returns `out`, which must not be used before.
+        """Start a receive. The handle's wait() returns `out`. Do not use `out` before then.
 
         src: None receives from the coord that sends first (Gloo only); `handle.source` is that coord.
         On NCCL, this raises UnsupportedOp while a send started on its own is pending; see `isend`.
@@ -542,14 +542,14 @@ class AlongDims:
     ) -> list[Tensor] | Handle[list[Tensor]]:
         """Send and receive a set of messages at once.
 
-        All messages start before any is waited for, so no order of them can deadlock. Between two ranks,
+        All messages start before any is waited for, so no order of the messages can deadlock. Between two ranks,
         messages with the same tag match in the order in which they are listed.
 
         sends:   (x, dst) or (x, dst, tag), with coords along `dims`.
         recvs:   (out, src) or (out, src, tag).
 
         Returns: the received tensors, in the order of `recvs`. With async_op, a handle whose wait() returns
-                 them; do not use the tensors of the call before.
+                 them. Do not use the tensors of the call before then.
         """
         found: list[Tensor] | Handle[list[Tensor]] = self._at.along(dims).messages.exchange(
             sends, recvs, async_op

@@ -27,9 +27,9 @@ _OURS: Final = (
 )
 _LIBRARY: Final = f"{Path(threading.__file__).parent}{os.sep}"
 _DISTRIBUTED: Final = f"{Path(torch.__file__).parent / 'distributed'}{os.sep}"
-# The files of torch in which its own calls wait.
+# The torch files in which torch's own calls wait.
 C10D: Final = (f"{_DISTRIBUTED}distributed_c10d.py", f"{_DISTRIBUTED}_functional_collectives.py")
-# A user of the package, inside the package.
+# This part of the package counts as user code.
 _BENCH: Final = f"{Path(__file__).parents[1] / 'bench'}{os.sep}"
 
 
@@ -47,8 +47,8 @@ is_ours = _ours.__getitem__
 
 
 def users_frame(depth: int = 1) -> FrameType:
-    """Return the innermost frame of the user's code, starting `depth` frames up; the outermost frame if there is
-    none.
+    """Return the innermost frame of the user's code, starting `depth` frames up. Return the outermost frame
+    if there is none.
     """
     frame = sys._getframe(depth)
     while _ours[frame.f_code.co_filename]:
@@ -96,7 +96,7 @@ def is_inside(files: str | tuple[str, ...], but: str = "") -> bool:
     """Return whether another thread is inside a call of these files and not back in user code, such as a signal
     handler.
 
-    but: a file whose callers do not count: their call has failed, and they are asking why.
+    but: a file whose callers are ignored, because their call has failed and is being diagnosed.
     """
     for thread in thread_frames().keys() - {threading.get_ident()}:
         for file, _, _ in stack_of(thread):

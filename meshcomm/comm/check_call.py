@@ -24,7 +24,7 @@ from meshcomm.transport.support import check_reduce
 
 
 def check(request: Request) -> None:
-    """Raise errors that every rank sees. Keep an error of this rank alone as `problem`: the other ranks must finish first."""
+    """Raise errors that every rank sees. Keep an error of this rank only as `problem`: the other ranks must finish first."""
     row, comm = request.row, request.comm
     if row.root is not None:
         check_coord(request.root, comm.size, row.root, request.where)
@@ -101,7 +101,7 @@ def _facts(request: Request) -> dict[str, object]:
 
 
 def check_out(request: Request, out: Tensor) -> None:
-    """Refuse an `out` that cannot receive any result, whatever its shape."""
+    """Refuse an `out` that cannot receive a result of any shape."""
 
     def where() -> str:
         return f"{request.where()}: out"

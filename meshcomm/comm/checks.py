@@ -41,8 +41,8 @@ def usable(x: Any, device: torch.device) -> bool:
     """Return whether a backend can take `x` unchanged: its memory holds its values, and no autograd or transform
     tracks it.
 
-    Every fast path tests this, and nothing else, for each of its tensors. A tensor that passes may differ from one
-    that was checked before in nothing else that matters.
+    Every fast path tests only this for each of its tensors. A tensor that passes does not differ from a tensor that
+    was checked before in anything else that matters.
     """
     return unobserved() and is_plain(x, device)
 
@@ -77,7 +77,7 @@ def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
 
 
 def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:
-    """Raise unless it is a dense, local tensor on a device that the group serves.
+    """Raise unless `x` is a dense, local tensor on a device that the group serves.
 
     torch would accept other tensors and fail late, or treat the parts of a DTensor as ordinary tensors.
     plain: the call has no rule for torch.func, whose wrapped tensors are refused.
@@ -163,7 +163,7 @@ def check_apart(
     where: Callable[[], str],
     together: Callable[[Tensor, Tensor], bool] = lambda one, other: False,
 ) -> None:
-    """Raise if concurrent messages share memory: it would be undefined which value stays, or is sent.
+    """Raise if concurrent messages share memory, because the values sent and received would be undefined.
 
     together: whether two tensors belong to one message, which writes the same values to the memory they share.
     """
@@ -232,7 +232,7 @@ def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None
 
 
 def has_tangent(x: Tensor) -> bool:
-    """Return whether `x` has a tangent in forward-mode AD. Takes microseconds: check first that a level is open."""
+    """Return whether `x` has a tangent in forward-mode AD. Takes microseconds, so first check that a level is open."""
     # Not forward_ad.unpack_dual, which does not see the levels that a compiled graph opens.
     return is_fwd_grad_enabled() and unpack_dual(x, level=0)[1] is not None
 
@@ -293,7 +293,7 @@ def normal_axis(x: Tensor, axis: int, where: Callable[[], str]) -> int:
 
 
 def check_answered(backend: str, what: str, where: str, hint: str) -> None:
-    """Raise if no other rank knows `what`. Raises UnsupportedOp on torch's fake backend, where no other rank exists."""
+    """Raise UnsupportedOp on torch's fake backend: only other ranks know `what`, and no other rank exists there."""
     if backend == "fake":
         raise UnsupportedOp(
             f"{where}: only other ranks know {what}, and in a dry run there are none",
@@ -316,7 +316,7 @@ def check_divisible(x: Tensor, axis: int, size: int, where: Callable[[], str], w
 
 
 def is_int(number: object) -> TypeGuard[int]:
-    """Return whether it is an int and not a bool."""
+    """Return whether `number` is an int and not a bool."""
     return isinstance(number, int) and not isinstance(number, bool)
 
 
@@ -368,7 +368,7 @@ def check_offset(offset: object, where: Callable[[], str]) -> None:
 
 
 def number_of(factor: object, dtype: torch.dtype, where: Callable[[], str]) -> float | complex:
-    """Return a factor as a plain number that `dtype` can be multiplied by."""
+    """Return a factor as a plain number by which a tensor of `dtype` can be multiplied."""
     found = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
     try:
         if isinstance(found, Real):
@@ -386,7 +386,7 @@ def number_of(factor: object, dtype: torch.dtype, where: Callable[[], str]) -> f
 
 
 def check_factor(factor: object, op: str, dtype: torch.dtype, where: Callable[[], str]) -> None:
-    """Raise if an operation requires a factor and has none, or the reverse."""
+    """Raise if an operation that requires a factor has none, or if another operation has one."""
     takes = REDUCTIONS[op].factor
     if factor is not None and not takes:
         raise ShapeError(
@@ -407,7 +407,7 @@ def check_factor(factor: object, op: str, dtype: torch.dtype, where: Callable[[]
 
 
 def check_envelopes(envelopes: object, what: str, where: Callable[[], str]) -> None:
-    """Raise unless it is a list of messages, each with its peer."""
+    """Raise unless `envelopes` is a list of messages, each with its peer."""
     found = type(envelopes).__name__
     if isinstance(envelopes, (list, tuple)):
         wrong = [e for e in envelopes if not isinstance(e, (list, tuple)) or not 2 <= len(e) <= 3]

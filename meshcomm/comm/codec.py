@@ -188,7 +188,7 @@ class _Writer:
             why = " that requires gradients, and objects carry no gradients"
             raise _refused(x, path, why, "x.detach(), or the call under torch.no_grad()")
         values = x.detach().resolve_neg()
-        # As integers, which can be copied for every dtype.
+        # Copied as integers, because not every dtype can be copied directly.
         if x.is_complex():
             values = torch.view_as_real(values.resolve_conj())
         bits = values.view(_BITS[values.itemsize]).cpu().contiguous()
@@ -255,8 +255,8 @@ class _Reader:
     left:   uint8 of shape (n,), the bytes after the structure that are still unread; on any device.
     device: the device of decoded tensors.
 
-    Memory is allocated only after the lengths were compared with the bytes left. Bytes that no writer wrote end
-    in some exception; none of them are executed.
+    Memory is allocated only after the lengths have been compared with the bytes left. Bytes that no writer wrote
+    raise some exception. They are never executed.
     """
 
     def __init__(self, left: Tensor, device: torch.device) -> None:
@@ -265,7 +265,7 @@ class _Reader:
         self._seen: list[Any] = []
 
     def value(self, node: Any, depth: int = 0, key: bool = False) -> Any:
-        """Return the value; key: inside a dict key or a set element."""
+        """Return the value. key: whether it is inside a dict key or a set element."""
         if type(node) is not list:
             if type(node) is dict:
                 _broken("a value without a tag")

@@ -32,8 +32,8 @@ from meshcomm.transport.torch_private import written
 class Ready(NamedTuple):
     """One kind of call for one dtype.
 
-    start, options: the backend's method and its options. counter: where calls are counted. device: of the tensors.
-    gets: whether this rank has a result.
+    start, options: the backend's method and its options. counter: where calls are counted. device: the
+    tensors' device. gets: whether this rank has a result.
     """
 
     start: Callable[..., Any]
@@ -62,7 +62,7 @@ class Communicator(Caller):
     ) -> None:
         recorder = recorder or FlightRecorder(name, [], lambda _, where, error: failure(where, error))
         super().__init__(name, transport, who, recorder)
-        # The prepared calls. They hold no reference to this object, so that it and its group are freed with the last one.
+        # Prepared calls hold no reference to this object, so its last outside reference frees it and its group.
         self._ready: dict[tuple[object, ...], Ready] = {}
         self.recorder.quick.append(self._ready)
         self.messages = Messages(name, transport, who, self.recorder)
@@ -79,7 +79,7 @@ class Communicator(Caller):
         out: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Run any collective. `Mesh` documents each one, and Request the arguments. With `async_op`, a Handle.
+        """Run any collective; with `async_op`, return a Handle. `Mesh` documents each one, Request the arguments.
 
         The fast path supports no options: a call with any option takes the stages.
         """
@@ -150,7 +150,7 @@ class Communicator(Caller):
     # -- the fast path --------------------------------------------------------------------------
 
     def _fast_path(self, row: Collective, ready: Ready, x: Any, out: Tensor | None, async_op: bool) -> Any:
-        """Make a call of a kind that was prepared; NotImplemented if its tensors cannot be sent unchanged."""
+        """Make a prepared kind of call. Return NotImplemented if its tensors cannot be sent unchanged."""
         start, options, counter, device, gets = ready
         if not unobserved() or not is_plain(x, device):
             return NotImplemented

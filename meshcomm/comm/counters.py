@@ -1,4 +1,4 @@
-"""The calls, bytes and time of a group since it was made, by dim and call."""
+"""The calls, bytes and time of a group since its creation, by dim and call."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Sums:
 
 @final
 class CallCounter(Sums):
-    """Running sums of one call on one dim of one group: of the blocking calls.
+    """Running sums of the blocking calls of one kind, on one dim of one group.
 
     async_op: sums of the asynchronous calls, counted once they are waited for. sign: a checksum of `call`, the same
     in every process. alike: whether the call's bytes are equal on all ranks. waiting: the asynchronous call that the
-    program is waiting for. past: made outside the mesh, for an unknown time.
+    program is waiting for. past: the calls are made outside the mesh, and their time is unknown.
     """
 
     def __init__(self, name: str, call: str, past: bool = False) -> None:
@@ -59,7 +59,7 @@ class PendingCall:
     """A call between its start and the end of its last wait. It is counted at its first wait.
 
     total: its counter, whose `waiting` is this call during a wait. told: its span, if a trace is taken. place: code and
-    instruction of the user's line. over: when the last wait for it ended; 0.0 if there was none yet.
+    instruction of the user's line. over: when its last wait ended; 0.0 before any wait has ended.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Why a call does not end: from the status of each rank to the missing ranks, their lines, and the error to raise."""
+"""Finds why a call does not end: which ranks are missing, at which lines they are, and which error to raise."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Reason(Enum):
     OTHER = "failed"
 
 
-# The texts of backends' errors, in lower case; the first match counts. Tested with Gloo of torch 2.11 to 2.15, which
+# The texts of backends' errors, in lower case; the first match counts. Gloo's are tested with torch 2.11 to 2.15; Gloo
 # connects to an address that another rank offered. NCCL's are from ProcessGroupNCCL.cpp and NCCL's own messages.
 _TEXTS: Final = (
     (Reason.UNREACHABLE, ("connecting", "connect timeout", "unable to find address")),
@@ -61,8 +61,8 @@ _TEXTS: Final = (
 
 
 def reason_of(error: BaseException) -> Reason:
-    """Return why the backend ended a call, by the type of its error first; the errors that caused it are searched
-    too.
+    """Return why the backend ended a call. The type of the error counts first. The errors that caused it are
+    searched too.
     """
     if isinstance(error, TimeoutError):
         return Reason.TIMEOUT
@@ -162,7 +162,7 @@ def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagn
 
 
 def absent(blocked: BlockedCall, statuses: Statuses) -> list[tuple[int, str | None]]:
-    """Return the ranks that have not arrived at a call, and the activity of each; None where a rank does not answer."""
+    """Return the ranks that have not arrived at a call, and the activity of each; None for a rank that does not answer."""
     if blocked.messages is not None:
         return [each for part in blocked.messages["parts"] for each in _unmatched(blocked, part, statuses)]
     found: list[tuple[int, str | None]] = []
@@ -178,7 +178,7 @@ def absent(blocked: BlockedCall, statuses: Statuses) -> list[tuple[int, str | No
 
 
 def _waits_for(status: Status, statuses: Statuses) -> str:
-    """Return the ranks that have not arrived at the collective that a rank is blocked in, as far as they were asked."""
+    """Return which of the ranks that were asked have not arrived at the collective that a rank is blocked in."""
     if status.get("failed"):
         return ""
     for group in reversed(status["groups"]):
@@ -220,7 +220,7 @@ def _unmatched(blocked: BlockedCall, part: Sequence[Any], statuses: Statuses) ->
         others = ", ".join(f"{count} with tag {other}" for other, count in sorted(done.items()))
         said += f", and {others}" if others else ""
         found.append((peer, f"has {has} {said}; it {doing_of(status, label)}"))
-    # One message is enough, but a rank that does not answer may still have kept it from arriving.
+    # One message is enough, but a rank that does not answer may have kept that message from arriving.
     return [each for each in found if each[1] is None] if on_its_way else found
 
 
@@ -236,7 +236,7 @@ def described(waiting: Mapping[str, Any]) -> str:
 
 
 def doing_of(status: Status, label: str | None = None) -> str:
-    """Return the call that failed on a rank, or that it is blocked in; otherwise the line of its program."""
+    """Return the call that failed on a rank or blocks the rank; otherwise the line of its program."""
     failed = status.get("failed")
     if failed is not None:
         # The rank's later activity usually follows from the failure.
@@ -325,7 +325,7 @@ def _first(lines: Sequence[str]) -> list[str]:
 
 
 def call_text(call: Mapping[str, Any]) -> str:
-    """Return a collective, or messages, as `FlightRecorder.status` has them, as text."""
+    """Return a collective or messages, given in the form of `FlightRecorder.status`, as text."""
     if "parts" in call:
         return f'{described(call)} along "{call["dim"]}"'
     return f'{call["call"]} along "{call["dim"]}"' + (f", call {call['number']}" if call["number"] else "")
@@ -348,7 +348,7 @@ def _messages_begun(status: Status, label: str, half: str, peer: int) -> dict[in
 
 
 def find_circle(waits: Mapping[int, Collection[int]]) -> list[int]:
-    """Return the ranks of which each waits for the next and the last for the first; [] if there are none.
+    """Return ranks in a cycle: each waits for the next, and the last for the first. Return [] if there is no cycle.
 
     waits: rank -> the ranks that it waits for. Returns a shortest cycle through the lowest rank that is in one.
     """
@@ -362,7 +362,7 @@ def find_circle(waits: Mapping[int, Collection[int]]) -> list[int]:
 
 
 def shortest_way(after: Mapping[Node, Iterable[Node]], source: Node, target: Node) -> list[Node]:
-    """Return the nodes from one to another, both included, in one step or more; [] if there is no path."""
+    """Return the nodes on a path from one node to another, both included; [] if no path has one step or more."""
     came = dict.fromkeys(after.get(source, ()), source)
     front = list(came)
     for node in front:
@@ -410,7 +410,7 @@ class FailedCall:
         self._error_line = first_line(error)
         self.at = where
         call = waiting or last
-        # As `CommunicationError.call` has it.
+        # In the form of `CommunicationError.call`.
         self._call = None if waiting else {"label": label, **last}
         which = described(waiting) if waiting else f"call {last['number']}"
         who = list(ranks) if len(ranks) <= 16 else fold(ranks)

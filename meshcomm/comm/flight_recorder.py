@@ -30,7 +30,7 @@ KEPT: Final = 256
 _RECENT: Final = 16
 # Collectives to which all ranks contribute tensors of one size.
 _EQUALLY_LARGE: Final = frozenset(name for name, row in ROWS.items() if row.in_place)
-# The upper limit of that number on backends that run calls long after they were made.
+# The upper limit of recent collectives on backends that run calls long after they were made.
 _MOST_RECENT: Final = 128
 
 Inquire = Callable[["FlightRecorder", str, BaseException], MeshcommError]
@@ -50,15 +50,15 @@ class FlightRecorder:
     started:   the sequence number of the last collective; equal numbers on the ranks of a group mean the same call.
     under_way: the argument of the call under way; None if there is none.
     ordered:   the backend runs calls after they have returned, in the order of the calls.
-    work:      the Work of the last collective made outside the mesh; if calls are ordered, of the last call of any kind,
-               with `message` if that is a message. captured: whether a CUDA graph has captured a call. over: the number
-               of a collective that is known to be over, like all before it.
+    work:      the Work of the last collective made outside the mesh or, if calls are ordered, of the last call of any
+               kind. message: that call, if it is a message. captured: whether a CUDA graph has captured a call.
+               over: the number of a collective that is known to be over, like all before it.
     left:      when each call in the ring returned to the program, on this host's monotonic clock.
     counters:  the counters of all calls. messages: the group's messages, counted by peer.
     refused:   numbers of calls that sent nothing, because the ranks were about to make different ones.
     hooks:     the hooks of `watch`. check: compares the first collectives between the ranks; None when done.
     steps:     the calls of each step, if the program calls `mesh.step`.
-    group_name, timeout_s: of the backend's group, if a watchdog made the recorder.
+    group_name, timeout_s: those of the backend's group, if a watchdog created the recorder.
     lost:      (call, whether a peer is gone) -> the error if ranks were lost and replaced.
     plan:      the suffix of the labels that profilers show. spans: takes every call while a trace is taken; span: the
                last one. quick: the dictionaries of prepared calls, emptied for a trace, as prepared calls bypass it.
@@ -66,7 +66,7 @@ class FlightRecorder:
     Args:
         label: the group with its common coords, as in `tp[pp=0 dp=1]`.
         ranks: its global ranks, in coord order.
-        inquire: makes the error when a call fails: which ranks have not arrived, and what they do instead.
+        inquire: creates the error when a call fails. It names the ranks that have not arrived and what they do.
         check: compares the first messages; see MessageCheck.
     """
 
@@ -105,7 +105,7 @@ class FlightRecorder:
         self._profiled: Any = None
         # Whether a collective outside the mesh is between its two hooks.
         self._issued = False
-        # Whether its Work reports its end: Gloo's of a reduce_scatter never does, waited for or not (torch 2.15).
+        # Whether that collective's Work reports its end. Gloo's Work of a reduce_scatter never does (torch 2.15).
         self._tells_end = True
         self._succeeded: object = None
         self.hooks: GroupHooks | None = None
@@ -120,7 +120,7 @@ class FlightRecorder:
 
     @property
     def past_the_mesh(self) -> str:
-        """For errors about a call that others made on a group of the mesh; "" for a group outside the mesh."""
+        """Words for errors about a call that others made on a group of the mesh; "" for a group outside the mesh."""
         return "made outside the mesh " if self.plan else ""
 
     @property
@@ -151,9 +151,9 @@ class FlightRecorder:
         op: str | None = None,
         root: int = -1,
     ) -> FlightRecorder:
-        """Record the start of a collective; it ends with the block of `with` that this opens.
+        """Record the start of a collective, which ends with the `with` block.
 
-        A RuntimeError in the block is the backend's, and becomes the error of `caller`, which is None outside the mesh.
+        A RuntimeError in the block is the backend's and becomes the error of `caller`. `caller` is None outside the mesh.
         """
         self.begin(caller, counter, nbytes, x, users_frame(2))
         if self.span is not None:
@@ -229,7 +229,7 @@ class FlightRecorder:
             self.span.nbytes = nbytes
 
     def queued(self, work: Any, message: PendingMessage | None = None) -> None:
-        """Record that the backend has queued the call under way, and will run it after earlier ones."""
+        """Record that the backend has queued the call under way, and will run it after earlier calls."""
         # The Work of a captured call never completes: only its graph does.
         captured = capturing()
         self.captured |= captured
@@ -257,7 +257,7 @@ class FlightRecorder:
             raise
 
     def later(self) -> PendingCall | None:
-        """Return the call under way is only started: returns the object to notify of the waits for it."""
+        """Record that the call under way is only started. Return the object to notify of the waits for it."""
         place = self.started % KEPT
         entry = self.ring[place]
         self._counted = False
@@ -385,15 +385,15 @@ class FlightRecorder:
         return found
 
     def history(self) -> list[dict[str, Any]]:
-        """Return the calls of the ring and the last messages as plain data, in the order in which they began."""
+        """Return the calls of the ring and the most recent messages as plain data, in the order in which they began."""
         calls = [call for number in self.remembered() if (call := self.call_data(number)) is not None]
         return sorted([*calls, *self.messages.history()], key=lambda call: call["began"])
 
     def status(self) -> dict[str, Any]:
         """Return the state of the group's calls, as plain data.
 
-        recent: the last collectives except refused ones, each with its sequence number, operation, callsite and, if equal
-        on all ranks, its bytes. If calls are ordered, it begins with the first that may not be over.
+        recent: recent collectives except refused ones, each with its sequence number, operation, callsite and, if equal
+        on all ranks, its bytes. If calls are ordered, the list begins with the first call that may not be over.
         """
         first = self.started - _RECENT
         if self.ordered:
@@ -421,7 +421,7 @@ class FlightRecorder:
 
 
 class Caller:
-    """The issuer of calls along the dim `name`: begins the text of an error about a call, and explains a failed call.
+    """Issues calls along the dim `name`. It begins the text of an error about a call, and explains a failed call.
 
     who: this rank with its coords, for errors, as in `rank 5 (pp=1 dp=0 tp=1)`.
     """
@@ -444,14 +444,14 @@ class Caller:
     def confirm(self, call: str, error: BaseException | None = None) -> None:
         """Raise RankLost from `error` if ranks have been lost. Called when the host has waited, or has read a value.
 
-        If calls are queued, a call that is given up for a lost rank ends without an error, and its result is undefined.
+        If calls are queued, a call given up because of a lost rank ends without an error. Its result is undefined.
         """
         recorder = self.recorder
         if recorder.ordered and (lost := recorder.lost(self.where(call), False)) is not None:
             raise lost from error
 
     def start(self, call: Call) -> Sequence[Work]:
-        """Make the backend start a collective; return nothing if it is already over."""
+        """Make the backend start a collective. Return its Work, or nothing if it is already over."""
         work = self.transport.start(call)
         if self.recorder.ordered:
             self.recorder.queued(work)

@@ -39,7 +39,7 @@ class Handle(Generic[T]):
     Args:
         works: the backend's Work objects, or other handles.
         by: the issuer of the call.
-        finish: makes the result after the works complete.
+        finish: computes the result after the works complete.
         result: the result, if there is no `finish`.
         pending: is notified of the waits.
         held: an object to keep alive until the wait.
@@ -106,7 +106,7 @@ class Handle(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def _end(self, timeout_s: float | None) -> None:
-        """Wait for the works and make the result, once; an error is kept and raised by every wait."""
+        """Wait for the works and compute the result, once. An error is kept, and every wait raises it."""
         works = self._works
         if works is None:
             return
@@ -139,7 +139,7 @@ class Handle(Generic[T]):
             except Exception as error:
                 self._error = error
         self._held = None
-        # Last: another thread that sees it continues, and after an interrupt the handle can be waited for again.
+        # Set last: another thread that sees this continues, and an interrupted handle can be waited for again.
         self._works = self._finish = self._confirm = None
 
     @property
@@ -186,7 +186,7 @@ class Handle(Generic[T]):
 
     @property
     def source(self) -> int:
-        """For a receive that has been waited for: the sender's coord."""
+        """The sender's coord, for a receive that has been waited for."""
         if self._source is None or self._works is not None:
             raise CommunicationError(
                 f"{self._by.where(self._call)}: the call has no source",

@@ -31,10 +31,10 @@ _SHOWN: Final = 6
 
 @final
 class CallCheck:
-    """Compares the first calls on one group between its ranks, by an all_reduce of 16 bytes. If they differ, the ranks
-    exchange their calls in one small all_gather.
+    """Compares the first calls on one group between its ranks, by an all_reduce of 16 bytes. If calls differ, the ranks
+    exchange them in one small all_gather.
 
-    transport: of the group, fetched at each call. limit: the number of calls to compare, equal on all ranks; if None, all.
+    transport: the group's, fetched at each call. limit: the number of calls to compare, equal on all ranks. None: all.
     """
 
     def __init__(self, transport: Callable[[], Transport], ranks: Sequence[int], limit: int | None) -> None:
@@ -49,7 +49,7 @@ class CallCheck:
         return (self._left is None or self._left > 0) and len(self._ranks) > 1
 
     def announce_call(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
-        """Return when all ranks are about to make the same call on the dim `name`; whether an exchange was needed.
+        """Wait until all ranks are about to make the same call on `name`. Return whether an exchange was needed.
 
         past: the call is made outside the mesh, and only some of its facts are known.
 
@@ -101,7 +101,7 @@ def _is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def majority(signs: Mapping[int, Any]) -> tuple[list[int], list[int]]:
-    """Return the ranks with the most common sign, the first of equally common ones; and all other ranks.
+    """Return the ranks with the most common sign, and all other ranks. Of equally common signs, the first counts.
 
     >>> majority({0: "a", 1: "b", 2: "b"}), majority({3: "a", 4: "b"})
     (([1, 2], [0]), ([3], [4]))
@@ -165,8 +165,8 @@ def _plain(value: Any) -> str:
 class _Run(NamedTuple):
     """Consecutive steps in which a rank made the same calls on the group, as plain data.
 
-    first: step, by this rank's count; number: the program's number for it. calls, nbytes: in each step. digest: of the
-    operations and their bytes; operations: with their lines and counts. ended_at: the line of `mesh.step`.
+    first: the first step, by this rank's count. number: the program's number for it. calls, nbytes: per step.
+    digest: of operations and bytes. operations: with their lines and counts. ended_at: the line of `mesh.step`.
     """
 
     first: int
@@ -182,7 +182,7 @@ class _Run(NamedTuple):
 class StepHistory:
     """The calls of one rank on one group, step by step. Written by `mesh.step`, read by other threads too.
 
-    step: the last one noted. sums: by step, a checksum of all calls up to its end: two ranks with equal sums have made
+    step: the last step noted. sums: by step, a checksum of all calls up to its end: two ranks with equal sums have made
     the same calls so far. The sum of a step divisible by 2**k is kept for 4 * 2**k steps, so that two ranks 2**k steps
     apart have a step in common.
     """
@@ -196,7 +196,7 @@ class StepHistory:
     def note(
         self, step: int, number: int, calls: int, entries: Sequence[Entry], ended_at: tuple[CodeType, int]
     ) -> None:
-        """Step `step` is over, which the program numbers `number`; it made `calls` calls.
+        """Record that step `step` is over. The program numbers it `number`. It made `calls` calls.
 
         entries: the calls to compare.
         """
@@ -212,7 +212,7 @@ class StepHistory:
             self._runs.append(_Run(step, number, calls, digest, nbytes, operations, line_of(*ended_at)))
         self.sums[step] = self._sum = crc32(b"%d %d %d" % (number, calls, digest), self._sum)
         self.sums.pop(step - 4 * (step & -step), None)
-        # Last: readers in other threads start from it.
+        # Set last, because readers in other threads start from it.
         self.step = step
 
     def data(self) -> dict[str, Any] | None:
@@ -227,7 +227,7 @@ class StepHistory:
 
 
 def last_common(*sums: Mapping[int, int]) -> int:
-    """Return the last step for which all have a sum, 0 if there is none."""
+    """Return the last step for which all ranks have a sum; 0 if there is none."""
     return max(set.intersection(*map(set, sums)), default=0) if sums else 0
 
 
@@ -320,7 +320,7 @@ def _difference(
 
 
 def _calls(step: _Run, other: _Run) -> str:
-    """Return the number of calls, and the lines with calls that `other` has not made as often from there."""
+    """Return the number of calls, and the lines from which `other` has not made as many calls."""
     text = _collectives(step.calls)
     if step.nbytes != other.nbytes and step.calls == other.calls:
         text += f" of {step.nbytes:,} bytes"

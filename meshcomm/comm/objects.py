@@ -29,8 +29,8 @@ _OFFER_BYTES: Final = 1024
 class _Offer(NamedTuple):
     """The facts that each rank sends before any bytes of an object, as JSON of a fixed length.
 
-    size: bytes of its (largest) object, for coord `target` of a scatter; 0 if it sends nothing. failed: why its object
-    cannot be sent, as (what, expected, hint). cap: its max_bytes.
+    size: bytes of its object, in a scatter of the largest one, for coord `target`; 0 if it sends nothing. failed: why
+    its object cannot be sent, as (what, expected, hint). cap: its max_bytes.
     """
 
     call: str
@@ -161,7 +161,7 @@ class Objects:
         pickle: bool = False,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """Send `obj` to coord `dst`, which calls `recv`. Returns once the receiver takes the object.
+        """Send `obj` to coord `dst`, which must call `recv`, and return once the receiver takes the object.
 
         If two ranks both send to each other first, both raise.
 
@@ -351,9 +351,9 @@ class _Call:
         return mine, sizes
 
     def compare_offers(self, offers: list[tuple[int, _Offer]], pair: bool = False) -> None:
-        """Raise ObjectError if the call cannot continue, the same on all ranks. offers: with the coord of each.
+        """Raise ObjectError, the same on all ranks, if the call cannot continue. offers: each with its coord.
 
-        pair: a send and a recv.
+        pair: the call is a send and a recv.
         """
         failed = {coord: offer.failed for coord, offer in offers if offer.failed is not None}
         calls = _by_coord((offer.call, coord) for coord, offer in offers)

@@ -91,7 +91,7 @@ class _Row:
     """One operator.
 
     arguments: the arguments after x, group, size and traced, in torch's schema language; the first `axes` are axes of x,
-               number `op` is the reduction.
+               argument number `op` is the reduction.
     run:       the call itself, without autograd; the result is contiguous and new.
     shape:     computes the result's shape from x's shape, the size and the arguments; if None, the result is a view of x.
     adjoint:   computes the gradient of x from the result's gradient, the place and the arguments.
@@ -286,7 +286,7 @@ def _batched(row: _Row, info: Any, in_dims: Any, x: Tensor, *given: Any) -> tupl
 
 
 def _define(row: _Row) -> None:
-    """Register one operator for eager calls, shapes alone, autograd and vmap."""
+    """Register one operator for eager calls, shape inference, autograd and vmap."""
     name, alias = f"meshcomm::{row.name}", "" if row.shape else "(a)"
     more = f", {row.arguments}" if row.arguments else ""
     _LIBRARY.define(f"{row.name}(Tensor{alias} x, str group, int size, bool traced{more}) -> Tensor{alias}")

@@ -48,7 +48,7 @@ from meshcomm.transport.torch_private import profiling, written
 
 Envelope: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
 
-# At most this many kinds of messages are kept as checked; a new tag for each message would add one each time.
+# At most this many kinds of messages are remembered as checked. Every new tag would add another kind.
 _MOST_FAST = 4096
 
 
@@ -269,7 +269,7 @@ class Messages(Caller):
         facts, wanted = ([(end.tag, end.x.dtype, end.x.numel()) for end in ends] for ends in (sent, asked))
         if facts != wanted:
             raise ShapeError(
-                f"{self.where(call)}: a message to itself does not fit",
+                f"{self.where(call)}: the receive does not fit the message that this rank sends to itself",
                 given=f"sent {facts}; received {wanted}, as (tag, dtype, elements)",
                 expected="both ends in one call, with the same dtype and number of elements",
                 hint="out=torch.empty_like(x)",
@@ -278,7 +278,7 @@ class Messages(Caller):
             into(room.x, end.x.view(room.x.shape))
 
     def _start(self, batch: Batch) -> Any:
-        """Start messages to other ranks; returns their result, or the handle that waits for them."""
+        """Start messages to other ranks. Return their result, or the handle that waits for them."""
         recorder, log, transport = self.recorder, self.recorder.messages, self.transport
         message = handle = None
         works: Sequence[Work] = ()

@@ -25,9 +25,9 @@ from meshcomm.transport.torch_private import capturing, work_error
 _KEPT: Final = 256
 # Messages are counted for this many channels; the oldest are dropped first.
 _CHANNELS: Final = 4096
-# Comparing a message costs its two ends seven operations of the job's one store.
+# Comparing a message costs its two ends seven operations of the job's only store.
 _MOST_COMPARED: Final = 4
-# How long the end that arrives first waits for the peer to confirm the message before it moves its data: at most this
+# How long the end that arrives first waits for the peer to confirm the message before moving its data: at most this
 # time, and at most this part of the group's timeout. The wait counts toward the timeout, so a silent peer adds none.
 _ANSWERED_S: Final = 5.0
 _ANSWERED_PART: Final = 0.5
@@ -45,10 +45,10 @@ Unanswered: TypeAlias = tuple[str, int]
 class Batch:
     """One call that sends or receives: its messages, receives first, and its result.
 
-    finish:  makes the result; result: the result, if there is no `finish`.
+    finish:  computes the result. result: the result, if there is no `finish`.
     source:  for a receive, the sender's coord.
-    calls:   0 if it prepares another call, which is counted. nbytes: for the counters; if None, the bytes of all `ends`.
-    carried: every dtype is known to be supported by backends.
+    calls:   0 if it prepares another call, which is counted. nbytes: bytes to count; if None, the bytes of all `ends`.
+    carried: whether backends are known to support every dtype.
     """
 
     call: str
@@ -100,7 +100,7 @@ class PendingMessage(PendingCall):
         log.recent.append(self)
 
     def counts(self, total: CallCounter, calls: int) -> None:
-        """Set its counter. calls: 0 for a part of a call that another part counts."""
+        """Set the counter. calls: 0 for a part of a call that another part counts."""
         self._total, self._sums, self._calls = total, total.async_op, calls
 
     def started(self) -> None:
@@ -135,10 +135,10 @@ class PendingMessage(PendingCall):
 class MessageLog:
     """Counts messages by channel, so that both ends can name a missing one.
 
-    Messages have no sequence numbers of the group, like collectives do: ranks may send different numbers.
+    Unlike collectives, messages are not numbered per group: ranks may send different numbers of messages.
 
     begun:   the sequence number of the last message by channel. waiting: the call that this rank is blocked in.
-    flying:  the messages in flight, see `flies`. recent: the last calls.
+    flying:  the messages in flight, see `flies`. recent: the most recent calls.
     spans:   takes all calls while a trace is taken. check: compares the first messages between their ends.
     """
 
@@ -162,7 +162,7 @@ class MessageLog:
     def begin(self, name: str, batch: Batch, counted: bool) -> PendingMessage:
         """Count one call's messages and remember its line; the call is under way until it has `started` or `ended`.
 
-        counted: it is not part of a collective that runs step by step.
+        counted: False for a part of a collective that runs step by step.
         Raises CallMismatchError if the peer is known to pass a different tensor; that message
         is not counted.
         """
@@ -226,7 +226,7 @@ class MessageLog:
         self.flying.append(message)
 
     def posted(self, message: PendingMessage, work: Any) -> None:
-        """Record `work`, the backend's, for a message outside the mesh; it is kept until it is over."""
+        """Record the backend's `work` for a message outside the mesh, and keep it until it is over."""
         if capturing():
             return
         while self._posted and self._posted[0][1].is_completed():
@@ -273,7 +273,7 @@ class MessageLog:
         return number
 
     def history(self) -> list[dict[str, Any]]:
-        """Return the last calls as plain data; see FlightRecorder.history."""
+        """Return the most recent calls as plain data; see FlightRecorder.history."""
         return [
             {
                 "dim": message.name,
@@ -322,8 +322,8 @@ class MessageCheck:
     that arrives second compares, answers, and raises if the two differ. The end that arrived first reads the answer
     before it waits for the data, so that both ends raise at once.
 
-    pairs: the number of messages in each direction with each peer, while they are compared. store: of this mesh, used
-    for nothing else. ranks: of the group, in coord order; timeout_s: of the group. limit: the number of messages to
+    pairs: the number of messages in each direction with each peer, while they are compared. store: this mesh's, used
+    for nothing else. ranks: the group's, in coord order. timeout_s: the group's. limit: the number of messages to
     compare, at most 4; if None, all, up to 4.
     """
 

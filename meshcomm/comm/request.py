@@ -33,7 +33,7 @@ _KNOWN: Final = ("comm", "row", "x", "async_op", "op", "root", "axis", "concat",
 @final
 @dataclass(slots=True, eq=False)
 class Request:
-    """One call of a collective. Each stage takes it, and adds its results.
+    """One call of a collective. Each stage takes the call and adds results.
 
     | stage  | file          | adds |
     |---|---|---|
@@ -44,15 +44,15 @@ class Request:
     | finish | wire.py       | the result |
 
     The fields up to `out` are supported by the fast path of Communicator.collective. Later fields are options: a call
-    with any of them takes the stages, and ranks must agree on it unless it is marked as `_OWN`.
+    with any option takes the stages, and ranks must agree on the option unless it is marked as `_OWN`.
 
-    concat:   the axis that an all_to_all joins; `axis` is the one that it splits, and the only axis of other calls.
+    concat:   the axis that an all_to_all joins. `axis` is the axis that it splits, and the only axis of other calls.
     uneven:   sizes of `axis` may differ between ranks. input_split_sizes: the size of `axis` sent to each coord;
               output_split_sizes: the size from each coord, if known.
 
     source:   x, with the axis to split or join; None on ranks that contribute nothing.
-    facts:    the facts that must be equal on all ranks. problem: the error of this rank alone, raised after the others
-              have their part of the call.
+    facts:    the facts that must be equal on all ranks. problem: an error of this rank only, raised after the other
+              ranks have their part of the call.
     header:   for a scatter, the shape of a slice as a message.
     sizes:    the size from each coord, if sizes differ.
     call:     the call for the transport. arrived: the buffer of its result, before it is reordered.
@@ -92,7 +92,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """The name under which it is recorded, compared and counted: another algorithm makes it another call."""
+        """The name under which the call is recorded, compared and counted. Each algorithm has its own name."""
         return self.row.name if self.algorithm is None else f"{self.row.name} by {self.algorithm.name}"
 
     @property

@@ -34,8 +34,8 @@ SCHEDULED: Final[tuple[str, ...]] = get_args(Scheduled)
 
 # Keeps these messages apart from a user's own. Gloo separates tags; NCCL matches by order.
 _TAG: Final = OWN_TAGS
-# Size of the chunks that a tree sends one after the other. Of 1, 2, 4 and 8 chunks of 32 MiB over 8 ranks on 2 cores, 4 were fastest.
-# For 4 MiB, one chunk was fastest.
+# Size of the chunks that a tree sends one after the other. For 32 MiB over 8 ranks on 2 cores, 4 chunks were fastest
+# of 1, 2, 4 and 8. For 4 MiB, one chunk was fastest.
 _CHUNK_BYTES: Final = 8 << 20
 _MOST_CHUNKS: Final = 16
 # Larger tensors pass through the dims of `hierarchical` in pieces of this size.
@@ -43,7 +43,7 @@ _PIECE_BYTES: Final = 4 << 20
 
 
 class _Moves(NamedTuple):
-    """One step with chunks as elements: (peer, start, stop), and for receives whether they are reduced."""
+    """One step, with chunks as ranges of elements: (peer, start, stop). Receives add whether they are reduced."""
 
     sends: tuple[tuple[int, int, int], ...]
     receives: tuple[tuple[int, int, int, bool], ...]
@@ -62,7 +62,7 @@ class Algorithm(NamedTuple):
     chunks: int | None = None
 
     def run(self, comm: Communicator, flat: Tensor, op: str) -> None:
-        """Reduce a flat tensor in place over `comm`. op: of WIRE_OPS."""
+        """Reduce a flat tensor in place over `comm`. op: a key of WIRE_OPS."""
         name, inner, pieces, wire_op = self.name, self.inner, self.chunks, WIRE_OPS[op]
         if pieces is None:
             trees = 2 if name == "double_tree" else 1
@@ -154,9 +154,9 @@ def _run(
 def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: float | None = None) -> Tensor:
     """Reduce `x` in place over the dims of `comms`, outermost first, and return it.
 
-    Inside the innermost dim each rank gets the reduced slice number `coord`; the slices are reduced over the outer dims
-    in the same way; then the innermost dim gathers them. Only 1/n of the data crosses the outer dims, where n is the
-    size of the innermost dim; a flat ring sends all of it. The result equals the flat one up to rounding, because the
+    Inside the innermost dim each rank gets the reduced slice number `coord`. The slices are reduced over the outer dims
+    in the same way. Then the innermost dim gathers them. Only 1/n of the data crosses the outer dims, where n is the
+    size of the innermost dim. A flat ring sends all of it. The result equals the flat one up to rounding, because the
     order of summation differs.
     """
     inner = comms[-1]

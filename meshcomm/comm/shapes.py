@@ -76,8 +76,8 @@ def into(out: Tensor, buffer: Tensor) -> Tensor:
 
 
 def unwatched(*outs: Tensor) -> AbstractContextManager[object]:
-    """Return whether `outs` may be written here: a call is checked when it is made, and may be waited for in
-    another mode.
+    """Return a context in which `outs` may be written: a call is checked when it is made, and may be waited for
+    in another autograd mode.
     """
     return torch.inference_mode() if any(map(Tensor.is_inference, outs)) else torch.no_grad()
 
@@ -117,8 +117,8 @@ def without(x: Tensor, axis: int) -> Tensor:
 def wire(x: Tensor, added: bool = False) -> Tensor:
     """Return the memory of `x`, which is dense, as a flat tensor in a dtype that backends support.
 
-    added: in a dtype that they can add: complex numbers as pairs, bool as bytes. Otherwise, any other dtype is sent as
-    bytes, which is exact.
+    added: return a dtype that backends can add: complex numbers as pairs, bool as bytes. Otherwise, any other dtype is
+    sent as bytes, which is exact.
     """
     flat = x.view(-1)
     if x.dtype in CARRIED:
@@ -131,9 +131,9 @@ def wire(x: Tensor, added: bool = False) -> Tensor:
 
 
 def as_bytes(flat: Tensor) -> Tensor:
-    """Return the same memory as bytes. `flat`: of one axis, contiguous.
+    """Return the same memory as bytes. `flat` has one axis and is contiguous.
 
-    One element of a slice is contiguous with any stride, and torch then cannot view it as bytes.
+    A slice of one element is contiguous with any stride, but torch cannot view it as bytes with every stride.
     """
     if flat.numel() < 2:
         flat = flat.as_strided(flat.shape, (1,))

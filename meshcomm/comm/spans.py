@@ -26,11 +26,11 @@ MOST: Final = 200_000
 @final
 @dataclass(slots=True)
 class Span:
-    """One call, or one named stretch of the program. Times in seconds on the monotonic clock.
+    """One call, or one named stretch of the program. Times are in seconds on the monotonic clock.
 
-    group: label, "" for a stretch. lane: the dim, or the lane of a stretch. number: sequence number of a collective.
-    left: when the call returned to the program. waits: (begin, end) of each wait; at_once: they follow the start.
-    parts: of messages: (direction, peer's coord, tag, number among those). root: a coord, -1 for none.
+    group: its label, "" for a stretch. lane: the dim, or the lane of a stretch. number: a collective's sequence number.
+    left: when the call returned to the program. waits: (begin, end) of each wait. at_once: whether they follow the start.
+    parts: for messages: (direction, peer's coord, tag, sequence number with these). root: a coord, -1 for none.
     """
 
     group: str

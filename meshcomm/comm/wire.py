@@ -68,8 +68,8 @@ def _load_even(request: Request) -> None:
 
 
 def _prepared(request: Request, dense: Tensor) -> tuple[Tensor, str]:
-    """Return the tensor to send for a dense one that is reduced, and the backend's operation; the same memory if
-    possible.
+    """Return the tensor to send for a dense tensor that is reduced, and the backend's operation. Both tensors share
+    memory if possible.
     """
     reduction, x = REDUCTIONS[request.op], request.x
     op = reduction.wire.name
@@ -174,7 +174,7 @@ def start(request: Request) -> Sequence[Work]:
 
 
 def carry_out(request: Request) -> Tensor | None:
-    """Start the call, wait for it, and make its result. A function of its own, so that a kept error does not keep the Works."""
+    """Start the call, wait for it, and compute its result. Separate, so that a kept error does not keep the Works."""
     for work in start(request):
         work.wait()
     if request.row is BARRIER:
@@ -183,7 +183,7 @@ def carry_out(request: Request) -> Tensor | None:
 
 
 def finish(request: Request) -> Tensor | None:
-    """Return the result, after the Works have completed. Raises the error of this rank alone."""
+    """Return the result, after the Works have completed. Raises an error of this rank only."""
     row, came, target, call = request.row, request.arrived, request.target, request.call
     if request.problem is not None:
         raise request.problem

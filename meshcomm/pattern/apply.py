@@ -45,7 +45,7 @@ class _Calls:
 
 @final
 class Rearranger:
-    """`rearrange` for one rank of one mesh. Recipes are cached, the last 1024 of them.
+    """`rearrange` for one rank of one mesh. The 1024 most recently used recipes are cached.
 
     A mesh that gets more dims needs a new Rearranger, because the name of a tensor axis may now be a dim.
     """
@@ -70,8 +70,8 @@ class Rearranger:
         Called by: every rank along every dim that the pattern names, in the same program order.
         Returns:   new memory where data moved between ranks, else a view of x where einops would
                    give one; any strides.
-        Gradient:  where x needs one: of every dim that moves, is sliced, or is reduced by sum or
-                   avg; of a gathered dim by the rule `grad`, one for all or {dim: rule}.
+        Gradient:  if x needs one: for every dim that moves, is sliced, or is reduced by sum or
+                   avg. A gathered dim needs the rule `grad`: one for all, or {dim: rule}.
         Raises:    PatternError, ShapeError, AutogradError before anything is sent; UnsupportedOp,
                    CommunicationError.
         """

@@ -64,7 +64,7 @@ def fault(what: str, expected: str, hint: str) -> PatternError:
 
 
 def parse(text: object, ndim: int | None) -> Pattern:
-    """Parse a pattern for a tensor of `ndim` axes. None: any number of axes; the pattern then has no ellipsis.
+    """Parse a pattern for a tensor of `ndim` axes. None means any number, and the pattern then has no ellipsis.
 
     >>> parse("b s (tp h) -> b s h", None).left
     (('b',), ('s',), ('tp', 'h'))
@@ -80,7 +80,7 @@ def parse(text: object, ndim: int | None) -> Pattern:
             if sides[1:]
             else 'no "->"'
             if sides
-            else "the pattern is not a text"
+            else "the pattern is not a string"
         )
         hint = f'"{sides[0].strip()} -> {sides[0].strip()}", and then change the right side' if sides else ""
         raise fault(
@@ -94,7 +94,7 @@ def parse(text: object, ndim: int | None) -> Pattern:
     if left.has_ellipsis_parenthesized:
         raise fault(
             "an ellipsis in parentheses on the left",
-            "an ellipsis outside parentheses on the left: its number of axes must follow from x",
+            "an ellipsis outside parentheses on the left: x must determine its number of axes",
             "... without the parentheses, or a name for each axis",
         )
     if left.has_ellipsis != right.has_ellipsis:

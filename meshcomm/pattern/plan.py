@@ -42,7 +42,7 @@ def explain_pattern(
     Args:
         pattern: see `Mesh.rearrange`.
         dims:    the mesh: name -> size, outermost first, or a Layout.
-        shape:   of the local tensor on each rank. If None, the steps have no numbers, and the pattern must
+        shape:   shape of each rank's local tensor. If None, the steps have no numbers, and the pattern must
                  not contain an ellipsis.
         partial: as for `Mesh.rearrange`.
         sizes:   lengths of axes, as for `Mesh.rearrange`.

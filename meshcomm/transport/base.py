@@ -55,7 +55,7 @@ class Transport(ABC):
     any_source: bool
     # Whether calls return when they are queued, and run in the order of queueing, as on NCCL.
     ordered: bool = False
-    # Whether the end of a run reports calls without a wait, so that their handles need not.
+    # Whether the end of a run reports calls without a wait, so that their handles need not report them.
     tells_unwaited: bool = False
 
     @property
@@ -74,7 +74,7 @@ class Transport(ABC):
         return self.kinds
 
     def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> bool:
-        """Announces this rank's next call on the dim `name`; returns whether the transport itself compares calls."""
+        """Announce this rank's next call on the dim `name`. Return whether the transport itself compares calls."""
         return False
 
     @abstractmethod

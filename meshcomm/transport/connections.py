@@ -28,7 +28,7 @@ class _Connection(NamedTuple):
 
 @final
 class Connections:
-    """The connections that this process makes within `making`, and later ones to ports on which it began to listen there.
+    """The connections that this process makes within `making`, and later connections to ports opened there.
 
     Two ranks of a large Gloo group connect at their first message. Connections to earlier addresses, such as the store's,
     are only cut within `making`, because other threads use them later. The connections of `own` are always cut.
@@ -64,7 +64,7 @@ class Connections:
         return found
 
     def cut(self) -> None:
-        """Shut them down, and abort queued calls, from any thread. The descriptors stay open: their owners close them."""
+        """Shut connections down and abort queued calls, from any thread. Descriptors stay open: their owners close them."""
         # In a thread, as the abort of a communicator waits for CUDA graphs of its calls.
         if self.aborts and not self._aborting.is_alive():
             self._aborting = threading.Thread(

@@ -24,7 +24,7 @@ MARGIN_S: Final = 60.0
 
 @final
 class ProcessGroupTransport(Transport):
-    """Calls the process group's own methods, with option objects made once.
+    """Calls the process group's own methods, with option objects created once.
 
     This skips the argument checks, group lookups and global-rank translation of `torch.distributed.all_reduce` and its
     siblings: the communicator has done this already.

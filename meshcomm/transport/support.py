@@ -1,4 +1,4 @@
-"""The reductions of each backend. The table that both the check before a call and the documentation use."""
+"""The reductions of each backend. Both the check before a call and the documentation use this table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def by_device(backend: str) -> dict[str, str]:
 
 
 def backend_on(backend: str, device: torch.device) -> str:
-    """Return the backend for a device: "gloo" for cpu in "cpu:gloo,cuda:nccl"; the full string if no part matches."""
+    """Return the backend for a device: "gloo" for cpu in "cpu:gloo,cuda:nccl"; the whole string if no part matches."""
     parts = by_device(backend)
     return parts.get(device.type) or parts.get("", backend)
 

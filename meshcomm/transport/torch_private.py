@@ -47,7 +47,7 @@ without_modes: Callable[[], Any] = torch.utils._python_dispatch._disable_current
 # The type of a group's name, if torch has a separate one.
 _NAME: Any = getattr(c10d, "GroupName", str)
 # Backends write to memory without autograd's knowledge. After this call, the backward of an operation that has saved one
-# of these tensors raises, as after any in-place operation. torch.autograd.graph.increment_version without its checks.
+# of these tensors raises, as after any in-place operation. It is torch.autograd.graph.increment_version without checks.
 written: Callable[[list[torch.Tensor]], None] = torch._C._increment_version
 # The names of a backend's options differ between versions of torch.
 OPTIONS_KEY = next(
@@ -136,7 +136,7 @@ def _registered(group: Any, *args: Any, **given: Any) -> None:
 
 
 def on_new_groups(told: Callable[[Any], None]) -> Callable[[], None]:
-    """Call `told` with every process group that torch creates from now on; returns a function that ends this.
+    """Call `told` with every process group that torch creates from now on. Return a function that ends this.
 
     The group's ranks are known only a moment later. Tested with torch 2.15; older torch reports none.
     """
@@ -159,7 +159,7 @@ _SET: Any = getattr(c10d, "_update_default_pg", None)
 
 
 def on_default_group(begins: Callable[[], None], ends: Callable[[], None]) -> Callable[[], None]:
-    """Call `begins` when the default group is complete, and `ends` when it is gone; returns a function that undoes this.
+    """Call `begins` when the default group is complete, and `ends` when it is gone. Return a function that undoes this.
 
     `begins` is called again after each later group. Tested with torch 2.15.
     """
@@ -187,7 +187,7 @@ _NEW_GROUP: Any = c10d._new_group_with_tag
 
 
 def instead_of_new_group(function: Callable[..., Any]) -> Callable[[], None]:
-    """Replace `dist.new_group` by `function`, which receives torch's own first; returns a function that undoes this."""
+    """Replace `dist.new_group` by `function`, which receives torch's own first. Return a function that undoes this."""
     _C10D._new_group_with_tag = given = partial(function, _NEW_GROUP)
 
     def end() -> None:
@@ -221,9 +221,9 @@ def capturing() -> bool:
 
 
 def unfinished_collectives() -> dict[str, list[tuple[int, str]]]:
-    """Return the collectives of each group, by its name, that NCCL has queued and not completed, in order; from
-    torch's flight recorder. Each has its number in the recorder, which is unique in the process, and its name
-    there.
+    """Return the collectives that NCCL has queued and not completed, in order, by the group's name. They come from
+    torch's flight recorder. Each has the recorder's number for it, which is unique in the process, and the
+    recorder's name for it.
 
     Since torch 2.8 a blocking call on NCCL returns no Work that could be checked (`asyncOp ? work : nullptr` in
     ProcessGroupNCCL.cpp). Empty if TORCH_FR_BUFFER_SIZE=0 disables the recorder.
@@ -399,7 +399,7 @@ def flattened_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
 
 
 def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Slices of one root as one DeviceMesh, in any order, like FSDP combines its own dims with those of a parameter."""
+    """Return slices of one root as one DeviceMesh, in any order, as FSDP combines its own dims with those of a parameter."""
     found: DeviceMesh = DeviceMesh._concatenate(list(slices)) if len(slices) > 1 else slices[0]
     return found
 

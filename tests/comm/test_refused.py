@@ -123,7 +123,7 @@ REFUSED: list[Refused] = [
     (
         lambda m: m.exchange("dp", [(ones(), m.coord("dp"))], [(torch.ones(9), m.coord("dp"))]),
         ShapeError,
-        "a message to itself does not fit",
+        "the receive does not fit the message that this rank sends to itself",
     ),
     (lambda m: m.recv("dp", ones(), src=None), LayoutError, "src=None is not a coord.*mesh.recv_any"),
     (lambda m: m.shift("dp", ones(), "1"), LayoutError, "number of coords"),

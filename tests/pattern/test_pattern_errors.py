@@ -233,7 +233,7 @@ def test_bad_patterns_say_what_is_wrong(bad: Asked, what: str, way: str, good: A
 
 
 def test_a_pattern_is_a_text() -> None:
-    with pytest.raises(PatternError, match=r"the pattern is not a text\n  given:    int 7\n"):
+    with pytest.raises(PatternError, match=r"the pattern is not a string\n  given:    int 7\n"):
         explain_pattern(7, MESH, (2,))  # type: ignore[arg-type]
 
 
