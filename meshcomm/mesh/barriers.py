@@ -35,7 +35,7 @@ def monitored_barrier(
         raise BarrierTimeout(
             f"{where}: the job's store has not answered for {timeout_s:g} s",
             given="a TCPStore whose server was cut off, is stopped or is overloaded",
-            expected=f"a store that answers; without it, the missing ranks among {fold(ranks)} are unknown",
+            expected=f"a store that answers; it is unknown which of ranks {fold(ranks)} have arrived",
             hint="check rank 0 or the launcher, which holds the store, and the network in between",
         ) from None
     if absent is None:

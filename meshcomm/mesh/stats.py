@@ -171,7 +171,7 @@ def stats_of_groups(label: str, seconds: float, recorders: Iterable[FlightRecord
 
 
 def _predictor(plan: Plan, machine: Machine | None) -> Callable[[str, str, int, int], float | None]:
-    """Return a function that predicts the seconds of a call. It returns None if the model does not cover the call."""
+    """Return the prediction (dim, call, number of calls, bytes) -> seconds; None if the model does not cover the call."""
 
     @cache
     def algorithms(dim: str, operation: Operation) -> list[Line]:
