@@ -38,7 +38,7 @@ _DEBUGGING: Final = Finding(
 def examine(settings: Config | None = None, world: int | None = None) -> Facts:
     """Return the output of `meshcomm doctor`, as JSON-serializable data.
 
-    settings: the job's. If omitted, checks that need a plan are skipped.
+    settings: the job's settings. If omitted, checks that need a plan are skipped.
     world: number of processes; defaults to the launcher's number, or to the product of the mesh's sizes.
     launch is None without a launcher; ranks is None: see `examine_together`.
     Does not communicate. The duration depends on the name server.

@@ -50,12 +50,12 @@ class Finding(NamedTuple):
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """Return 1 if one is an error, else 0."""
+    """Return 1 if a finding is an error, else 0."""
     return int(any(finding.level == "error" for finding in findings))
 
 
 def view(facts: Facts, everything: bool = False) -> Group:
-    """Return the findings, the worst first. everything: then the facts, lines below each key."""
+    """Return the findings, the worst first. everything: whether the facts follow, as lines below each key."""
     from rich.console import Group
 
     findings = [Finding.read(found) for found in facts["findings"]]

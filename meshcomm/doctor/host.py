@@ -117,7 +117,7 @@ def interface_findings(
             usable = ", ".join(each.name for each in present if each.up and each.addresses)
             yield Finding(
                 "error",
-                f"interface {name} cannot carry anything",
+                f"interface {name} cannot carry traffic",
                 given=f"{name} in {source}: {'no address' if found.up else 'down'}",
                 expected="an interface that is up and has an address",
                 hint=f"one of {usable or 'none'}",

@@ -113,7 +113,7 @@ def _gather(store: Any, world_size: int, wait: timedelta) -> tuple[list[Facts], 
         findings.append(
             Finding(
                 "error",
-                f"{ranks_text(gone)} of {world_size} never came",
+                f"{ranks_text(gone)} of {world_size} never arrived",
                 given=f"{ranks_text(here)} within {wait.total_seconds():g} s",
                 expected=f"all of ranks 0 to {world_size - 1}",
                 hint="check how the missing ranks were started, and their first error",
@@ -155,7 +155,7 @@ def judge(rows: Sequence[Facts], settings: Config | None = None) -> Iterator[Fin
 
 
 def _scattered(hosts: Mapping[str, Sequence[Facts]], settings: Config | None) -> Iterator[Finding]:
-    """Return the hosts whose ranks are not consecutive. No finding if the mesh accounts for it, as with rank_order."""
+    """Return the hosts whose ranks are not consecutive. No finding if the mesh accounts for them, as with rank_order."""
     given = "; ".join(f"{host}: {_ranks(on)}" for host, on in hosts.items())
     nodes = {row["rank"]: node for node, on in enumerate(hosts.values()) for row in on}
     plan = None

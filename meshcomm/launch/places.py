@@ -55,7 +55,7 @@ def sizes_of(settings: Config, world_size: int) -> Sizes | None:
 class Places:
     """The processes of a job by their ranks: each process is numbered by its first rank.
 
-    count: of the job. sizes: None if the mesh keeps its size. processes, size: of the present mesh.
+    count: number of the job's processes. sizes: None if the mesh keeps its size. processes, size: of the present mesh.
     """
 
     count: int

@@ -17,7 +17,7 @@ from meshcomm.mesh.watchdogs import explained, latest_label, leave_all
 def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) -> None:
     """Run `body`; if it raises, make the job print one error, and end the process.
 
-    label: this rank with its coords, if it has opened no mesh; only called for an error.
+    label: returns this rank with its coords, if it has opened no mesh. Only called for an error.
 
     meshcomm's own launcher prints the error of the root cause; under another launcher the first rank that fails prints
     its own. Under an agent of torch, and under meshcomm's launcher, this process ends when the launcher does.

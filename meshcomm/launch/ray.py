@@ -51,7 +51,7 @@ Label = Callable[[int, Mapping[str, int]], str]
 
 
 class _Rank:
-    """The actor of a rank: it starts the rank's process, which ends with it."""
+    """The actor of a rank: it starts the rank's process, which ends with the actor."""
 
     def where(self) -> tuple[str, str, int]:
         """Return the node, its address, and a free port there."""
@@ -63,7 +63,7 @@ class _Rank:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
 
     def run(self, words: Sequence[str], variables: Mapping[str, str], cwd: str) -> Iterator[Any]:
-        """The lines that `meshcomm WORDS` prints, then its exit code and the text of its failure, "" if it has left none.
+        """Yield the lines that `meshcomm WORDS` prints, then its exit code and the text of its failure, "" if there is none.
 
         Does not import torch, which would take longer than the actor's own start.
         """
@@ -103,7 +103,7 @@ def launch(
 ) -> int:
     """Run `meshcomm WORDS` as `world_size` actors of a placement group; return the job's exit code.
 
-    cpus, gpus: of each rank. timeout_s: how long the cluster may take to have room for them, and for each new actor.
+    cpus, gpus: number per rank. timeout_s: how long the cluster may take to have room for the actors, and for a new one.
     replace: overrides elastic.replace of the configuration.
 
     Joins the cluster of RAY_ADDRESS, or starts one on this host. The output of ranks is printed here. If a rank fails, or
@@ -246,7 +246,7 @@ class _Ranks:
         self._several_nodes = False
 
     def run(self) -> int:
-        """Start all, and follow them until all have ended, or one has failed and is not replaced. Returns the exit code."""
+        """Start all ranks. Follow them until all have ended, or one has failed and is not replaced. Return the exit code."""
         self._start()
         failures = self._follow()
         return self._told(failures) if failures else 0
@@ -299,7 +299,7 @@ class _Ranks:
         self._places[process] = _Place(node, address, local_rank)
 
     def _run(self, process: int, generation: int) -> None:
-        """Start a rank in its actor. generation: the one that it joins."""
+        """Start a rank in its actor. generation: the generation that the rank joins."""
         own = self._variables(process)
         if self._replacing.store is not None:
             own[VARIABLE] = str(generation)
@@ -307,7 +307,7 @@ class _Ranks:
         self._streams[stream] = process
 
     def _variables(self, process: int) -> dict[str, str]:
-        """Return the variables that torchrun would set for this rank alone."""
+        """Return the variables that torchrun would set only for this rank."""
         place, count = self._places[process], self._replacing.places.count
         here = sum(each.node == place.node for each in self._places.values())
         # Gloo chooses the loopback if all ranks are on one host, but later ranks may be on other hosts.
@@ -341,7 +341,7 @@ class _Ranks:
             # Ranks that were asked to end, and have saved their state, end together.
             saved = any(failure.code == SAVED for failure in found.values())
             for process in found:
-                # Ray also reports an actor as lost if it cannot reach it: its rank must not meet the new one.
+                # Ray also reports an unreachable actor as lost. That actor's rank must not meet the new one.
                 self._end(process)
             if found and not failures and not saved and replacing.lost(found, bool(well)):
                 continue
@@ -387,7 +387,7 @@ class _Ranks:
         return failures
 
     def _hear(self, ready: Any, process: int) -> Failure | None:
-        """Take one line of a rank, its end, or the place of its actor; return its failure. Raises RayError if its actor is lost."""
+        """Handle a rank's line or end, or the place of its actor. Return its failure. Raises RayError if the actor is lost."""
         import ray
 
         if ready in self._coming:
@@ -410,8 +410,8 @@ class _Ranks:
         return without_error(process, code, time.time(), self._name)
 
     def _without_room(self) -> dict[int, Failure]:
-        """Return the processes that the others wait for, and that have had no place for too long; none if fewer can
-        continue.
+        """Return the processes that the others wait for, and that have had no place for too long; none if fewer ranks
+        can continue.
         """
         replacing, until = self._replacing, time.monotonic() - self._patience_s
         if replacing.places.sizes is not None:

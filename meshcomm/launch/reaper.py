@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-# The job's folder: every process that a rank starts inherits this variable, by which it is found.
+# The job's folder. Every process that a rank starts inherits this variable, by which the process is found.
 JOB_VARIABLE: Final = "MESHCOMM_JOB"
 
 DISMISSED: Final = b"dismissed"
@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG: Final = 1
 def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
     """Return a process that ends all processes of the job, unless it receives DISMISSED before its stdin closes.
 
-    folder: the job's, unique to it. The reaper removes the folder when it acts.
+    folder: the job's own folder. The reaper removes the folder when it acts.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(folder)],
@@ -95,7 +95,7 @@ def end_with_parent(poll: bool = False) -> None:
 
 
 def signal_text(number: int) -> str:
-    """Return `SIGKILL`, or `signal 99` for one without a name."""
+    """Return a signal's name, as in `SIGKILL`, or `signal 99` if it has none."""
     known = {each.value for each in signal.Signals}
     return signal.Signals(number).name if number in known else f"signal {number}"
 

@@ -23,11 +23,12 @@ _FINAL: Final = (2, 130)
 class Replacing:
     """The processes of a job, of which some are lost. It starts none: a launcher asks which to start.
 
-    count: of the job's ranks, by which the processes are numbered. sizes: alternative sizes of the mesh; None if it keeps
-    its size. store: the job's; if None, nothing can be announced, and the first loss ends the job. now: seconds of a clock.
+    count: number of the job's ranks, by which the processes are numbered. sizes: alternative sizes of the mesh; None if the
+    mesh keeps its size. store: the job's store; if None, nothing can be announced, and the first loss ends the job. now:
+    seconds of a clock.
     say: prints lines; None for stderr.
-    due: by ended process, when to start a new one. coming: by new process that does not take part yet, the generation that
-    it was started for.
+    due: for each ended process, when to start a new one. coming: for each new process that does not take part yet, the
+    generation that it was started for.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class Replacing:
         return {*range(self.places.count)} - self._alive - {*self.coming}
 
     def lost(self, failures: Mapping[int, Failure], ended: bool) -> bool:
-        """Handle the end of these processes; whether the job continues. `starts` returns the processes to start.
+        """Handle the end of these processes. Return whether the job continues. `starts` returns the processes to start.
 
-        ended: whether a rank has completed: it could not meet the others again.
+        ended: whether a rank has completed, as such a rank could not meet the others again.
         """
         # A process that gave up because it lost a peer, or because of misuse, would do so again.
         if (

@@ -1,4 +1,4 @@
-"""Finds the root cause among the failures of a job, and makes the lines about the others."""
+"""Finds the root cause among the failures of a job, and writes the lines about the others."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def root_cause(
     label: Callable[[int], str],
     ended: Collection[int] = (),
 ) -> tuple[Failure, list[str]]:
-    """Return the root cause among `failures`, at least one, of ranks that were not asked to end; and lines on the
-    others.
+    """Return the root cause among `failures`, and lines about the other failures. `failures` has at least one entry, and
+    no rank that was asked to end.
 
     label: the name of a rank, with its coords. ended: ranks that had ended with exit code 0.
 

@@ -42,7 +42,7 @@ _SPEAKS_S: Final = 5.0
 # After Ctrl-C, a user waits at the terminal.
 _INTERRUPT_GRACE_S: Final = 3.0
 Exits = dict[int, tuple[int, float]]
-"""By rank that failed by itself: its exit code, negative for a signal, and the time it was last seen alive."""
+"""For each rank that failed by itself: its exit code, negative for a signal, and the time when it was last seen alive."""
 
 
 class _Signalled(BaseException):
@@ -73,10 +73,10 @@ def launch(
 
     The code is 0 if all ranks ended well, SAVED if some ended after a checkpoint, the exit code of the root cause's rank if
     ranks failed (128 + signal if a signal ended it), or 128 + signal if this process received one. SIGUSR1 is passed on to
-    the ranks. No process of the job outlives the call, nor this process: ranks that do not end in time (three seconds after
+    the ranks. No process of the job outlives this call or this process. Ranks that do not end in time (three seconds after
     Ctrl-C) are killed, and so are all processes that ranks have started. The last lines on stderr name the root cause and
-    the failures that followed. After a failure all ranks are started again, up to `max_restarts` times; the code is the one
-    of the last attempt.
+    the failures that followed. After a failure all ranks are started again, up to `max_restarts` times; the
+    code is that of the last attempt.
     """
     if world_size > 4096:
         raise LaunchError(
@@ -182,9 +182,9 @@ class _Ranks:
         self._standby = Standby(arguments, self._common)
 
     def run(self, grace_s: float) -> tuple[Exits, list[int]]:
-        """Start all; return when none is left: the failed processes, and those that had ended well."""
+        """Start all processes. When none is left, return the failed ones, and those that had ended well."""
         said = os.environ.get(_GRACE_VARIABLE)
-        # For ranks next to a failed one, which have nothing to finish.
+        # For the other ranks after a failure: they have nothing to finish.
         ending, within_s = int(signal.SIGTERM), float(said or GRACE_S)
         signalled: _Signalled | None = None
         ranks = self._processes
@@ -211,7 +211,7 @@ class _Ranks:
             signal.signal(signal.SIGUSR1, usual)
 
     def name(self, process: int) -> str:
-        """Return its rank, with the coords."""
+        """Return the rank of a process, with its coords."""
         return names_of_ranks(self._folder, self._attempt).get(process) or self._label(process)
 
     def name_of_rank(self, rank: int) -> str:
@@ -219,7 +219,7 @@ class _Ranks:
         return self.name(self._replacing.places.processes[rank])
 
     def failures(self, exits: Exits) -> dict[int, Failure]:
-        """Return how processes have failed; if all of them only lost a peer, including the processes that were lost
+        """Return how processes have failed. If all of them only lost a peer, this includes the processes that were lost
         last.
         """
         found = {
@@ -258,7 +258,7 @@ class _Ranks:
         return True
 
     def _await_exits(self) -> tuple[Exits, list[int]]:
-        """Return when all ranks have ended well, or one has failed: the failed processes, and those that had ended
+        """Wait until all ranks have ended well, or one has failed. Return the failed processes, and those that had ended
         well.
         """
         ranks, replacing = self._processes, self._replacing

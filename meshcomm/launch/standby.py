@@ -22,7 +22,7 @@ from meshcomm.launch.reaper import end_with_parent
 # How a launcher starts the `meshcomm` command.
 COMMAND: Final = ("-P", "-m", "meshcomm")
 
-# The modules of a command that rank processes run; None: of every command.
+# The modules that each command imports in rank processes. None: those that every command imports.
 _IMPORTED: Final[Mapping[str | None, Sequence[str]]] = {
     None: ("meshcomm.cli.app", "meshcomm.jobs.running", "meshcomm.mesh.opening"),
     "train": ("meshcomm.train", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
@@ -31,7 +31,7 @@ _IMPORTED: Final[Mapping[str | None, Sequence[str]]] = {
 
 @final
 class Standby:
-    """The process that waits, if `arguments` are those of a `meshcomm` command. environment: without the rank's part."""
+    """The process that waits, if `arguments` are those of a `meshcomm` command. environment: without rank variables."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._words = arguments[len(COMMAND) :] if (*arguments[: len(COMMAND)],) == COMMAND else ()

@@ -19,11 +19,11 @@ from meshcomm.errors import MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.store import SLICE_S, Interrupted, interrupted, store_failed
 
-# The counter of arrived ranks has their number in its lower bits and, above these, the sum of the world sizes that
-# they expect: n * n for n ranks. The store adds signed 64-bit numbers: worlds of up to two million ranks fit.
+# The lower bits of the arrival counter hold the number of arrived ranks. The upper bits hold the sum of the world sizes
+# that these ranks expect: n * n for n ranks. In the store's signed 64-bit numbers, up to two million ranks fit.
 _COUNT_BITS: Final = 21
 _COUNT: Final = (1 << _COUNT_BITS) - 1
-# The pause of the watching rank between two looks at the store, if world sizes differ.
+# The watching rank's pause between two checks of the store, if world sizes differ.
 _PAUSE_S: Final = 0.01
 
 # The verdict, with the time of the host that decided it, the ranks per host, and `nodes`, packed: see Agreed.
@@ -45,12 +45,12 @@ def agree(
 ) -> Agreed:
     """Return when every rank of `ranks` has arrived with equal `facts`; otherwise raise on every rank.
 
-    store: under a prefix of this agreement. facts: name -> plain data that must be equal.
+    store: the job's store, under a prefix of this agreement. facts: name -> plain data that must be equal.
 
     Costs three store operations per rank. The majority decides which ranks are mismatched; between equal shares, the
-    lowest rank decides. Raises MeshMismatchError with the mismatched ranks, the fact and both values or, after
-    `timeout_s`, with the missing ranks and the hosts of the ranks that arrived; also on a rank that arrives after
-    the others gave up. Raises StoreError if the store fails.
+    lowest rank decides. Raises MeshMismatchError with the mismatched ranks, the fact and both values. After
+    `timeout_s`, the error has the missing ranks and the hosts of the ranks that arrived. A rank that arrives after
+    the others gave up raises it too. Raises StoreError if the store fails.
     """
     world_size = len(ranks)
     text = json.dumps({"world": world_size, **facts}, separators=(",", ":"))
@@ -89,7 +89,7 @@ def agree(
 def leave_together(store: Any, stays: bool) -> None:
     """Called by every rank of an agreement that failed, after it has read the error.
 
-    stays: this rank's process may host the store: it waits up to three seconds until the others have read it too.
+    stays: whether this process may host the store. It then waits up to three seconds until the others have read the error.
     """
     deadline = time.monotonic() + _LEAVES_S
     with contextlib.suppress(RuntimeError):
@@ -155,7 +155,7 @@ def _announced(store: Any) -> dict[int, _Arrival]:
 
 
 def _conclude(store: Any, count: int, deadline: float) -> int:
-    """Decide if no more ranks are expected; return the count at which to look again. count: the number of arrived ranks."""
+    """Decide if no more ranks are expected. Return the count at which to look again. count: number of arrived ranks."""
     while len(arrivals := _announced(store)) < count:
         if time.monotonic() >= deadline:
             return count
@@ -180,7 +180,7 @@ def _watch(store: Any, deadline: float) -> None:
 
 
 def _ranks_per_host(hosts: Sequence[str]) -> int:
-    """See Agreed. hosts: of every rank.
+    """See Agreed. hosts: the host of every rank.
 
     >>> _ranks_per_host("aabb"), _ranks_per_host("abab"), _ranks_per_host("aab"), _ranks_per_host("aabbaa")
     (2, 0, 0, 0)
@@ -228,7 +228,7 @@ def _mismatch(store: Any, timeout_s: float, what: str) -> MeshMismatchError:
     arrivals = _announced(store)
     present = sorted(arrivals)
     prints = {rank: arrivals[rank].fingerprint for rank in present}
-    # Most ranks first; between equal numbers, the one with the lowest rank.
+    # The facts of most ranks; between equal numbers, those of the lowest rank.
     common = Counter(prints.values()).most_common(1)[0][0]
     odd = tuple(rank for rank in present if prints[rank] != common)
     usual = json.loads(_get(store, f"facts/{common}", timeout_s))
@@ -273,7 +273,7 @@ def _absent(store: Any, ranks: Sequence[int], timeout_s: float, what: str) -> Me
 
 
 def _differences(ours: Any, theirs: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """Return the differing facts, by dotted name, two levels deep; names in another order differ as a whole."""
+    """Return the differing facts by dotted name, two levels deep. If names are in another order, the whole fact differs."""
     if not (isinstance(ours, dict) and isinstance(theirs, dict)) or path.count(".") == 2:
         return [(path, ours, theirs)]
     if path and list(ours) != list(theirs) and set(ours) == set(theirs):

@@ -35,7 +35,7 @@ def is_first(mesh: Mesh) -> bool:
 def of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
     """Return the plain data of each rank, in the order of `ranks_of`.
 
-    Called by every rank: a gather of objects per dim.
+    Called by every rank. It gathers objects once per dim.
     """
     records: list[Any] = [mine]
     for dim in reversed(list(mesh.layout.dims)):
@@ -46,10 +46,10 @@ def of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
 def on_all_ranks(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
     """Run `action` on this rank and return its result once every rank of the mesh has succeeded.
 
-    what:      "resume from runs/x", for the text "rank 3 could not ...".
+    what:      completes the text "rank 3 could not ...", as in "resume from runs/x".
     Called by: every rank of the mesh. The action must not communicate.
-    Raises:    if it fails: its own MeshcommError, or TrainingError for any other exception. On the
-               other ranks: TrainingError with the same text and the name of the lowest rank that failed.
+    Raises:    if the action fails, its own MeshcommError, or TrainingError for any other exception. The
+               other ranks raise TrainingError with the same text and the name of the lowest rank that failed.
     """
     failure: MeshcommError | None = None
     result: T | None = None
@@ -124,7 +124,7 @@ class StatsOfAll:
 
 
 def stats_of_all(records: Iterable[Sequence[Any]], dims: Sequence[str]) -> StatsOfAll:
-    """records: of each rank (rank, seconds, `Stats.sums`). dims: in the order to show them."""
+    """records: (rank, seconds, `Stats.sums`) of each rank. dims: the dims in the order to show them."""
     by_call: dict[tuple[str, str, bool], dict[int, tuple[int, int, float | None]]] = {}
     longest = 0.0
     for rank, seconds, sums in records:
@@ -151,7 +151,7 @@ def _spread(key: tuple[str, str, bool], by_rank: Mapping[int, tuple[int, int, fl
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When each coord arrived at the last calls on one group.
+    """When each coord arrived at the most recent calls on one group.
 
     mean_s, worst_s: seconds after the first rank of the group. last: fraction of the calls at which this coord
     arrived last, 0 to 1. calls: number of compared calls, at most 256.
@@ -215,7 +215,7 @@ class Stragglers:
 
 
 def arrivals(began: Sequence[Mapping[int, int]], ranks: Sequence[int]) -> Arrivals:
-    """began: by coord, the start in nanoseconds by sequence number. Only calls in every rank's record count.
+    """began: by coord, when each call began, in nanoseconds by sequence number. Only calls that every rank recorded count.
 
     >>> found = arrivals([{1: 0, 2: 0}, {2: 10**6, 1: 3 * 10**6, 3: 9}], ranks=[4, 5])
     >>> found.mean_s, found.worst_s, found.last, found.calls
@@ -239,7 +239,7 @@ def arrivals(began: Sequence[Mapping[int, int]], ranks: Sequence[int]) -> Arriva
 def stragglers(mesh: Mesh, recorders: Mapping[str, FlightRecorder]) -> Stragglers:
     """Compare the arrivals along each dim of `recorders`, then over the whole mesh; called by every rank of the mesh.
 
-    recorders: of this rank's groups, in the same order on all ranks.
+    recorders: those of this rank's groups, in the same order on all ranks.
     """
     ahead = time.time_ns() - time.perf_counter_ns()
     # Collect everything before the first exchange, which is recorded as well.

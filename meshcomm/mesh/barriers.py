@@ -24,9 +24,9 @@ def monitored_barrier(
     """Return when every rank of `ranks` has arrived; after `timeout_s` raise with the missing ranks.
 
     Costs five store operations per rank, if all arrive at once. The last rank to leave deletes the keys.
-    store: under a prefix that only this call uses. coord: this rank's position in `ranks`. calls: returns lines with the
-    calls of missing ranks. Raises BarrierTimeout on every rank that arrives, also after the others gave up; without
-    missing ranks if a TCPStore's server does not answer.
+    store: the job's store, under a prefix that only this call uses. coord: this rank's position in `ranks`. calls: returns
+    lines with the calls of missing ranks. Raises BarrierTimeout on every rank that arrives, also after the others gave up.
+    The error names no missing ranks if a TCPStore's server does not answer.
     """
     meet = partial(_meet, store, coord, len(ranks), timeout_s)
     try:
@@ -35,7 +35,7 @@ def monitored_barrier(
         raise BarrierTimeout(
             f"{where}: the job's store has not answered for {timeout_s:g} s",
             given="a TCPStore whose server was cut off, is stopped or is overloaded",
-            expected=f"a store that answers; nothing is known of ranks {fold(ranks)}",
+            expected=f"a store that answers; it is unknown which of ranks {fold(ranks)} have arrived",
             hint="check rank 0 or the launcher, which holds the store, and the network in between",
         ) from None
     if absent is None:
@@ -88,6 +88,6 @@ def calls_of(watch: Watching | None, recorders: Mapping[int, FlightRecorder], mi
                 last = group["last"] or {}
                 lines.append(
                     f"rank {rank} has made {theirs} calls on {group['label']}, this rank {ours}; "
-                    f"its last: {last.get('call', 'none')} at {last.get('callsite', status['main'])}"
+                    f"its last call: {last.get('call', 'none')} at {last.get('callsite', status['main'])}"
                 )
     return "\n".join(lines[:8])

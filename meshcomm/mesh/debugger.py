@@ -19,7 +19,7 @@ def stop_at(frame: FrameType, label: str, meet: Callable[[], None]) -> None:
     Raises BdbQuit after `q`, and if there is no input to read (no terminal, or end of file).
     """
     debugger = _Debugger(stdin=_terminal())
-    debugger.message(f"{label} stopped; the others wait until it continues. c: go on, n: step, q: end")
+    debugger.message(f"{label} stopped; the others wait until it continues. c: continue, n: step, q: end")
     debugger.reset()
     debugger.interaction(frame, None)
     if debugger.quitting:

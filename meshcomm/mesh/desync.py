@@ -30,7 +30,7 @@ _PAUSE_S: Final = 0.01
 
 
 def period_s(world_size: int) -> float:
-    """Return the seconds between two comparisons of a rank's steps, each three calls of the store."""
+    """Return the seconds between two comparisons of a rank's steps. Each one costs three store operations."""
     return max(_PERIOD_S, 3 * world_size / _MOST_PER_S)
 
 
@@ -38,7 +38,7 @@ def period_s(world_size: int) -> float:
 class DesyncMonitor:
     """Posts the checksums of this rank's steps; the first rank of each group compares the checksums of its group.
 
-    Each period with a step costs the store two operations per rank, a third if its steps have changed, and one multi_get
+    Each period with a step costs the store two operations per rank, a third one if the rank's steps changed, and one multi_get
     per group. Keys, under the mesh's prefix, deleted by the last rank to leave: `steps/RANK`, the checksums for its groups;
     `calls/RANK`, see `StepHistory.data`; `desync`, the difference, which ends the comparison.
 
@@ -55,7 +55,7 @@ class DesyncMonitor:
         self._due = 0.0
         self._step = 0
         self._raised = False
-        # The last posts, by key; and the last compared step of each group, by label, once all its ranks have posted.
+        # The last posts, by key. The last compared step of each group, by label, once all its ranks have posted.
         self._posted: dict[str, str] = {}
         self._compared: dict[str, int] = {}
         # Shared by the thread of `look` and the thread of a leaving rank.
@@ -70,7 +70,7 @@ class DesyncMonitor:
             raise self._error(self.found)
 
     def before_leaving(self) -> CallMismatchError | None:
-        """Return the error from the last steps, if any; waits at most two seconds for the other ranks of each group."""
+        """Return the error from the last steps, if any. Wait at most two seconds for the other ranks of each group."""
         if self._step and self.found is None:
             # Calls to a store that is gone may block for minutes.
             leaving = threading.Thread(target=self._leave, name="meshcomm-leave", daemon=True)
@@ -81,12 +81,12 @@ class DesyncMonitor:
     def cause(self, statuses: Mapping[int, Any]) -> CallMismatchError | None:
         """Return the error for a failed call, if the ranks had made different calls in an earlier step.
 
-        statuses: of the ranks that answered, by rank; see RankRecord.data.
+        statuses: the status of each rank that answered, by rank; see RankRecord.data.
         """
         self.found = self.found or next((s["differs"] for s in statuses.values() if s.get("differs")), None)
         coords = {rank: status["coords"] for rank, status in statuses.items()}
         for recorder in list(self._record.recorders):
-            # In the group's order, because between equal numbers the first ranks count as right: the same on every rank.
+            # In the group's order, the same on every rank: between equal numbers, the first ranks count as right.
             histories = {
                 rank: group.get("steps")
                 for rank in recorder.ranks
@@ -113,7 +113,7 @@ class DesyncMonitor:
     # -- other threads ----------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Post and compare when due; now in seconds. Costs the store nothing before the first step."""
+        """Post and compare when due. now: in seconds. Costs no store operation before the first step."""
         if now >= self._due and self._step and self.found is None:
             self._due = now + self._period_s
             self._exchange()
@@ -129,7 +129,7 @@ class DesyncMonitor:
                     self._store.delete_key(key)
 
     def _exchange(self, leaving: bool = False) -> bool:
-        """Post and compare; whether everything up to this rank's last step has been compared."""
+        """Post and compare. Return whether everything up to this rank's last step has been compared."""
         with self._lock:
             step, through = self._step, True
             self._post()
@@ -161,7 +161,7 @@ class DesyncMonitor:
         return [json.loads(zlib.decompress(each)) for each in posted]
 
     def _compare_with(self, peers: Sequence[int], recorder: FlightRecorder, step: int) -> bool:
-        """Compare the existing posts; whether all of them reach `step`. Publishes a difference."""
+        """Compare the existing posts, and publish a difference. Return whether all posts reach `step`."""
         label = recorder.label
         if self._compared.get(label, 0) >= step:
             return True
@@ -191,7 +191,7 @@ class DesyncMonitor:
             for rank in ranks
             if label in calls[rank]["groups"]
         }
-        # If the other ranks are too far behind to be compared with these two, compare these two alone.
+        # If the other ranks are too far behind to be compared with these two, compare only these two.
         two = {rank: histories[rank] for rank in ranks if rank in (self._record.rank, peer)}
         found = find_desync(label, histories, coords) or find_desync(label, two, coords)
         if found is not None:

@@ -54,7 +54,7 @@ def choose_device(wanted: str, launch: Launch) -> torch.device:
 
 def refuse_shared(store: dist.Store, rank: int, plan: Plan, device: torch.device) -> None:
     """Raise LaunchError if another rank has the same device, which NCCL refuses unless NCCL_HOSTID or
-    NCCL_MULTI_RANK_GPU_ENABLE is set; one store operation."""
+    NCCL_MULTI_RANK_GPU_ENABLE is set. Costs one store operation."""
     backends = {backend_on(family.options.backend, device) for family in plan.families if family.creates}
     allowed = "NCCL_HOSTID" in os.environ or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"
     if device.type != "cuda" or allowed or not backends & STREAM_ORDERED:
@@ -74,7 +74,7 @@ def refuse_shared(store: dist.Store, rank: int, plan: Plan, device: torch.device
 
 
 def choose_backend(device: torch.device) -> str:
-    """Return the meaning of "auto": the backend of the default group if there is one, otherwise torch's own for the
+    """Return the meaning of "auto": the backend of the default group if there is one, otherwise torch's default for the
     device.
     """
     if dist.is_initialized():

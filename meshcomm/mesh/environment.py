@@ -19,7 +19,10 @@ from meshcomm.layout.names import nearest_name
 
 
 class _Variables(NamedTuple):
-    """A launcher's variables for rank, world size, local rank and local size, and for its job: the first that is set counts."""
+    """A launcher's variables for rank, world size, local rank, local size and job.
+
+    job: one or more variables, of which the first that is set counts.
+    """
 
     launcher: str
     rank: str
@@ -70,7 +73,7 @@ class Launch:
     """The launcher's facts about this process.
 
     kind: "torchrun" (any launcher that sets RANK and WORLD_SIZE), "slurm", "mpi", "torch" (its default group),
-        "given" (by the program alone) or "single".
+        "given" (only by the program) or "single".
     local_rank: number of this process on its host. local_size: processes on this host.
     address, port: the address of rank 0; None if unknown. Without a port, a port is derived from the job's name.
     placed: whether the launcher has set the local rank.
@@ -97,7 +100,7 @@ _SINGLE: Final = Launch("single", rank=0, world_size=1, local_rank=0, local_size
 
 
 def find_launch(env: Mapping[str, str]) -> Launch:
-    """Read the launcher's variables: torchrun's first, as Slurm or MPI may start it. LaunchError for an incomplete set."""
+    """Read the launcher's variables, torchrun's first: Slurm or MPI may start torchrun. LaunchError if some are missing."""
     if "RANK" in env or "WORLD_SIZE" in env:
         return _torchrun(env)
     mpi, step = _mpi(env), "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
@@ -138,7 +141,7 @@ def _slurm(env: Mapping[str, str]) -> Launch:
         return _SINGLE
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
     one_node = "1" in (env.get("SLURM_STEP_NUM_NODES"), env.get("SLURM_NNODES"))
-    # A list such as 8(x2),4: for the nodes in order.
+    # A list in the order of the nodes, such as 8(x2),4.
     counts = [
         int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))
     ]
@@ -188,8 +191,8 @@ def _port(env: Mapping[str, str]) -> int | None:
 
 
 def ports_of(job: str) -> list[int]:
-    """Return the ports at which the ranks of a job look for its store, in this order: equal on all its ranks,
-    different for other jobs.
+    """Return the ports at which the ranks of a job look for its store, in this order. The ports are equal on all ranks of
+    the job, and different for other jobs.
 
     >>> ports_of("Slurm step 17.0")[:3], ports_of("Slurm step 17.1")[0], ports_of("")
     ([31041, 30979, 23700], 23035, [29500])
@@ -245,7 +248,7 @@ def _job_of_ranks(env: Mapping[str, str], rank: int, world: int) -> str:
 
 
 def _ray_job(env: Mapping[str, str]) -> str:
-    """Return the name of Ray's job, requested from Ray: a worker that was started before its job does not have the
+    """Return the name of Ray's job. Ray is asked, because a worker that was started before its job does not have the
     variable.
     """
     job = env.get("RAY_JOB_ID", "")
@@ -327,7 +330,7 @@ def set_env(variables: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def with_variables(variables: Mapping[str, str], *, keep: bool = False) -> Iterator[None]:
-    """Set `variables` inside the block, with `keep` only the unset ones; afterwards they are as before."""
+    """Set `variables` inside the block, and restore them afterwards. With `keep`, set only those that are unset."""
     before = {name: os.environ.get(name) for name in variables if not (keep and name in os.environ)}
     os.environ.update({name: variables[name] for name in before})
     try:

@@ -23,7 +23,7 @@ _DECIDED: Final = ("dims", "rank_order", "ranks")
 
 
 class Existing(NamedTuple):
-    """The `[mesh]` that existing groups form, and this rank's groups by name. Names without a usable group get new ones."""
+    """The `[mesh]` that existing groups form, and this rank's groups by name. Names without a usable group get new groups."""
 
     mesh: MeshConfig
     groups: Mapping[str, dist.ProcessGroup]
@@ -32,7 +32,7 @@ class Existing(NamedTuple):
 def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> Existing:
     """The first DeviceMesh gives the dims, each further one a view; flattened dims become merged dims.
 
-    given: further keys of `[mesh]`. Raises LayoutError if they are slices, or do not fit each other.
+    given: further keys of `[mesh]`. Raises LayoutError if the DeviceMeshes are slices, or do not fit each other.
     """
     _refuse(given, (*_DECIDED, "device"), "a DeviceMesh")
     if not meshes or not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
@@ -76,7 +76,7 @@ def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> 
 def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any]) -> Existing:
     """Dims, merged dims and views, derived from the ranks of each of this rank's groups.
 
-    Every rank derives the same; otherwise the comparison before the mesh opens names the ranks that differ.
+    Every rank must derive the same dims; otherwise the comparison before the mesh opens names the ranks that differ.
     Raises LayoutError if the groups do not form a grid of all ranks.
     """
     _refuse(given, _DECIDED, "groups")
@@ -216,7 +216,7 @@ def _parts(layout: Layout, digits: Digits | None) -> tuple[str, ...] | None:
 
 
 def _chains(single: Mapping[str, tuple[int, int]], world: int, stride: int = 1) -> Iterator[tuple[str, ...]]:
-    """Yield the names whose strides follow from each other's sizes, outermost first, from `stride` up to all ranks."""
+    """Yield names in which each stride is the product of the inner sizes, from `stride` up to all ranks, outermost first."""
     if stride == world:
         yield ()
     for name, (size, own) in single.items():

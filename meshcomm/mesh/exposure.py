@@ -1,4 +1,4 @@
-"""Whether other hosts or users can reach the rendezvous of the processes. For a job on one host, only local access, or a warning.
+"""Whether other hosts or users can reach the processes' rendezvous. A job on one host gets only local access, or a warning.
 
 Tested with torch 2.13: a TCPStore server listens on every address of its host, even if it was given 127.0.0.1, and has
 no authentication: anyone who reaches the port can read, change and delete keys.
@@ -50,11 +50,11 @@ def is_loopback(host: str) -> bool:
 
 
 def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore | None:
-    """Return a store server that listens only on the loopback address `host`; None if it is not a loopback address,
-    or is taken.
+    """Return a store server that listens only on the loopback address `host`; None if `host` is not a loopback address,
+    or if the port is taken.
 
     Called by: the rank that hosts the store, before `torch.distributed.rendezvous`, which finds a server of its own
-    process by the port; keep the result until then.
+    process by the port. Keep the result until then.
     """
     if not is_loopback(host):
         return None
@@ -99,13 +99,13 @@ def exposed_store(host: str, port: int, setting: str, world_size: int) -> Launch
         expected=_OPEN,
         hint=setting
         if not is_loopback(host)
-        else f"meshcomm run CONFIG SCRIPT or meshcomm train CONFIG, whose store listens on 127.0.0.1 alone;\n"
+        else f"meshcomm run CONFIG SCRIPT or meshcomm train CONFIG, whose store listens only on 127.0.0.1;\n"
         f"or a firewall for port {port}: the store of torchrun's agent listens on every address",
     )
 
 
 def exposed_file(path: str) -> LaunchError | None:
-    """Return the problem of a rendezvous file's folder; None if there is none, or if nothing is known."""
+    """Return the problem of a rendezvous file's folder. None if there is no problem, or the folder cannot be examined."""
     folder = Path(path).absolute().parent
     try:
         mode = os.stat(folder).st_mode

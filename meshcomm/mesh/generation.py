@@ -31,7 +31,7 @@ VARIABLE: Final = "MESHCOMM_GENERATION"
 
 _KEY: Final = "meshcomm/generation/{}"
 _MET: Final = "meshcomm/generation/{}/met"
-# Set by a process that waits for a generation: the generation's number, and the process's.
+# Set by a process that waits for a generation: the numbers of the generation and of the process.
 WAITS: Final = "meshcomm/waits/{}/{}"
 # The decision about the end of a generation: a larger mesh, or the end of the program.
 _NEXT: Final = "meshcomm/next/{}"
@@ -55,8 +55,8 @@ class Generation:
     """The generation of the job that a mesh belongs to. It changes each time that ranks are lost and replaced.
 
     number: 0 before any rank was lost. replaced: the ranks with new processes, each with how the previous process
-            ended. processes: the launcher's number of the process of each rank, which is RANK in its environment; if
-            empty, these are the ranks. dims: the sizes that differ from the configuration.
+            ended. processes: the launcher's number of each rank's process, which is RANK in the process's environment. If
+            empty, the numbers are the ranks. dims: the sizes that differ from the configuration.
     """
 
     number: int = 0
@@ -69,7 +69,7 @@ class Generation:
         return self.processes[rank] if self.processes else rank
 
     def ranks_of(self, processes: Mapping[int, str]) -> dict[int, str]:
-        """Return the facts about processes, by rank; ranks without any are left out."""
+        """Return the facts about processes, by rank. Ranks without facts are left out."""
         if not self.processes:
             return dict(processes)
         return {rank: processes[each] for rank, each in enumerate(self.processes) if each in processes}
@@ -79,8 +79,8 @@ class Generation:
 class Announcement:
     """The next generation, as a launcher announces it. processes, dims: as in Generation.
 
-    lost: the processes that have ended since the last generation, each with how. new: the processes that join, each with
-    how the previous process ended.
+    lost: the processes that have ended since the last generation, each with how it ended. new: the processes that join,
+    each with how the previous process ended.
     """
 
     lost: Mapping[int, str] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Generations:
     """One rank's view of the generations of its job: `joined`, the generation of its meshes, and newer ones.
 
     process: the launcher's number of this process. number: the generation that it was started for.
-    announced: the announcements up to that one, from 1 on.
+    announced: the announcements up to that number, from 1 on.
     """
 
     announced_s = _ANNOUNCED_S
@@ -142,7 +142,7 @@ class Generations:
 
     @property
     def latest(self) -> int:
-        """The number of the last one that was announced."""
+        """The number of the last generation that was announced."""
         return len(self._announced) - 1
 
     def join(self) -> Generation:
@@ -173,10 +173,10 @@ class Generations:
         return self.latest > self.joined.number
 
     def lost(self, what: str, waits: bool) -> RankLost | None:
-        """Return the error if ranks were lost since this process joined. waits: a peer is gone; the launcher may
-        yet notice it.
+        """Return the error if ranks were lost since this process joined. waits: whether a peer is gone, which the
+        launcher may yet notice.
 
-        what: the call that this ends, and its rank.
+        what: the call that the error ends, and its rank.
         """
         if not self.newer(self.announced_s if waits else 0.0):
             return None
@@ -203,7 +203,7 @@ class Generations:
         )
 
     def all_done(self) -> bool:
-        """Return whether the mesh is the last one, because the program is done; False if it is about to grow.
+        """Return whether the mesh is the last one, because the program is done; False if the mesh is about to grow.
 
         Called by: one rank.
         """
@@ -212,7 +212,7 @@ class Generations:
     def cuts(self, connections: Connections) -> None:
         """Cut `connections` when a newer generation is announced, repeatedly until it is joined.
 
-        Repeatedly, because opening a mesh makes one connection after the other.
+        Once is not enough, because opening a mesh makes one connection after the other.
         """
 
     def _generation(self, number: int) -> Generation:
@@ -240,7 +240,7 @@ class AnnouncedGenerations(Generations):
     def __init__(self, store: dist.Store, process: int, number: int) -> None:
         self._store: Any = store
         self._changed = threading.Condition()
-        # With the generation that they were made in.
+        # Connections, each with the generation in which it was made.
         self._connections: list[tuple[int, Connections]] = []
         self._since = math.inf
         self.announced_s = float(os.environ.get(ANNOUNCED_VARIABLE, _ANNOUNCED_S))

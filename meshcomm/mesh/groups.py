@@ -115,8 +115,8 @@ def _can_split(plan: Plan, group: Group) -> bool:
 
 
 def _backend_options(options: GroupOptions, split: bool) -> Any:
-    """Return torch's options of the group's backend, `ncclConfig_t` of NCCL; None if nothing is set. split: from
-    the world's.
+    """Return torch's options of the group's backend, `ncclConfig_t` of NCCL; None if nothing is set. split: whether
+    NCCL splits the group from the world.
     """
     if not options.extra:
         return None

@@ -32,7 +32,7 @@ _SILENT_S: Final = 10.0
 _PAUSE_S: Final = 0.02
 
 _NAME: Final = re.compile(r"process (\d+) of (.*), started at (\S+)")
-# A key in a store that rank 0 serves: the names of its job, of its process, and of the process that started that one.
+# A key in a store that rank 0 serves: the names of its job, its process and its parent process.
 _JOB: Final = "meshcomm/job"
 # The processes that have the same rank as another process.
 TWICE: Final = "meshcomm/twice"
@@ -60,7 +60,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The finding at a port. owner, client: of a store that belongs to a job. free: no program listens."""
+    """The finding at a port. owner, client: those of a store that belongs to a job. free: whether no program listens."""
 
     what: str
     owner: Owner | None = None
@@ -192,7 +192,7 @@ def _not_found(
 def find_tcp_store(
     host: str, port: int, world_size: int | None, *, hosts: bool, timeout: timedelta
 ) -> dist.TCPStore:
-    """Return torch's store at `host`:`port`, whose calls get `timeout`; with `hosts`, its server is here.
+    """Return torch's store at `host`:`port`, whose calls get `timeout`. With `hosts`, this process runs its server.
 
     Does not wait for the other ranks. Raises torch's errors, and TimeoutError soon after the timeout.
     """
@@ -258,9 +258,8 @@ def _status(process: str) -> list[str] | None:
 
 
 def started_by(launch: Launch) -> str:
-    """Return the name of a job without a name from its launcher: derived from the process that started this host's
-    ranks, or from
-    Hydra's mpiexec, which is equal on all hosts of the job; "" if unknown."""
+    """Return a name for a job that its launcher does not name. It is derived from the process that started this host's
+    ranks, or from Hydra's mpiexec, which is equal on all hosts of the job. "" if unknown."""
     parent = multiprocessing.parent_process()
     variable = next((name for name in MPI_RANKS if name in os.environ), None)
     if launch.kind == "mpi" and variable is not None:
@@ -279,7 +278,7 @@ def started_by(launch: Launch) -> str:
 
 
 def known_everywhere(job: str) -> bool:
-    """Return whether all hosts of a job use this name: not if it comes from the process that started one host's
+    """Return whether all hosts of a job use this name. False if it is derived from the process that started one host's
     ranks.
     """
     return _NAME.search(job) is None

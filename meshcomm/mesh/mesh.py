@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 # How long NCCL groups may take to abort their calls, if a program leaves a mesh by an error.
 _ABORTS_S: Final = 10.0
 
-# How long they may take to close, if CUDA graphs have captured their calls.
+# How long NCCL groups may take to close, if CUDA graphs have captured their calls.
 _GRAPHS_S: Final = 10.0
 
 
@@ -339,8 +339,8 @@ class Mesh(AlongDims):
         """Block until every rank along `dims` has arrived.
 
         dims:      if None, every rank of the mesh, dim by dim.
-        timeout_s: synchronize through the store instead of the backend, also under NCCL. After the timeout,
-                   every rank that arrived raises BarrierTimeout. The error names the missing ranks and the call
+        timeout_s: if given, synchronize through the store instead of the backend, also under NCCL. After this
+                   time, every rank that arrived raises BarrierTimeout. The error names the missing ranks and the call
                    that each of them is in.
         """
         if async_op and (timeout_s is not None or dims is None):
@@ -367,7 +367,7 @@ class Mesh(AlongDims):
         `meshcomm.init` calls this if the configuration has `warm_up = true`.
 
         Called by: every rank of the mesh. NCCL requires all ranks of a group in its first call.
-        Returns:   this rank's seconds by name. `warm_up_s` keeps them.
+        Returns:   this rank's seconds by group name. `warm_up_s` keeps the last result.
         """
         self._usable()
         seconds: dict[str, float] = {}
@@ -432,7 +432,7 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def stragglers(self) -> Stragglers:
-        """Return the ranks that started the last 256 collectives on each group later than others, by dim.
+        """Return, by dim, the ranks that started the last 256 collectives on each group later than others.
 
         Prints as a table. Under NCCL, a call starts when the host enqueues it.
 
@@ -458,7 +458,7 @@ class Mesh(AlongDims):
         Called by: every rank of the mesh, at the same point of the program.
         number:    the program's number for the step, equal on all ranks. If None, the last number plus one,
                    starting at 1.
-        apart:     dims whose groups are also used from other threads of this rank. They are not compared.
+        apart:     dims whose groups are also used from other threads of this rank. Their calls are not compared.
         Returns:   the number.
         Raises:    CallMismatchError on every rank of a group whose ranks differed in this or an earlier step,
                    as soon as that is known. Calls that fail in the meantime and `close` raise it too.
@@ -515,9 +515,8 @@ class Mesh(AlongDims):
 
         Called by: every rank of the mesh, for the same part of the program.
         Raises:    UnsupportedOp inside another trace, and in the simulator, whose ranks run one at a time.
-                   After the
-                   block: TrainingError if the file cannot be written, CommunicationError if ranks do not
-                          arrive.
+                   After the block: TrainingError if the file cannot be written, CommunicationError if ranks do
+                   not arrive.
         """
         self._usable()
         if self._watch is not None and not self._watch.timed:

@@ -109,9 +109,8 @@ def init(
     Called by: every process of the job, including ranks outside a mesh that covers part of the ranks.
 
     Before any group is created, all ranks compare their settings, with five store operations each. With
-    `warm_up`,
-    they then use every group once: see `Mesh.warm_up`. If torch.distributed is already initialized, its default
-    group and store are used, and closing the mesh does not destroy them.
+    `warm_up`, they then use every group once: see `Mesh.warm_up`. If torch.distributed is already initialized,
+    its default group and store are used, and closing the mesh does not destroy them.
 
     Raises: ConfigError, LaunchError, and MeshMismatchError on every rank if one rank differs.
     """
@@ -179,8 +178,8 @@ class Opening:
     """Opens a mesh in four steps: meet the other ranks, agree with them, start torch's default group, create the groups.
 
     A process without a usable configuration still meets the others, so that they get the error instead of waiting.
-    keys: the given keys of `[mesh]`. existing: finds existing groups, and the keys that describe them, which replace
-    `keys`. store, rank, world_size: the program's own rendezvous, if given.
+    keys: the given keys of `[mesh]`. existing: finds existing groups, and the keys that describe these groups and
+    replace `keys`. store, rank, world_size: the program's own rendezvous, if given.
     """
 
     def __init__(
@@ -242,7 +241,7 @@ class Opening:
         return mesh
 
     def _opened(self) -> tuple[Plan, Runtime]:
-        """Run all steps after the first, repeated if a rank is lost and replaced meanwhile."""
+        """Run all steps after the first. Repeat them if a rank is lost and replaced meanwhile."""
         generations = self._generations
         while True:
             # Released when the mesh closes, last first.
@@ -336,8 +335,8 @@ class Opening:
         )
 
     def _next_prefix(self) -> str:
-        """Return this mesh's own prefix in the job's store: each rank counts the meshes it opens, equally on all
-        ranks.
+        """Return this mesh's own prefix in the job's store. Each rank counts the meshes that it opens; the count is the same
+        on all ranks.
         """
         store, rank = self._meeting.store, self._meeting.rank
         try:
@@ -424,7 +423,7 @@ class Opening:
     # -- third: torch's default group -----------------------------------------------------------
 
     def _start_default_group(self) -> None:
-        """Start it, unless the program has. Raises CommunicationError."""
+        """Start the default group, unless the program has. Raises CommunicationError."""
         meeting, device, backend = self._meeting, self._device, self._plan.defaults.backend
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -497,7 +496,7 @@ class Opening:
         )
 
     def _open_later(self, group: Group, split: bool) -> Transport:
-        """Another group of an open mesh."""
+        """Create another group of an open mesh."""
         with self._making():
             if self._connections is not None:
                 # Use a connection that is cut if a rank is lost meanwhile.
@@ -523,7 +522,7 @@ class Opening:
         return transport
 
     def _recovering(self) -> AbstractContextManager[None]:
-        """Inside the block, groups are created whose errors leave this process alive, if lost ranks are replaced."""
+        """If lost ranks are replaced, errors of the groups that are created inside the block leave this process alive."""
         return nullcontext() if self._generations is None else with_variables(NCCL_RECOVERS)
 
     def _client(self, own: bool) -> dist.Store:
@@ -599,9 +598,9 @@ def _topology(settings: Settings, agreed: Agreed | None, simulated: bool) -> Top
 
 
 def _meet(store: dist.Store, group: Group, rank: int, coords: tuple[int, ...]) -> None:
-    """Return when these coords of a group, or all, have called this: they are about to connect.
+    """Return when these coords of a group, or all coords, have called this. They are then about to connect.
 
-    NCCL cannot be interrupted while it connects ranks, and a lost one never comes. This wait ends with the store's connection.
+    NCCL cannot be interrupted while connecting ranks, and a lost rank never arrives. This wait ends with the store connection.
     """
     name = "-".join(map(str, coords))
     store.set(f"{name}/{group.ranks.index(rank)}", "")

@@ -1,4 +1,4 @@
-"""How a rank ends by an error: the error is explained, then left to meshcomm's launcher, or printed if it is the first."""
+"""How a rank ends with an error. The error is explained, then left to meshcomm's launcher, or printed if it is the first."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _STARTERS = tuple(f"{Path(__file__).parents[1]}/{part}" for part in ("jobs/", "l
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The error of a rank, or its end without one.
+    """The error of a rank, or how the rank ended without an error.
 
     who: the rank with its coords. time: seconds since the epoch. what: the error's type and first line, or, for a rank
     that left no error, how it ended. frame: the user's innermost line. text: the text to print, "" if the rank left no
     error. code: the rank's exit code. follows: the cause is another rank's error, if there is one. mismatched: the error
-    itself names this rank as the one that differs. missing: the ranks that it waited for. call: the collective that
+    itself names this rank as the one that differs. missing: the ranks that this rank waited for. call: the collective that
     failed, see `CommunicationError.call`. raised: `what` is an error of this rank.
     """
 
@@ -110,7 +110,7 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
 
 
 def _of_torch(error: BaseException) -> bool:
-    """Return whether it is a backend's own error about a peer or a timeout, which shows only that a call ended."""
+    """Return whether `error` is a backend's own error about a peer or a timeout, which shows only that a call ended."""
     cause = backend_error(error)
     if cause is None:
         return False
@@ -141,7 +141,7 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def leave(failure: Failure, folder: Path, attempt: int) -> bool:
-    """Write `failure` for the launcher; whether that was possible."""
+    """Write `failure` for the launcher. Return whether that was possible."""
     kind = "follows" if failure.follows else "cause"
     return _leave(asdict(failure), folder / f"{attempt}-{kind}-{failure.rank}.json")
 
@@ -317,7 +317,7 @@ def caused_by(explanation: MeshcommError, error: BaseException) -> MeshcommError
 def backend_error(error: BaseException) -> RuntimeError | None:
     """Return torch's error about a peer or a timeout that `error` is, or was raised from; None if there is none.
 
-    For a SystemExit, also the exception that was being handled. None if it is explained already.
+    For a SystemExit, also the exception that was being handled. None if the error is explained already.
     """
     chain: list[BaseException] = []
     link: BaseException | None = error

@@ -1,4 +1,4 @@
-"""The record of each rank: its last calls on each group, and its line. Other ranks ask for it through the store."""
+"""The record of each rank: its most recent calls on each group, and its current line. Other ranks request it by the store."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class RankRecord:
     """Written by a rank's main thread; any thread may read it.
 
     label: the rank with its coords. failed: the first call that failed, see `FailedCall.facts`; None if none has.
-    thread: the error that ended another thread of the program, "" if none. recorders: of its groups; the list may grow.
-    reports: folder of this run, inside the folder of all runs; "" for no reports.
+    thread: the error that ended another thread of the program, "" if none. recorders: those of the rank's groups; the list
+    may grow. reports: folder of this run, inside the folder of all runs; "" for no reports.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class RankRecord:
 
 @final
 class RecordExchange:
-    """Asks ranks for their records, answers other ranks, and shares a diagnosis. look_s: the interval of looks for questions.
+    """Asks ranks for their records, answers other ranks, and shares a diagnosis. look_s: seconds between checks for questions.
 
-    Keys: `asked/RANK` counts the questions to a rank, `ask/RANK/N` is one, `answer/RANK/N` its answer, `closed/RANK`
-    the last status of a rank. `first/CALL` is the rank that makes the diagnosis of a call, `diagnosis/CALL` the diagnosis.
+    Keys: `asked/RANK` counts the questions to a rank, `ask/RANK/N` is question N, `answer/RANK/N` its answer, `closed/RANK`
+    the last status of a rank. `first/CALL` is the rank that diagnoses a call, `diagnosis/CALL` its diagnosis.
     """
 
     def __init__(self, store: Any, rank: int, look_s: float) -> None:
@@ -165,7 +165,7 @@ class RecordExchange:
         return answers | self._read({rank: f"closed/{rank}" for rank in keys if rank not in answers})
 
     def answer(self, status: Callable[[], Mapping[str, Any]]) -> bool:
-        """Answer the questions that have arrived; whether there were any. Raises RuntimeError if the store fails."""
+        """Answer the questions that have arrived. Return whether there were any. Raises RuntimeError if the store fails."""
         before = self._answered
         while self._store.check([f"ask/{self._rank}/{self._answered + 1}"]):
             self._answered += 1

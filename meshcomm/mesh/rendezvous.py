@@ -103,7 +103,7 @@ def meet(
 def of_this_attempt(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist.Store:
     """Return `store` under a prefix that is unique to this run of torchrun at this endpoint, and to this attempt.
 
-    env: of the ranks.
+    env: the environment of the ranks.
     """
     run = env.get("TORCHELASTIC_RUN_ID", "none")
     own = [*([] if run in ("", "none") else [f"run-{run}"]), *filter(None, [attempt_prefix(env)])]
@@ -187,7 +187,7 @@ def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
 
 
 def state_of_rank(store: Any, rank: int) -> str:
-    """Return this host's knowledge of the process that has claimed `rank`: "ended", "stopped" or "runs"; "" if none."""
+    """Return the state of the process that has claimed `rank`: "ended", "stopped" or "runs"; "" if unknown on this host."""
     key = f"meshcomm/owner/{rank}"
     name = store.get(key).decode() if store.check([key]) else ""
     runs = is_running(name)
@@ -197,7 +197,8 @@ def state_of_rank(store: Any, rank: int) -> str:
 
 
 def claim(store: Any, rank: int, *, kept: bool) -> None:
-    """Claim `rank` for this process, with one store operation. Allowed again, and after a process that has ended.
+    """Claim `rank` for this process, with one store operation. The process may claim it again, and others once the
+    process has ended.
 
     Called by: every process of the job, before anything else that counts its rank in the store. kept: whether the store
     may hold keys of earlier attempts of the job: then a process of another host is assumed to be of an earlier attempt.
@@ -259,7 +260,7 @@ def another_job(store: Any) -> LaunchError | None:
 
 
 class _Twice(NamedTuple):
-    """A rank, the names of the process that claimed it and of a later one, and of the later one's parent."""
+    """A rank, with the names of the process that claimed it, of a later process with this rank, and of the latter's parent."""
 
     rank: int
     first: str

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Runtime:
     """One rank's part of a mesh, after all ranks have agreed on it and its groups exist.
 
-    store: the job's, under `prefix`, which no other mesh has. validate_calls: how many calls of each kind are compared;
+    store: the job's store, under `prefix`, which no other mesh has. validate_calls: how many calls of each kind are compared;
     None if all, or if the world compares them. create: creates one group; the second argument says whether NCCL may split
     it from the world. resources: releases everything, last first. data_dims: the dims along which samples differ, if the
     configuration has [parallel]. is_fake: no other rank exists. generations: None if lost ranks are not replaced.
@@ -91,7 +91,7 @@ class Watching(ABC):
         return None
 
     def drain(self) -> None:
-        """Return when all queued calls of all groups are over; a call that cannot end is still detected meanwhile."""
+        """Return when all queued calls of all groups are over. A call that cannot end is still detected meanwhile."""
         return
 
     def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
@@ -153,8 +153,8 @@ PRETENDED: ContextVar[Pretended | None] = ContextVar("meshcomm_pretended", defau
 class Metrics:
     """`mesh.metrics`: the state that `mesh.stats()`, `mesh.step()` and `mesh.trace()` read and write.
 
-    recorders: of the groups, by the id of the transport. steps: the number of completed steps; number: the program's number
-    of the last one. spans: of the trace under way, if any.
+    recorders: those of the groups, by the id of the transport. steps: the number of completed steps. number: the
+    program's number of the last step. spans: those of the trace under way, if any.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class Metrics:
             self.spans.step(number)
 
     def trace_into(self, spans: Spans | None) -> None:
-        """Add every call to `spans` until the next `trace_into`; None ends it."""
+        """Add every call to `spans` until the next `trace_into`. None ends the trace."""
         self.spans = spans
         for recorder in self.recorders.values():
             recorder.trace(spans)

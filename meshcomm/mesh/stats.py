@@ -27,7 +27,7 @@ _AS: Final[dict[str, Operation]] = {
     "shift": "sendrecv",
 }
 _SUMS: Final = ("calls", "nbytes", "seconds", "span_s", "predicted_s")
-# nccl-tests' factors of the other operations.
+# The factors by which nccl-tests multiplies algbw to get busbw, for the other operations.
 _BUS_LIKE: Final[dict[str, Operation]] = {"gather": "all_gather", "scatter": "reduce_scatter"}
 
 
@@ -37,12 +37,12 @@ class CallStats:
 
     Asynchronous calls have a row of their own, separate from blocking ones.
 
-    nbytes:      counted as in nccl-tests: the input of a rank; for all_gather, gather and scatter the full
-                 tensor; for a message the bytes sent, or received if none are sent.
+    nbytes:      counted as in nccl-tests: the input of a rank, or the full tensor for all_gather, gather and
+                 scatter. For a message, the bytes sent, or the bytes received if none are sent.
     seconds:     how long the calls blocked the program, including waits. None if unknown: on devices where
                  calls are only enqueued, and for calls that were not made through the mesh.
     span_s:      from the start to the end of the wait, including other work of the program in between; None as
-                 above.
+                 for `seconds`.
     predicted_s: predicted by meshcomm.predict for the mean size; None if the link speeds are unknown or the
                  operation is not modeled.
     """
@@ -139,7 +139,7 @@ def stats(
 ) -> Stats:
     """Return the table of one rank, without calls that were never made.
 
-    counters: of each group, and whether its calls block until they complete; otherwise, their seconds are unknown.
+    counters: those of each group, and whether its calls block until they complete; if not, their seconds are unknown.
     machine: the speeds of links; if None, nothing is predicted.
     """
     predict = _predictor(plan, machine)
@@ -171,7 +171,7 @@ def stats_of_groups(label: str, seconds: float, recorders: Iterable[FlightRecord
 
 
 def _predictor(plan: Plan, machine: Machine | None) -> Callable[[str, str, int, int], float | None]:
-    """Return the model's seconds for a call, its number and its bytes; None if the model does not cover the call."""
+    """Return the prediction (dim, call, number of calls, bytes) -> seconds; None if the model does not cover the call."""
 
     @cache
     def algorithms(dim: str, operation: Operation) -> list[Line]:

@@ -101,7 +101,7 @@ class MeshStore:
         """
         held = self._peek("add", key)
         if held is not None and not re.fullmatch(rb"[+-]?[0-9]+", held):
-            raise self._refused("add", [key], f"the value {held[:40]!r}", "an integer, as add makes it")
+            raise self._refused("add", [key], f"the value {held[:40]!r}", "an integer, as add stores it")
         total = int(held or 0) + amount
         if not (-(2**63) <= amount < 2**63 and -(2**63) <= total < 2**63):
             raise self._refused("add", [key], f"{amount} to {int(held or 0)}", "a sum of 64 bits")
@@ -257,7 +257,7 @@ def store_failed(what: str, error: BaseException, about: str = "") -> StoreError
 
 
 def prefixed(prefix: str, store: dist.Store) -> dist.Store:
-    """Return `store` under a prefix; a store with a method `prefixed` makes it."""
+    """Return `store` under a prefix. A store with a method `prefixed` creates the result itself."""
     own = getattr(store, "prefixed", None)
     found: dist.Store = dist.PrefixStore(prefix, store) if own is None else own(prefix)
     return found
@@ -271,7 +271,7 @@ def kind_of(store: dist.Store) -> str:
 
 
 def within(limit_s: float, call: Callable[[], T], *, awaited_at_exit: bool = False) -> T:
-    """What `call` returns or raises; TimeoutError after `limit_s` seconds.
+    """Return or raise what `call` does. Raises TimeoutError after `limit_s` seconds.
 
     `call` then continues in a daemon thread. awaited_at_exit: see `await_at_exit`.
     """

@@ -32,8 +32,8 @@ Event: TypeAlias = dict[str, Any]
 class Trace:
     """A block that records every call of this rank along the mesh; see `Mesh.trace`.
 
-    path: of the file. dropped: number of this rank's calls over the limit, which are not recorded; known after the
-          block.
+    path: path of the file. dropped: number of this rank's calls over the limit, which are not recorded. Known after
+          the block.
     """
 
     def __init__(self, mesh: Mesh, path: str | PathLike[str]) -> None:
@@ -68,7 +68,7 @@ class Trace:
         for span in self._spans.found:
             span.left = closed if span.left is None else span.left
         if error is not None:
-            # The other ranks may never arrive: write this rank's calls alone, and do not hide the error.
+            # The other ranks may never arrive: write only this rank's calls, and do not hide the error.
             path = self.path.with_suffix(f".rank{mesh.rank}{self.path.suffix}")
             with suppress(OSError):
                 write(path, [self._part(-self._opened)], {"meshcomm": dict(mesh.dims), "alone": True})
@@ -113,7 +113,7 @@ class Trace:
 
 
 def write(path: Path, parts: Sequence[bytes], facts: Mapping[str, Any]) -> None:
-    """Write one file with all ranks' parts; it appears complete, or not at all. facts: for the whole file."""
+    """Write one file with all ranks' parts; it appears complete, or not at all. facts: about the whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -136,7 +136,10 @@ def events_of(
     groups: Mapping[str, Sequence[int]],
     shift_s: float,
 ) -> Iterator[Event]:
-    """The events of one rank. lanes: of dims. groups: global ranks by label. shift_s: added to all times. All spans are closed."""
+    """Yield the events of one rank, whose spans are all closed.
+
+    lanes: dims in the plan's order. groups: global ranks by label. shift_s: seconds added to all times.
+    """
     # Stretches of the program first, then dims in the plan's order, then any others.
     used = dict.fromkeys(span.lane for span in spans)
     first = [span.lane for span in spans if not span.group]

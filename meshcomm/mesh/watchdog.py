@@ -45,8 +45,8 @@ from meshcomm.transport.torch_private import capturing, overdue_barrier, unfinis
 # A backend that has not given up a call this long after the group's timeout never will.
 GRACE_S: Final = 5.0
 
-# The looks for questions, of all ranks together, that the job's store gets per second; it can answer some 26,000
-# calls (TCPStore on one core).
+# How often per second all ranks together check the job's store for questions. The store can answer some 26,000 calls
+# (TCPStore on one core).
 _LOOKS_PER_S: Final = 2_000
 
 # The interval, in seconds, of looks at queued calls if their group's timeout is long.
@@ -70,7 +70,7 @@ def _unknown(rank: int) -> str:
 class WatchOptions:
     """The facts of the mesh and the job that a watchdog needs.
 
-    timeout_s:  of groups whose transport does not know its timeout.
+    timeout_s:  timeout of groups whose transport does not know it.
     end:        ends the process with the error of a call that the backend blocks, from another thread.
     reports:    folder of this run for its ranks' reports, see `RankRecord`.
     compared:   how many messages of each pair of ranks are compared at most; if None, all.
@@ -97,7 +97,7 @@ class Watchdog(Watching):
     """Two threads of one rank: one answers other ranks from the rank's record, one looks for calls that do not end.
 
     A rank whose call failed asks the others, see `RecordExchange`. Both threads end when the mesh is closed or dropped.
-    own: the record of this rank. store: under a prefix that only this mesh uses. coords: of this rank, by dim.
+    own: this rank's record. store: the job's store, under this mesh's own prefix. coords: this rank's coords, by dim.
     """
 
     timed = True
@@ -171,7 +171,7 @@ class Watchdog(Watching):
         cause = backend_error(error)
         if cause is None or self._stop.is_set() or os.getpid() != self._process or capturing():
             return None
-        # A failed call before a call that is still under way, otherwise the latest.
+        # Prefer a failed call to a call that is still under way. Among several, take the latest.
         found = max(self._calls_past(), key=lambda past: (past.error is not None, past.began), default=None)
         return None if found is None else self._explained(found, cause)
 
@@ -246,7 +246,7 @@ class Watchdog(Watching):
         return {}
 
     def _answer(self) -> bool:
-        """Answer the questions that have arrived; whether to look again."""
+        """Answer the questions that have arrived. Return whether to look again."""
         try:
             if self._exchange.answer(self.status):
                 self.own.write(self._desync.found)
@@ -265,7 +265,7 @@ class Watchdog(Watching):
     # -- watching the backend ---------------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """Look for calls that their backend blocks; whether to look again."""
+        """Look for calls that their backend blocks. Return whether to look again."""
         now = time.monotonic()
         # The host may be blocked in a later call than the one that is queued.
         error = self._held_barrier(now) or self._held_queue(now) or self._held_call(now)
@@ -275,7 +275,7 @@ class Watchdog(Watching):
         return error is None
 
     def _tell(self, now: float) -> None:
-        """Print which ranks a long-blocked call waits for, before its group's timeout; once for the ranks of a group."""
+        """Before a group's timeout, print which ranks a long-blocked call waits for; once for all ranks of the group."""
         if math.isinf(self._options.tells_s):
             return
         for recorder, call in self._timer.overdue(self._recorders, now, self._options.tells_s):
@@ -395,7 +395,7 @@ class Watchdog(Watching):
     # -- asking -----------------------------------------------------------------------------------------
 
     def inquire(self, recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
-        """Return the error for a call that failed: the ranks that have not arrived, and their activities."""
+        """Return the error for a call that failed. It names the ranks that have not arrived, and their activities."""
         failed = FailedCall.last_of(self.own.rank, recorder, where, error)
         if isinstance(error, RuntimeError):
             # The rest is a trace through C++, and its frames are meshcomm's.
@@ -436,7 +436,7 @@ class Watchdog(Watching):
         if failed.blocked.messages is not None:
             return make()
         found = self._exchange.shared(f"{failed.blocked.label}/{failed.blocked.number}", make)
-        # It may be of an earlier failure of the same call, before this rank arrived, as by a handle's own short timeout.
+        # It may diagnose an earlier failure of this call, before this rank arrived, as by a handle's short timeout.
         stale = self.own.rank in found["diagnosis"]["missing"]
         return make() if stale else found
 
@@ -449,7 +449,7 @@ class Watchdog(Watching):
 
 
 def look_interval_s(world_size: int) -> float:
-    """Return the seconds between two looks of a rank for questions of other ranks."""
+    """Return the seconds between a rank's checks for questions of other ranks."""
     return max(0.25, world_size / _LOOKS_PER_S)
 
 
@@ -467,9 +467,10 @@ class _Past(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """A call that the backend has queued. number: of the collective, or of the last one before the message; 0 if unknown.
+    """A call that the backend has queued. number: that of the collective, or of the last collective before
+    the message; 0 if unknown.
 
-    work: None for a blocking call on NCCL. record: its number in torch's flight recorder.
+    work: None for a blocking call on NCCL. record: the call's number in torch's flight recorder.
     """
 
     work: Any
@@ -514,7 +515,7 @@ class CallTimer:
         return found
 
     def stuck(self, recorders: Sequence[FlightRecorder], now: float) -> list[tuple[FlightRecorder, Queued]]:
-        """Return the calls that are queued for longer than their group's timeout, the first made first: others may
+        """Return the calls that are queued for longer than their group's timeout, the earliest first, as others may
         wait for it.
 
         The backend is asked only eight times per timeout, as asking may disturb the capture of a CUDA graph. It is asked
@@ -543,7 +544,7 @@ class CallTimer:
             if queued is None or now - _began(recorder, queued) <= recorder.timeout_s():
                 continue
             with contextlib.suppress(RuntimeError):
-                # Check again: it may have ended since.
+                # Check again: the call may have ended since.
                 if _queued(recorder, queued, asked, now) is queued:
                     found.append((recorder, queued))
         return sorted(found, key=lambda pair: _began(*pair))
@@ -564,7 +565,7 @@ def _queued(
     calls = asked().get(recorder.group_name, ()) if number else ()
     if not calls:
         return None
-    # Not by our own number: without torch's hooks, that does not change while others make calls.
+    # Not by our own number: without torch's hooks, that number does not change while others make calls.
     record, name = calls[0]
     if before is not None and before.record == record:
         return before
@@ -593,7 +594,7 @@ def _has_recorded(recorder: FlightRecorder, number: int, name: str) -> bool:
 
 
 def _under_way(recorder: FlightRecorder) -> Any:
-    """Return the thing that blocks the rank now: a sequence number, a message, a wait, or the last Work outside the
+    """Return what blocks the rank now: a sequence number, a message, a wait, or the last Work outside the
     mesh; or None.
     """
     if recorder.under_way is not None:

@@ -23,7 +23,7 @@ def page_facts(settings: Config, world: int | None, topology: TopologyConfig) ->
     world: number of processes, or None if every size is given. topology: as `discovered` returns it.
 
     The facts of `plan_facts`, with home (the dim's view, "" for the base) and digits (see Layout.digits) for each dim.
-    base and views: (dim, size) pairs in order. rank_order: the rank at each position, None if they are equal. trains: None
+    base and views: (dim, size) pairs in order. rank_order: the rank at each position, None if both are equal. trains: None
     without training. The length does not grow with the number of ranks, except for rank_order.
     Raises ConfigError or LayoutError if the world or the training does not fit.
     """
@@ -65,9 +65,10 @@ def _trains(settings: Config, layout: Layout) -> Facts | None:
 def predicted_traffic(settings: Config, layout: Layout, topology: TopologyConfig) -> Facts | None:
     """Return the calls of one step on the rank with the most layers, as `tune` estimates them, by their dims.
 
-    settings: with every size filled in. Returns None if they have no training or no sizes of the model. size_bytes: of one
-    call, as in nccl-tests. sent_bytes: sent by the rank in a step. received_bytes: of calls that only receive, otherwise
-    None. seconds: of all calls, one after the other. link: the slowest link that a group crosses. Both None if unknown.
+    settings: with every size filled in. Returns None if they have no training or no sizes of the model. size_bytes: bytes
+    of one call, as in nccl-tests. sent_bytes: bytes that the rank sends in a step. received_bytes: for calls that only
+    receive, otherwise None. seconds: time of all calls, one after the other. link: the slowest link that a group crosses.
+    seconds and link are None if unknown.
     """
     model = settings.model
     if settings.parallel is None or settings.train is None or settings.data is None or model is None:

@@ -18,7 +18,7 @@ _SCRIPTS: Final = ("dom", "mesh", "turn", "lens", "picture", "panel", "traffic",
 
 
 class Document(NamedTuple):
-    """html: the whole page. policy: its Content-Security-Policy, which allows its own style and script only."""
+    """html: the whole page. policy: its Content-Security-Policy, which allows only the page's own style and script."""
 
     html: str
     policy: str
@@ -60,7 +60,7 @@ def _embedded(data: dict[str, Any]) -> str:
 def export_page(path: Path, facts: dict[str, Any], folder: Path | None) -> str:
     """Write the page to `path`, with the facts and everything that the run in `folder` has written so far.
 
-    Returns a line that reports it. Raises ViewError if it cannot be written.
+    Return a line with its path and size. Raises ViewError if the page cannot be written.
     """
     html = document(facts, run_news(folder, most_bytes=-1)).html
     write_whole(path, html, given=f"--export {path}", kind=ViewError)

@@ -32,7 +32,7 @@ _HEADERS: Final = {
 class Server(ThreadingHTTPServer):
     """Serves `/`, `/facts.json` and `/run.json` on 127.0.0.1, and nothing else.
 
-    facts: of `page_facts`. folder: of the run, which may not exist; None without training. port: 0 selects a free one.
+    facts: from `page_facts`. folder: the run's folder, which may not exist; None without training. port: 0 selects a free one.
     Answers GET and HEAD requests whose Host is a name of this machine. Raises ViewError if the port is in use.
     """
 
@@ -53,7 +53,7 @@ class Server(ThreadingHTTPServer):
             ) from None
 
     def server_bind(self) -> None:
-        """Bind, without asking a name server for the name of 127.0.0.1, as HTTPServer would."""
+        """Bind as HTTPServer does, but without asking a name server for the name of 127.0.0.1."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = ADDRESS, int(self.server_address[1])
 
@@ -87,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             url = urlsplit(self.path)
         except ValueError:
-            self._answer(HTTPStatus.BAD_REQUEST, "text/plain", b"that is no URL\n")
+            self._answer(HTTPStatus.BAD_REQUEST, "text/plain", b"not a valid URL\n")
             return
         if url.path == "/":
             page = self.server.page

@@ -31,7 +31,7 @@ function measuredLine(row) {
   return `${row.call}${row.async_op ? ", asynchronous" : ""}: ${count(row.calls, "call")}, ${bytesText(row.nbytes)}, ${inside}`;
 }
 
-// traffic: as from predicted_traffic. turn(along): what a click on a dim's name does.
+// traffic: as from predicted_traffic. turn(along): called when the user clicks a dim's name.
 class Traffic {
   constructor(mesh, traffic, turn) {
     this.mesh = mesh;
@@ -43,7 +43,7 @@ class Traffic {
     this.show();
   }
 
-  // stats: the rows of Mesh.stats over so many steps, or null.
+  // stats: the rows of Mesh.stats over this many steps, or null.
   measured(stats, steps) {
     if (JSON.stringify(stats) === JSON.stringify(this.stats)) return;
     this.stats = stats;

@@ -207,7 +207,7 @@ def test_an_interface_set_twice_or_down_or_missing_in_the_environment() -> None:
         twice, cannot = lines(host.interface_findings(down.network, HERE, env))
     assert twice.startswith("error | GLOO_SOCKET_IFNAME is set twice, to different values")
     assert cannot == (
-        "error | interface eth1 cannot carry anything | eth1 in [network] interfaces: down | one of lo, eth0"
+        "error | interface eth1 cannot carry traffic | eth1 in [network] interfaces: down | one of lo, eth0"
     )
     (missing,) = lines(host.interface_findings(NetworkConfig(), HERE, env))
     assert missing.startswith("error | this host has no interface eth7 | eth7 in GLOO_SOCKET_IFNAME")

@@ -38,7 +38,7 @@ def test_one_rank_stops_and_the_others_wait(mesh: Mesh) -> None:
     with pytest.raises(meshcomm.MeshcommError, match="the mesh has no dim 'pp'"):
         stopped(mesh, "", pp=1)
     if mesh.rank == 1:
-        line = "rank 1 (dp=1 tp=0) stopped; the others wait until it continues. c: go on, n: step, q: end"
+        line = "rank 1 (dp=1 tp=0) stopped; the others wait until it continues. c: continue, n: step, q: end"
         assert second.startswith(f"{line}\n")
         assert "mesh.breakpoint(**arguments)" in second  # where it stands: at the user's line
         assert "(Pdb) 42\n" in second and first == ""

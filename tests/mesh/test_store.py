@@ -75,7 +75,7 @@ def test_counters(store: MeshStore) -> None:
     assert store.add("big", 2**62) == 2**62
     for text in ("hello", "", "1x", "0x10", " 1"):
         store.set("text", text)
-        with pytest.raises(StoreError, match="an integer, as add makes it"):
+        with pytest.raises(StoreError, match="an integer, as add stores it"):
             store.add("text", 1)
         assert store.get("text") == text.encode()
     with pytest.raises(StoreError, match="a sum of 64 bits"):
@@ -347,7 +347,7 @@ def test_a_barrier_after_a_skipped_call_says_who_has_made_how_many(mesh: Mesh) -
         # 81 calls, of which rank 1 made 80: one all_gather before them.
         for rank in (0, 2):
             assert f"rank {rank} has made 81 calls on dp" in text
-        assert ", this rank 80; its last: all_reduce at " in text and "test_store.py:" in text
+        assert ", this rank 80; its last call: all_reduce at " in text and "test_store.py:" in text
         assert "mesh.step() after each step names the call" in text
 
 
