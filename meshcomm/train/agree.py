@@ -44,9 +44,9 @@ def agree(mesh: Mesh, config: Config) -> Facts:
     """Check the configuration, and compare it with all other ranks.
 
     Called by: every rank of the mesh.
-    Raises:    on every rank if one rank cannot start: its own error on that rank, and a
-               TrainingError that names it on the others; TrainingError with the settings that
-               differ and their values. Paths may differ, because hosts have different folders.
+    Raises:    on every rank if one rank cannot start: the error itself on that rank, and a
+               TrainingError that names that rank on the others. TrainingError, with the names and values
+               of settings that differ. Paths may differ, because hosts have different folders.
     """
     known = on_all_ranks(mesh, "start the training", partial(sections, mesh, config))
     _same(mesh, {name: _settings(section) for name, section in known._asdict().items()})
@@ -59,7 +59,7 @@ def agree(mesh: Mesh, config: Config) -> Facts:
 def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
     """Load the data, and compare them with those of all other ranks. Requires [data].
 
-    vocab_size: of the model; 0 if unknown.
+    vocab_size: the vocabulary size of the model; 0 if unknown.
     Called by: every rank of the mesh.
     Raises:    as `agree`, if the data cannot be loaded. If the text differs, the error names data.sha256.
     """
@@ -68,7 +68,7 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
     pretrained = None if known.model is None else known.model.pretrained
     data = known.data
     if data is not None and data.source == "files" and data.tokenizer_of(pretrained) is not None:
-        # The lowest rank of each host tokenizes; the others find the result in its folder.
+        # The lowest rank of each host tokenizes. The others find the result in train.out.
         on_all_ranks(mesh, "tokenize the data", lambda: read() if facts.lowest else None)
     corpus = on_all_ranks(mesh, "start the training", read)
     digests = {"sha256": corpus.digest.hex()}
@@ -91,7 +91,7 @@ def _same(mesh: Mesh, settings: dict[str, dict[str, Any]]) -> None:
     """Raise on every rank if the settings differ."""
     digests = of_every_rank(mesh, hashlib.sha256(json.dumps(settings).encode()).hexdigest())
     if len(set(digests)) > 1:
-        # Every rank sees the same table, so all ranks get here.
+        # Every rank sees the same table, so all ranks raise.
         raise _differing(ranks_of(mesh), of_every_rank(mesh, settings))
 
 

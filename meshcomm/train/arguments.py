@@ -107,7 +107,7 @@ def scheduler_for(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
         raise UnsupportedOp(
             f"the scheduler is a {kind}",
             given=f"scheduler(optimizer) returned a {kind}",
-            expected="a torch.optim.lr_scheduler.LRScheduler whose rates follow from the number of steps",
+            expected="a torch.optim.lr_scheduler.LRScheduler whose rates depend only on the number of steps",
             hint=example,
         )
     if found.optimizer is not optimizer:

@@ -120,7 +120,7 @@ class Summary:
     seconds: float
     metrics: Path
     late: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """By dim, the rank that arrived latest at the last collectives, and its mean seconds after the first rank."""
+    """By dim, the rank that arrived last at the most recent collectives, and its mean delay in seconds after the first."""
     traffic: Stats | None = None
     """The calls of this rank in the steps of this attempt; None if it ran no step."""
     traffic_steps: int = 0
@@ -136,7 +136,7 @@ class Summary:
     asked_to_stop: bool = False
     """Whether SIGTERM or SIGUSR1 ended the run after a checkpoint, from which it can resume."""
     rates: Rates | None = None
-    """Over the full run; None if nothing was counted."""
+    """The rates over the full run; None if nothing was counted."""
     memory: Memory | None = None
     """The largest peak over all ranks; None if ranks were never compared."""
 
@@ -147,12 +147,12 @@ class Summary:
 
 
 class Callback:
-    """Base class of callbacks, which a run calls on every rank. Its methods do nothing, for ranks that do not print.
+    """Base class of callbacks. A run calls them on every rank. The methods here do nothing, for ranks that do not print.
 
     trainer: the Trainer that the callback belongs to.
     stop:    set it to True on every rank, for example in `on_step` or `on_eval`, to end the run after that
              step.
-    reason:  the reason to show on the screen and in run.json. If "", the name of the class.
+    reason:  the reason to show on the screen and in run.json. If "", the name of the class is shown.
     """
 
     trainer: Any = None
@@ -169,7 +169,7 @@ class Callback:
         """Called after every `eval_every`-th step and the last."""
 
     def on_save(self, step: int, folder: Path) -> None:
-        """Called when a checkpoint is complete, or with train.checkpoint_async when its write has started."""
+        """Called when a checkpoint is complete, or, with train.checkpoint_async, when writing has started."""
 
     def on_end(self, summary: Summary, error: BaseException | None) -> None:
         """Called after the last step, or when Ctrl-C or another error ends the run, before that error is raised."""
@@ -185,9 +185,9 @@ class Best(NamedTuple):
 
 @final
 class EarlyStop(Callback):
-    """`train.patience`, `min_delta` and `target_loss`. best: the best result before the run was resumed.
+    """Ends a run by `train.patience`, `min_delta` and `target_loss`. best: the best result before the run was resumed.
 
-    A run that ended because of them ends again immediately when resumed, unless they have changed.
+    A run that these settings ended ends again immediately when resumed, unless the settings have changed.
     """
 
     def __init__(self, mesh: Mesh, train: TrainConfig, best: Best) -> None:
@@ -196,11 +196,11 @@ class EarlyStop(Callback):
         self._judge()
 
     def on_eval(self, evaluation: Evaluation) -> None:
-        """Decide whether to stop. Called by: every rank. With one of the settings, gathers one number per dim."""
+        """Decide whether to stop. Called by: every rank. If one of these settings is set, gathers one number per dim."""
         train, best = self._train, self.best
         if train.patience is None and train.target_loss is None:
             return
-        # Devices of different kinds may round differently, so all ranks decide by the number of one rank.
+        # Devices of different kinds may round differently, so all ranks use the number of one rank.
         loss = float(of_every_rank(self._mesh, evaluation.validation_loss)[0])
         falls = math.isfinite(loss) and (best.loss is None or loss < best.loss - train.min_delta)
         self.best = Best(loss, evaluation.step) if falls else best._replace(since=best.since + 1)

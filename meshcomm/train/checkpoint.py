@@ -40,7 +40,7 @@ from meshcomm.train.run_files import put_aside
 
 # The losses of all steps, in a run's checkpoint.
 LOSSES: Final = "run.losses"
-# After a broken connection. The other ranks may have ended, and their writes with them.
+# How long to wait after a broken connection: the other ranks may have ended without completing their writes.
 _GRACE_S: Final = 5.0
 
 
@@ -48,7 +48,7 @@ _GRACE_S: Final = 5.0
 class Attempt:
     """The job that this process is part of, and how many times its launcher has restarted it.
 
-    job: unique to the job and the same in all its attempts. "" if unknown.
+    job: a name unique to the job and the same in all its attempts. "" if unknown.
     """
 
     job: str = ""
@@ -58,7 +58,7 @@ class Attempt:
 def find_attempt(env: Mapping[str, str]) -> Attempt:
     """Return the attempt according to the variables of torchrun's agent and Slurm in `env`.
 
-    A job that Slurm requeues keeps its number; torchrun and `meshcomm train` in it may draw another name each time.
+    A job that Slurm requeues keeps its number. Inside it, torchrun and `meshcomm train` may choose a new name each time.
     """
     counts = (env.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     restarts = sum(int(count) for count in counts if count.isdecimal())
@@ -71,7 +71,7 @@ def find_attempt(env: Mapping[str, str]) -> Attempt:
 
 
 def read(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path) -> None:
-    """Fill the tensors of `state` in place from a folder that `write` or a run's save made on any mesh.
+    """Fill the tensors of `state` in place from a folder that `write` or a run's save created on any mesh.
 
     Called by: every rank; each reads only the data that its parts need.
     Raises:    TrainingError on every rank if one rank cannot read, or if a name, shape or dtype differs.
@@ -107,7 +107,7 @@ def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None 
 
 
 def saved_data(mesh: Mesh, engine: Engine, folder: Path) -> Tensor | None:
-    """Return the state of this rank's loader in a checkpoint. None if not saved, or of other shares.
+    """Return the state of this rank's loader in a checkpoint. None if it was not saved, or only for other shares.
 
     Called by: every rank.
     """
@@ -165,8 +165,8 @@ class Checkpoints:
 
     With `train.checkpoint_async`, `save` returns when this rank's data have been copied, and the files
     are written while training continues. Then every rank calls `poll` before each step, and `finish`
-    after the last one. As a context manager, it waits on exit for a save in progress: with `finish`,
-    or, if an exception is propagating, on this rank alone and without raising.
+    after the last one. On exit from its context, it waits for a save in progress by calling `finish`.
+    If an exception is propagating, it waits on this rank only and does not raise.
     """
 
     def __init__(self, mesh: Mesh, train: TrainConfig) -> None:
@@ -182,8 +182,8 @@ class Checkpoints:
         that wrote here. Otherwise, metrics and checkpoints of an earlier run are renamed. Remains of
         broken saves are removed. Rank 0 decides and acts, because any rank may be the restarted one.
 
-        now:     the lock of this run at its first step; the checkpoint's must fit, see `lock.resume_differences`.
-        Returns: the checkpoint to continue from, None at a start; and its lock, or `now` if there is no checkpoint.
+        now:     the lock of this run at its first step. The checkpoint's lock must fit, see `lock.resume_differences`.
+        Returns: what the run continues from, None at a start; and the checkpoint's lock, `now` if there is none.
         Raises:  TrainingError if the folder cannot be read or written, ConfigError.
         """
         mesh = self._mesh
@@ -215,7 +215,7 @@ class Checkpoints:
         on_all_ranks(self._mesh, f"use {self.folder}", remove)
 
     def save(self, lock: Lock, state: Mapping[str, Tensor | Kept]) -> Path:
-        """Save `state` as the checkpoint of `lock.step`; remove the checkpoints before the last `train.keep`.
+        """Save `state` as the checkpoint of `lock.step`. Remove all but the most recent `train.keep` checkpoints.
 
         Called by: every rank, with the state that it holds. Waits for a save in progress.
         Returns:   the path of the complete checkpoint. If it is written in the background, the path appears
@@ -289,7 +289,7 @@ class Checkpoints:
             tidy(self.folder)
         if every:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Last: only what was renamed before it can be mistaken for the job's own files.
+            # Write the name last: an earlier run's files must be renamed before they could be taken for the job's own.
             replace(marker, job)
         if found:
             replace(self.folder / LATEST, found[-1])

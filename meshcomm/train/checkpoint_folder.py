@@ -93,7 +93,7 @@ def commit(path: Path) -> None:
 
 
 def keep_last(folder: Path, count: int) -> None:
-    """Remove the complete checkpoints before the last `count`. Raises OSError."""
+    """Remove all complete checkpoints but the most recent `count`. Raises OSError."""
     for old in complete(folder)[:-count]:
         removing = old.with_name(old.name + _REMOVING)
         old.rename(removing)

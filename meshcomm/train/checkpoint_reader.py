@@ -191,7 +191,7 @@ class Saved:
     def _check(self, name: str, kind: Kind, there: Kind | None) -> None:
         given = "no such tensor" if there is None else str(there)
         if there == kind:
-            # Otherwise nothing would notice a missing part: the tensor would keep its old values.
+            # Without this check, a missing part would go unnoticed: the tensor would keep its old values.
             saved: Any = self._metadata.state_dict_metadata[name]
             given = _untiled([(tuple(each.offsets), tuple(each.sizes)) for each in saved.chunks], kind.shape)
             if not given:
@@ -249,7 +249,7 @@ def unpickle(text: bytes) -> Any:
 
 @final
 class _Plain(pickle._Unpickler):
-    """Reads plans and metadata, and refuses every other class or function. In Python, because the unpickler in C
+    """Reads plans and metadata, and refuses every other class or function. Written in Python, because the C unpickler
     sets attributes of classes, and of members of an Enum, if a pickle asks for it.
     """
 
@@ -262,13 +262,13 @@ class _Plain(pickle._Unpickler):
         return super().find_class(module, name)
 
     def _build(self) -> None:
-        """Set the fields of an object that was just made, and nothing else."""
+        """Set the fields of an object that was just created, and nothing else."""
         stack: list[Any] = self.stack  # type: ignore[attr-defined]
         state, made = stack.pop(), stack[-1]
         if type(made) is TensorProperties and isinstance(state, tuple):
             made.__setstate__(state)
             return
-        # Only objects, never classes: only a class from find_class makes an object.
+        # Set fields of objects only, never of classes: only a class from find_class creates an object.
         known = {each.name for each in fields(made)} if is_dataclass(type(made)) else ()
         if not isinstance(state, dict) or not known or not known >= state.keys():
             kind = getattr(made, "__name__", type(made).__name__)

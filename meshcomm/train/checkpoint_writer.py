@@ -1,7 +1,7 @@
 """Write sharded tensors into one folder: each rank writes its part, and any mesh can read them.
 
 The format and the planner are those of torch.distributed.checkpoint. Its `save` and `async_save` are not used.
-They communicate over one group of all processes, `async_save` from a thread, and gather the plans of all ranks on
+Both communicate over one group of all processes (`async_save` from a thread) and gather the plans of all ranks on
 one rank. Here, ranks that hold the same part agree on who writes it, one dim of the mesh after another, with 16
 bytes per part. Writing itself needs no communication. Each rank lists what it has written in a file next to its
 data. In the end, the lowest rank combines these lists into the metadata.
@@ -108,7 +108,7 @@ def _parts(state: Mapping[str, Tensor | Kept]) -> dict[bytes, tuple[WriteItem, b
 
 
 def _is_compared(name: str, tensor: Tensor) -> bool:
-    """Plain data, extra state of modules, and an optimizer's numbers: small, and equal unless something is wrong."""
+    """Return whether it is plain data, extra state, or an optimizer's number: small, and equal unless something is wrong."""
     if isinstance(tensor, DTensor):
         return False
     number = name.startswith("optimizer.") and not tensor.ndim
@@ -168,7 +168,7 @@ def write_part(
     """Write this rank's file and sync it to the disk, with a list of its content for `write_metadata`.
 
     value: returns the values of a part when they are needed; one part is in memory at a time.
-    Does not communicate, and may be called in any thread. Raises OSError that names the file.
+    Does not communicate, and may be called in any thread. Raises an OSError that names the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     items = list(items)
@@ -194,10 +194,10 @@ def write_part(
 
 
 def write_metadata(folder: Path, ranks: Iterable[int]) -> None:
-    """On the lowest rank, after all ranks have written: check each rank's files, and write the metadata of all.
+    """Check the files of each rank, and write the metadata of all ranks. Called on the lowest rank, after all have written.
 
     Raises TrainingError if a file is missing or short, ValueError if the states of the ranks do not fit
-    together, OSError.
+    together, and OSError.
     """
     written = [_written(folder, rank) for rank in ranks]
     for part in written:
@@ -222,15 +222,15 @@ def write_metadata(folder: Path, ranks: Iterable[int]) -> None:
 class Save:
     """One folder that all ranks write: `write_part` on each, then `write_metadata` and `complete` on the lowest.
 
-    `now` does that between two steps. `start` does it in a thread of each rank; the second part starts when every
-    rank has ended the first. The process groups of the training carry one sequence of calls, which calls from another
+    `now` does this between two steps. `start` does it in a thread of each rank: the lowest rank goes on when every
+    rank has ended `write_part`. The process groups of the training carry one sequence of calls, which calls from another
     thread would disturb. So ranks agree in `poll`, in the thread of the training.
 
     items:     the parts that this rank writes, from `divide`.
     copy:      copy the data to host memory first, so that the state may change before it is written.
     Called by: every rank of the mesh, at the same point of the program; so are all methods but `settle`.
-    Raises:    TrainingError on every rank if one rank cannot write: with the error and name of the lowest such
-               rank, the file, and the free space of the disk. All written files are removed then.
+    Raises:    TrainingError on every rank if one rank cannot write. It names the lowest such rank, with its
+               error, the file, and the free space of the disk. All written files are then removed.
     """
 
     def __init__(
@@ -264,8 +264,8 @@ class Save:
         self._next()
 
     def poll(self, in_time: bool = True) -> bool:
-        """Return whether everything is done; the answer is the same on all ranks. Costs an all_reduce of two numbers per
-        dim; does not wait.
+        """Return whether everything is done. The answer is the same on all ranks. Costs an all_reduce of two numbers per
+        dim, and does not wait.
 
         in_time: False on a rank that has given up waiting; then all ranks raise if one has not ended.
         """
@@ -288,9 +288,9 @@ class Save:
             self._ended.wait(_PAUSE_S)
 
     def settle(self, timeout_s: float, grace_s: float) -> None:
-        """Wait as `wait`, but on this rank alone: for a rank that is about to end with another error.
+        """Wait as `wait` does, but on this rank only, because it is about to end with another error.
 
-        grace_s: how long to wait for the others after this rank has ended. It sees their progress only in the folder.
+        grace_s: how long to wait for the other ranks after this one is done. Their progress is visible only in the folder.
         """
         deadline = time.monotonic() + timeout_s
         self._ended.wait(timeout_s)

@@ -1,4 +1,4 @@
-"""The state of a rank in memory: sent to another rank, put into an engine, and kept as a copy on the next rank."""
+"""The state of a rank in memory: send it to another rank, load it into an engine, and keep a copy on the next rank."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _AT_ONCE_BYTES: Final = 32 << 20
 class Held:
     """The state of a rank after a step.
 
-    parts: the parts of the model that it belongs to, see `parts_held`. tensors: that rank's parts of the tensors of
-    `kinds`. facts: that rank's facts about the run, see `Steps.facts`. own: whether it is the state of the rank that
-    holds it in memory.
+    parts: the parts of the model that the state belongs to, see `parts_held`. tensors: that rank's parts of the tensors
+    of `kinds`. facts: that rank's facts about the run, see `Steps.facts`. own: whether the state is that of the rank
+    that holds it in memory.
     """
 
     step: int
@@ -56,7 +56,7 @@ class Held:
         )
 
     def put_into(self, engine: Engine) -> None:
-        """Load it into the engine."""
+        """Load the state into the engine."""
 
         def fill(room: dict[str, Tensor | Kept]) -> None:
             for name, into in room.items():
@@ -66,7 +66,7 @@ class Held:
         engine.put_back(self.kinds, fill, self.step)
 
     def send(self, mesh: Mesh, dim: str, dst: int) -> None:
-        """Send it to the rank at coord `dst`, which calls `receive`."""
+        """Send the state to the rank at coord `dst`, which calls `receive`."""
         mesh.objects.send(dim, (self.kinds, self.step), dst)
         for x in self.tensors.values():
             if x.numel():
@@ -90,7 +90,7 @@ def receive(engine: Engine, dim: str, src: int) -> None:
 
 
 def parts_held(engine: Engine) -> str:
-    """Equal on ranks that hold the same parts of the model."""
+    """Return a text that is equal on ranks that hold the same parts of the model."""
     parts = [
         (name, tuple(local(each.detach()).shape), _place(each)) for name, each in engine.named_parameters()
     ]
@@ -114,7 +114,7 @@ class Copies:
     def __init__(self) -> None:
         # elastic.copy_every, or 0 if no rank is replaced.
         self.every = 0
-        # By step, in the order in which they were made.
+        # Copies by step, in the order in which they were created.
         self._of: dict[int, list[Held]] = {}
         self._first = True
 
@@ -148,7 +148,7 @@ class Copies:
         own = Held.of(engine, None if facts is None else facts(), torch.device("cpu"))
         held = [own, _exchanged(engine.mesh, dim, own)]
         if engine.mesh.is_async and (lost := engine.mesh.lost()) is not None:
-            # What arrived may be anything.
+            # The data received may be invalid.
             raise lost
         self._of.pop(step, None)
         self._of[step], self._first = held, False
@@ -157,7 +157,7 @@ class Copies:
 def _along(engine: Engine) -> str | None:
     """Return the outermost dim along which ranks hold different parts of the model.
 
-    If there is none, one along which they hold the same.
+    If there is no such dim, return one along which ranks hold the same parts.
     """
     sizes, parallel = engine.mesh.layout.dims, engine.sections.parallel
     dims = [dim for dim, size in sizes.items() if size > 1]
@@ -166,7 +166,7 @@ def _along(engine: Engine) -> str | None:
 
 
 def _exchanged(mesh: Mesh, dim: str, own: Held) -> Held:
-    """Send `own` to the next rank along `dim`, and receive that of the previous one."""
+    """Send `own` to the next rank along `dim`, and receive the state of the previous rank."""
     at, size = mesh.coord(dim), mesh.size(dim)
     after, before = (at + 1) % size, (at - 1) % size
     head = (own.step, own.parts, own.kinds, {name: tuple(x.shape) for name, x in own.tensors.items()})
@@ -177,7 +177,7 @@ def _exchanged(mesh: Mesh, dim: str, own: Held) -> Held:
     if at % 2:
         mesh.objects.send(dim, head, after)
     found = {name: torch.empty(shape, dtype=kinds[name][0]) for name, shape in shapes.items()}
-    # Both ends divide the tensors in the same way, so the n-th message of one meets the n-th of the other.
+    # Both ranks divide the tensors in the same way, so the n-th message of one matches the n-th of the other.
     none: list[Tensor] = []
     pairs = zip_longest(_messages(own.tensors.values()), _messages(found.values()), fillvalue=none)
     for going, coming in pairs:
@@ -191,7 +191,7 @@ def _exchanged(mesh: Mesh, dim: str, own: Held) -> Held:
 
 
 def _messages(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return the tensors of each message: of one dtype, and never all tensors at once, because a device has no room for them."""
+    """Group the tensors into messages of one dtype and limited size: a device has no room for all tensors at once."""
     found: list[list[Tensor]] = []
     open_sets: dict[torch.dtype, tuple[list[Tensor], int]] = {}
     for x in (x for x in tensors if x.numel()):

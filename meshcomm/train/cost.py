@@ -27,7 +27,7 @@ class Memory(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """FLOP/s of the model on a rank, as the mean over ranks; and its share of the devices' peak, if known."""
+    """The model's FLOP/s per rank, averaged over ranks, and their share of the devices' peak, if known."""
 
     model_flops_per_s: float
     mfu: float | None
@@ -37,7 +37,7 @@ class Rates(NamedTuple):
 class Cost:
     """FLOPs, time and memory of a training step. Every rank of the mesh has a Cost, with the same results.
 
-    FLOPs are counted in one step, the first that is counted. Peak memory is taken at the last comparison.
+    FLOPs are counted in one step, the first within `counting`. Peak memory is that of the most recent comparison.
     """
 
     def __init__(self, mesh: Mesh, train: TrainConfig) -> None:
@@ -60,7 +60,7 @@ class Cost:
             yield
 
     def looked(self) -> None:
-        """Compare ranks at the first two lines, before they are reported. Called by: every rank."""
+        """Compare ranks before each of the first two lines is reported. Called by: every rank."""
         if self._comparisons_due:
             self._comparisons_due -= 1
             self.compare_counts()
@@ -90,7 +90,7 @@ class Cost:
 
 
 def peak_memory(device: torch.device) -> tuple[int, str]:
-    """Return the peak in bytes so far, since the process started, and its kind: torch's on CUDA, otherwise the
+    """Return the peak memory in bytes since the process started, and its kind: torch's on CUDA, otherwise the
     process's.
     """
     if device.type == "cuda":
@@ -108,10 +108,10 @@ class FlopCounter(DispatchMode):  # type: ignore[misc]
 
     Uses the formulas of torch.utils.flop_counter: 2 m n k for a matrix product; likewise for grouped matrix products,
     convolutions and attention, whose causal mask is ignored. Other operators count 0. In compiled code, calls of torch's
-    kernels are counted and generated kernels are not. Of DTensors, a rank's own part counts.
+    kernels are counted and generated kernels are not. For DTensors, only the rank's own part counts.
 
-    Recomputation is left out: by activation checkpointing in a backward pass, and of the scores in the backward
-    of fused attention.
+    Recomputation is not counted, neither that of activation checkpointing nor that of the scores in the backward
+    pass of fused attention.
     """
 
     supports_higher_order_operators = True
@@ -140,8 +140,8 @@ class FlopCounter(DispatchMode):  # type: ignore[misc]
         return result
 
 
-# Dense, without sparsity, as in the data sheets, in TFLOP/s for bfloat16, TF32 and float32; None if not given. By a
-# pattern of torch.cuda.get_device_name. The first match counts.
+# Dense, without sparsity, as in the data sheets, in TFLOP/s for bfloat16, TF32 and float32; None if not given. Keys are
+# patterns of torch.cuda.get_device_name. The first match counts.
 _PEAKS: Final[dict[str, tuple[float | None, ...]]] = {
     # nvidia.com/en-us/data-center: gb200-nvl72, b200, h200, h100, a100, l40s, l4, a10, a30, a40; half of the figures "with sparsity".
     r"\bGB200\b": (2500, None, None),

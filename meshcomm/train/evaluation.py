@@ -33,7 +33,7 @@ def evaluate_of(train: TrainConfig) -> Callable[[Any], Any] | None:
 class Evaluator:
     """The evaluations of one run. Raises TrainingError if there is too little to evaluate.
 
-    corpus: of [data]; None if the data come from code. function: of train.evaluate, called with the trainer.
+    corpus: the data of [data]; None if the data come from code. function: train.evaluate, called with the trainer.
     """
 
     def __init__(self, engine: Engine, corpus: Corpus | None, function: Callable[[], Any] | None) -> None:

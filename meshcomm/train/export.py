@@ -99,15 +99,15 @@ def export_pretrained(
 ) -> Exported:
     """Export a checkpoint of a `[model] pretrained` model to a folder that transformers' from_pretrained loads.
 
-    With [model.lora], write a folder with one of its adapters, which peft's from_pretrained opens.
+    With [model.lora], write a folder of the adapters instead, which peft's from_pretrained opens.
 
     source:      a complete checkpoint, saved on any mesh; or a run, whose last checkpoint is used.
     target:      a new folder. It receives the checkpoint's config.json, and the files of a tokenizer from the folder
                  that the model was loaded from, if they still exist.
-    dtype:       of the tensors. If None, the dtype of the weights.
+    dtype:       the dtype of the tensors. If None, that of the weights.
     shard_bytes: the largest size of a file, unless it holds a single larger tensor.
     Needs no process group. Raises: ConfigError if the model was not loaded from such a folder; TrainingError. No part of
-    `target` remains then.
+    `target` then remains.
     """
     folder = find_checkpoint(source)
     lock, saved = Lock.read(folder), Saved(folder)
@@ -164,7 +164,7 @@ def export_merged(
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A draft of the folder `target`, renamed at the end. Raises TrainingError; no part of it remains then."""
+    """Yield a draft of `target`, and rename the draft at the end. Raises TrainingError; no part of the draft then remains."""
     _check_new(target)
     draft = target.with_name(f".{target.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
@@ -182,12 +182,12 @@ def save_pretrained(
 ) -> Path:
     """Write the weights of a trainer of `[model] pretrained` as `export_pretrained` does.
 
-    The ranks write a checkpoint of the weights next to `folder`, from which the first rank makes the folder.
+    The ranks write a checkpoint of the weights next to `folder`. The first rank creates `folder` from it.
 
-    folder:    new, on a file system that all hosts share. The other ranks wait for mesh.timeout_s at most.
+    folder:    a new folder, on a file system that all hosts share. The other ranks wait for mesh.timeout_s at most.
     Called by: every rank of the mesh, between two steps.
     Raises:    ConfigError if the model was not loaded from such a folder; TrainingError on every rank if one rank
-               cannot write, or if `folder` exists. No part of it remains then.
+               cannot write, or if `folder` exists. Everything written is then removed.
     """
     engine, mesh, target = trainer.engine, trainer.mesh, Path(folder)
     named, what = engine.sections.model, f"write {target}"
@@ -264,21 +264,21 @@ def _model(known: Mapping[str, Any]) -> SpecModel:
 
 @final
 class _Reverted:
-    """The tensors that one parameter becomes, made once for all of them."""
+    """The tensors that one parameter becomes, computed once for all of them."""
 
     def __init__(self, stored: Conversions, name: str) -> None:
         self._stored, self._name = stored, name
         self._of: Tensor | None = None
 
     def take(self, wanted: str, dtype: torch.dtype, value: Tensor) -> Tensor:
-        """Return one of them."""
+        """Return one of these tensors."""
         if self._of is not value:
             self._of, self._made = value, dict(self._stored.stored(self._name, value))
         return self._made.pop(wanted).to(dtype).contiguous()
 
 
 def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[Piece]:
-    """The tensors of the folder that a parameter becomes."""
+    """Yield the tensors that a parameter becomes in the folder."""
     shape, stored = kind.shape, model.spec.stored
     if stored is not None and not callable(stored):
         without_memory = torch.empty(shape, dtype=kind.dtype, device="meta")
@@ -306,7 +306,7 @@ def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[Piece]:
 
 
 def _shards(pieces: Sequence[Piece], most: int) -> dict[str, list[Piece]]:
-    """Return the tensors of each file, of up to `most` bytes or a single larger one."""
+    """Return the tensors of each file: up to `most` bytes, or a single larger tensor."""
     found: list[list[Piece]] = []
     used = 0
     for piece in pieces:

@@ -23,9 +23,9 @@ from meshcomm.train.checkpoint_folder import LOCK, METADATA, instead_of, write
 
 _FORMAT = 3
 
-# If one of these changes, it is another training, not a continued one.
+# A change of one of these makes it another training, not a continued one.
 _FIXED = ("model.", "pretrained.", "train.seed", "train.dtype")
-# These too, unless train.resume_changed names them: they decide the samples of a step; each with the name it has there.
+# So does a change of these, which decide the samples of a step, unless train.resume_changed has the name given here.
 _SAMPLES = {
     "data.seq_len": "seq_len",
     "train.global_batch_size": "global_batch_size",
@@ -41,13 +41,13 @@ _OF_NO_EFFECT = {"data.workers"} | {
         *("trace_steps", "log_to", "peak_flops"),
     )
 }
-# In a lock's config: the config.json of [model] pretrained. These of its keys do not affect what is computed:
+# The key of [model] pretrained's config.json in a lock's config. These keys of that file do not affect the results:
 PRETRAINED = "pretrained"
 _NOT_THE_MODEL = {
     f"{PRETRAINED}.{name}"
     for name in ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 }
-# Its location may change; its content may not.
+# The location of this folder may change. Its content may not.
 _MAY_MOVE = {"model.pretrained"}
 _SECTIONS = ("mesh", "parallel", "model", "data", "train")
 
@@ -73,12 +73,12 @@ class Lock:
     """The best validation loss, as `callbacks.Best`. Empty if nothing was evaluated, or if unknown."""
 
     metadata: str = ""
-    """SHA-256 of the metadata next to the lock file, which has the location of each tensor. "" if there is none."""
+    """SHA-256 of the metadata (the location of each tensor) next to the lock file. "" if there is none."""
 
     def continuing(self, saved: Lock) -> Lock:
         """Return the lock of the run from now on, with the progress of `saved`.
 
-        If the data have changed, no sample of them was read.
+        If the data have changed, no sample of the new data counts as read.
         """
         old, new = _flat(saved), _flat(self)
         changed = [name for name in _SAMPLES if old.get(name) != new.get(name)]
@@ -157,7 +157,7 @@ def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
 
 
 def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
-    """Return the differences from the time when the checkpoint `folder` was made, one setting per line.
+    """Return the settings that have changed since the checkpoint `folder` was saved, one per line.
 
     Settings that only affect how a run is recorded are left out.
 

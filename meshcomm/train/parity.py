@@ -1,4 +1,4 @@
-"""Records of the first steps of a training, on a mesh, on one process and of the module itself, and their differences."""
+"""Record the first steps of a training on a mesh, on one process and by the module itself, and compare the records."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from meshcomm.train.trainer import RECORDER, StepRecorder, Trainer
 
 Kind: TypeAlias = Literal["loss", "gradient norm", "weight", "gradient"]
 
-# As a share of the largest output.
+# Outputs count as equal up to this share of the largest output.
 _ROOM: Final = 1e-9
 
 
@@ -44,9 +44,9 @@ _ROOM: Final = 1e-9
 class Record:
     """The record of some steps of a run. Gradients are from the last step, after clipping.
 
-    losses, norms: of each step; norms before clipping. weights, gradients: unsharded tensors by global name, float64 on
-    CPU; on a rank of a pipeline, those of its stages. batch_norms: whether the model has some. Its results then depend
-    on which samples form a microbatch over all ranks. original: how the outputs before the first step compare with the
+    losses, norms: one per step; norms before clipping. weights, gradients: unsharded tensors by global name, float64 on
+    CPU; on a rank of a pipeline, those of its stages. batch_norms: whether the model has batch norms. Its results then
+    depend on which samples form a microbatch over all ranks. original: how the outputs before the first step compare with the
     module's own, in one sentence; "" if not compared.
     """
 
@@ -58,7 +58,7 @@ class Record:
     original: str = ""
 
     def save(self, path: Path) -> None:
-        """Write it as one file."""
+        """Write the record as one file."""
         torch.save(self.__dict__, path)
 
     @staticmethod
@@ -129,7 +129,7 @@ class _Enough(BaseException):
 
 @final
 class _ParityRecorder(StepRecorder):
-    """script: the program may end before the last step. original: see `record`."""
+    """script: whether the program may end before the last step. original: see `record`."""
 
     def __init__(self, config: Config, steps: int, *, script: bool, original: bool) -> None:
         self.config, self._steps = load_config(config, ['train.on_nonfinite="skip"']), steps
@@ -162,7 +162,7 @@ class _ParityRecorder(StepRecorder):
             raise _Enough
 
     def run(self, program: Callable[[], object]) -> Record | None:
-        """Run the program; the record of the last step of its Trainer, or None."""
+        """Run the program. Return the record of the last step of its Trainer, or None."""
         token = RECORDER.set(self)
         try:
             program()
@@ -202,7 +202,7 @@ def record_script(script: Path, arguments: Sequence[str], config: Config, steps:
 def record(mesh: Mesh, config: Config, steps: int, *, original: bool = False) -> Record:
     """Run the first `steps` steps of `config` on an open mesh. Called by: every rank.
 
-    original: first compare outputs with the module's own, on a mesh of one rank; raises TrainingError if they differ.
+    original: first compare outputs with the module's own, on a mesh of one rank. Raises TrainingError if they differ.
 
     Every rank returns the same losses and norms, and the unsharded weights and gradients of its own stages.
     Nothing is written, and no checkpoint is read.
@@ -321,7 +321,7 @@ def _as_stored(engine: Engine, model: SpecModel) -> dict[str, Tensor]:
 
 
 def _fill(module: nn.Module, values: Mapping[str, Tensor], tied: tuple[str, str] | None) -> str:
-    """Write the weights into an unsplit module, in float64. Returns the first of its parameters without a weight, or ""."""
+    """Write the weights into an unsplit module, in float64. Return the first parameter that has no weight, or ""."""
     same = {tied[1]: tied[0]} if tied else {}
     for name, parameter in module.named_parameters():
         value = values.get(same.get(name, name))
@@ -336,7 +336,7 @@ def _fill(module: nn.Module, values: Mapping[str, Tensor], tied: tuple[str, str]
 
 
 def _first(outputs: Any) -> Tensor:
-    """Return the logits of an output of transformers, a mapping, a tuple, or a tensor."""
+    """Return the logits of an output of transformers: a mapping, a tuple, or a tensor."""
     if isinstance(outputs, Mapping):
         outputs = outputs.get("logits", next(iter(outputs.values())))
     while isinstance(outputs, (tuple, list)):
@@ -356,7 +356,7 @@ class Difference:
     name:     "step 3" for a loss or a norm; the parameter for a weight or a gradient.
     relative: the absolute difference divided by the largest value of the quantity in the reference, or by 1 if that
               is larger. So large quantities are compared relatively, and small ones absolutely.
-    rank:     the first of the ranks on which it is largest.
+    rank:     the first of the ranks on which the difference is largest.
     note:     why there is nothing to subtract, or "".
 
     Both differences are infinite if a value is not finite, or if there is nothing to subtract.
@@ -393,7 +393,7 @@ def worst(of_ranks: Iterable[Sequence[Difference]], names: Iterable[str]) -> lis
     """Return the largest difference of each quantity over all ranks. A parameter in `names` that no rank has also
     counts as one.
 
-    names: of all parameters of the reference. In the order of `compare`, with the parameters of all stages.
+    names: the names of all parameters of the reference. The order is as in `compare`, with the parameters of all stages.
     """
     found: dict[tuple[Kind, str], Difference] = {}
     for each in of_ranks:
@@ -411,7 +411,7 @@ def worst(of_ranks: Iterable[Sequence[Difference]], names: Iterable[str]) -> lis
 def first(differences: Iterable[Difference], tolerance: float) -> Difference | None:
     """Return the first quantity that differs by more than `tolerance`, in the order in which a program computes
     them: the loss of a step before its norm, both before those of the next step; then the worst parameter. None if
-    there is none.
+    no quantity does.
     """
     over = [one for one in differences if one.relative > tolerance]
     steps = [one for one in over if one.kind in ("loss", "gradient norm")]

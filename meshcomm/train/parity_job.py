@@ -1,4 +1,4 @@
-"""`meshcomm parity`: the reference in this process, the mesh as a job of processes, and the dim to blame if they differ.
+"""`meshcomm parity`: run the reference in this process and the mesh as a job, and find the dim to blame if they differ.
 
 `python -m meshcomm.train.parity_job FOLDER`, under a launcher, is one rank of that job.
 """
@@ -54,8 +54,8 @@ Run: TypeAlias = Callable[[Config], Sequence[Difference]]
 class Blame:
     """The dims that cause a difference: one alone, two together, or none if only all of them do.
 
-    ranks:      of the mesh with only these dims.
-    difference: the worst on it. None if that run failed, or if only all dims together differ.
+    ranks:      the number of ranks of the mesh with only these dims.
+    difference: the worst on that mesh. None if its run failed, or if only all dims together differ.
     """
 
     dims: tuple[str, ...]
@@ -81,8 +81,8 @@ class Blame:
 class Parity:
     """The result of a comparison.
 
-    differences: of the loss and norm of every step and the weight and gradient of every parameter, the worst over
-                 all ranks. first: the first difference. blamed: None if nothing differs.
+    differences: the worst over all ranks, for the loss and norm of every step and the weight and gradient of every
+                 parameter. first: the first difference. blamed: None if nothing differs.
     notes:       the changes made to the configuration for the comparison. original: as in `Record`.
     """
 
@@ -123,8 +123,8 @@ def prove(
 ) -> Parity:
     """Run the same steps on one process and on the mesh of `config`, and compare.
 
-    config: with every size known. steps: if None, 20, or all if the training has fewer.
-    script: makes a Trainer, on the mesh that meshcomm.init() returns. If None, the training of `config`. On one process,
+    config: a configuration with every size known. steps: if None, 20, or all if the training has fewer.
+    script: creates a Trainer, on the mesh that meshcomm.init() returns. If None, the training of `config`. On one process,
             its mesh has all dims, of size 1.
     start:  runs `python WORDS` as all ranks of a configuration's mesh; prints errors and returns the exit code.
     If they differ, smaller meshes are started too, until a dim is to blame. Nothing keeps running.
@@ -166,7 +166,7 @@ def prove(
 
 
 def _copies(config: Config) -> int:
-    """Return the ranks of a mesh that have different samples."""
+    """Return the number of ranks of a mesh that have different samples."""
     return 1 if config.parallel is None else config.parallel.copies(config.mesh.dims)
 
 
@@ -176,7 +176,7 @@ class _Runs:
     """Runs of the first `steps` steps of `config` on its mesh, on parts of it, and on one process.
 
     folder:      for the files of all these runs.
-    batch_norms: whether the model has some. If so, the microbatch of a step, over all ranks, is that of the full mesh.
+    batch_norms: whether the model has batch norms. If so, the microbatch of a step, over all ranks, is that of the full mesh.
     """
 
     config: Config
@@ -195,7 +195,7 @@ class _Runs:
             return record(mesh, one, self.steps, original=True)
 
     def on_mesh(self, names: Sequence[str], part: Config) -> list[Difference]:
-        """Return the worst differences of a part of the mesh from the reference, whose parameters are `names`."""
+        """Return the worst differences of a part of the mesh from the reference. names: the reference's parameters."""
         place = self._job(self._sized(part))
         of_ranks = [json.loads(path.read_text()) for path in sorted(place.glob("rank*.json"))]
         return worst([[Difference(**each) for each in found] for found in of_ranks], names)
@@ -260,7 +260,7 @@ def _facts(one: Difference | None) -> dict[str, Any] | None:
 def blame(config: Config, run: Run, tolerance: float) -> Blame:
     """Run the mesh with only one dim larger than 1, for each dim in turn, and then with each pair of dims.
 
-    config: with every size known; its own run differs.
+    config: a configuration with every size known, whose own run differs.
     run:    returns the differences of a configuration's mesh from the reference, the worst over all ranks. If it raises
             a MeshcommError, that counts as a difference.
     """
@@ -275,7 +275,7 @@ def blame(config: Config, run: Run, tolerance: float) -> Blame:
 
 
 def suspected(config: Config) -> tuple[str, ...]:
-    """Return the dims that can be to blame: those of the base mesh above 1, then that of the experts."""
+    """Return the dims that can be to blame: those of the base mesh with a size above 1, then that of the experts."""
     dims = [dim for dim, size in config.mesh.dims.items() if size > 1]
     expert = None if config.parallel is None else config.parallel.expert
     if expert is not None and any(sizes.get(expert, 1) > 1 for sizes in config.mesh.views.values()):
@@ -286,9 +286,9 @@ def suspected(config: Config) -> tuple[str, ...]:
 def only(config: Config, dims: Iterable[str]) -> Config:
     """Return the same training on a smaller mesh, where only `dims` are above 1.
 
-    The expert dim is not part of the base mesh but made of other dims. With it, the data dim gets the size that it
-    needs in addition, and its view the rest. Without it, experts are not split. Raises ConfigError if there is no
-    such mesh.
+    The expert dim is not part of the base mesh but consists of other dims. If it is kept, the data dim gets the
+    additional size that the expert dim needs, and another dim of the view gets the rest. If not, experts are not
+    split. Raises ConfigError if there is no such mesh.
     """
     kept, parallel = set(dims), config.parallel
     assert parallel is not None
@@ -307,7 +307,7 @@ def only(config: Config, dims: Iterable[str]) -> Config:
         carrier = parallel.data if parallel.data in carriers else carriers[0]
         sizes[carrier or ""] *= more
         made = {dim: sizes[dim] if dim in shared else 1 for dim in view} | {expert: view[expert]}
-        # The rest goes to the first of the other dims.
+        # The first of the other dims gets the rest.
         for dim in [dim for dim in view if dim not in (*shared, expert)][:1]:
             made[dim] = math.prod(sizes[dim] for dim in carriers) // view[expert]
         mesh["views"] = {name: made}

@@ -24,8 +24,8 @@ from meshcomm.train.copies import Held, parts_held, receive
 class Survivor:
     """The training state that a rank holds, from the loss of a rank until the state is in a new engine.
 
-    engine: its current one, None on a rank without one, such as a new rank. shared: keeps its module, which the new engine
-    uses too. facts: returns what a new rank needs to know about the run, see `Steps.facts`.
+    engine: the current engine; None on a rank that has none, such as a new rank. shared: whether the new engine uses the
+    same module. facts: returns what a new rank needs to know about the run, see `Steps.facts`.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Survivor:
             self._step, self._held = -1, None
 
     def restore(self, engine: Engine, copies: Collection[Held]) -> Any:
-        """Give the new engine a state, this rank's own or that of a rank with the same parts; return `facts`.
+        """Give the new engine this rank's own state, or that of a rank with the same parts. Return `facts`.
 
-        It is the latest state for which every rank's parts exist: the ranks' current state, or `copies` of an earlier
+        This is the latest state for which every rank's parts exist: the ranks' current state, or `copies` of an earlier
         step. Returns None, on every rank, if no rank holds the parts of some rank any more.
         Called by: every rank of the mesh.
         """
@@ -116,7 +116,7 @@ def _tells(mesh: Mesh, known: Mapping[int, tuple[Any, Any]], step: int) -> bool:
 def _pairs(
     mesh: Mesh, wanted: Mapping[int, str], held: Mapping[int, Collection[str]]
 ) -> list[tuple[str, int, int]] | None:
-    """(dim, giver, receiver) for each rank that lacks its parts; the giver holds them. None if some rank has no giver.
+    """Return (dim, giver, receiver) for each rank that lacks its parts. The giver holds them. None if a rank has no giver.
 
     wanted, held: by rank, the parts that it needs, and the parts that it has.
     """

@@ -31,7 +31,7 @@ _FORMAT: Final = 1
 
 
 def check_folder(folder: Path) -> None:
-    """Make `folder`. Raises TrainingError if nothing can be written into it."""
+    """Create `folder`. Raises TrainingError if nothing can be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -65,7 +65,7 @@ def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
 
 @final
 class MetricsFile:
-    """Writes `folder`/metrics.jsonl. after: the step from which a run continues; lines after it are cut off."""
+    """Writes `folder`/metrics.jsonl. after: the step from which a run continues. Later lines are removed."""
 
     def __init__(self, folder: Path, after: int = 0) -> None:
         check_folder(folder)
@@ -132,11 +132,11 @@ def recorded(folder: Path, config: Config, plan: Plan, start: Start) -> Iterator
     """Write `folder`/config.json and `folder`/run.json now, and run.json again when the block ends.
 
     config.json is `config` with the sizes of `plan`; `meshcomm.config.load_config` reads it. In run.json, `run` is a new
-    text at every start. `state` is "running", "finished" or "stopped". `ended` has the Summary, with None for unknown
+    id at every start. `state` is "running", "finished" or "stopped". `ended` has the Summary, with None for unknown
     values, and `reason`: why the run ended before its last step, or None. Each file holds either its old or its new text
     at any moment. A run that is killed stays "running".
 
-    Yields:    a list; the block adds its Summary before it ends, in any way.
+    Yields:    a list, to which the block adds its Summary before it ends in any way.
     Called by: the rank that writes metrics.jsonl.
     Raises:    TrainingError if a file cannot be written, at the start or after the last step.
     """
@@ -216,7 +216,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @final
 class TraceWindow(contextlib.ExitStack):
-    """`train.trace_steps` of a run whose first `done` steps are complete.
+    """Traces the steps of `train.trace_steps`, in a run whose first `done` steps are complete.
 
     Called by: every rank, `before` and `after` each step. On exit, it ends an open trace.
     """

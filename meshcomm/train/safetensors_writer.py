@@ -1,4 +1,4 @@
-"""A safetensors file of pieces of a checkpoint, with one tensor in memory at a time; the safetensors package needs all of them.
+"""Write a safetensors file of pieces of a checkpoint with one tensor in memory at a time. The safetensors package needs all.
 
 8 bytes    length of the header, little-endian
 header     JSON, padded with spaces to a multiple of 8:

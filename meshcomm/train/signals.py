@@ -51,7 +51,7 @@ class Signals(Callback):
         self._usual = {}
 
     def look(self, step: int) -> None:
-        """Whether the run ends here. Called by: every rank, after the same steps, when it has their results."""
+        """Find out whether the run ends here. Called by: every rank, after the same steps, when it has their results."""
         store = self._mesh.store
         if self._number and not self._told:
             self._told = True

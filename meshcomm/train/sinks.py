@@ -25,7 +25,7 @@ class Sink(Callback):
     Weights & Biases: a run in `folder`/wandb, offline unless WANDB_MODE is set; `wandb sync` sends it. Its
     project, name and entity come from wandb's own variables. A resumed training is a new run.
 
-    Made on the rank that writes metrics.jsonl. folder: of the run. settings: its configuration, as in
+    Created on the rank that writes metrics.jsonl. folder: the run's folder. settings: the run's configuration, as in
     config.json. after: the last step of an earlier run that this one resumes, 0 if none.
     """
 

@@ -1,4 +1,4 @@
-"""The steps of a run, computed, reported, evaluated and saved in order, and their learning rate."""
+"""Runs training steps in order: compute, report, evaluate, save. Also computes their learning rate."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def check_outputs(train: TrainConfig) -> None:
-    """Make `train.out`. Raises TrainingError; ConfigError if the run cannot be recorded as [train] asks."""
+    """Create `train.out`. Raises TrainingError if it cannot, or ConfigError if the run cannot be recorded as [train] asks."""
     check_sinks(train)
     check_folder(Path(train.out))
 
@@ -99,7 +99,7 @@ def threads_and_precision(mesh: Mesh, train: TrainConfig, ranks_here: int) -> It
 
 
 class Reading(NamedTuple):
-    """The data of steps and evaluations. corpus: of [data]; None if the data come from code."""
+    """The data of steps and evaluations. corpus: the data of [data]; None if the data come from code."""
 
     batches: Batches | ReadAhead | GivenBatches
     corpus: Corpus | None
@@ -115,7 +115,7 @@ class Saving(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """The progress of a run: the lock and the losses of its last checkpoint. resumed: None at its first step.
+    """The progress of a run: the lock and the losses of its last checkpoint. resumed: None at the run's first step.
 
     pending: steps after those of `losses` that are done and not reported. evaluates, saves: whether the last step still
     has to be evaluated, or saved.
@@ -130,8 +130,8 @@ class Progress(NamedTuple):
 
 
 def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progress:
-    """Return the progress, from the survivors of a loss of ranks. facts: of one of them, see `Steps.facts`. Called
-    by: every rank.
+    """Return the progress, from the survivors of a loss of ranks. facts: the facts of one survivor, see `Steps.facts`.
+    Called by: every rank.
 
     The first rank may be new: lines that the metrics file lacks are reported again.
     """
@@ -163,7 +163,7 @@ def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progre
 
 @final
 class Steps:
-    """The steps of a run that follow `progress`. Every rank of the mesh has them."""
+    """The steps of a run that follow `progress`. Every rank of the mesh has a Steps."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Steps:
         )
 
     def run(self) -> Summary:
-        """Run them. Called by: every rank. Returns and raises as Trainer.run."""
+        """Run the steps. Called by: every rank. Returns and raises as Trainer.run does."""
         mesh, train, resumed = self._mesh, self._train, self._start.resumed
         with contextlib.ExitStack() as stack:
             ended: list[Summary] = []
@@ -311,7 +311,7 @@ class Steps:
             # Looking waits for the device if calls are queued on it.
             if mesh.is_async and not saves and not evaluates and not logs:
                 continue
-            # Held, because a loss of ranks may end what follows.
+            # Keep the results, because a loss of ranks may end what follows.
             self._results += engine.results()
             self._signals.look(step)
             now = time.perf_counter()
@@ -322,7 +322,7 @@ class Steps:
                 logged, logged_step = now, step
             if evaluates:
                 self._evaluate(step)
-            # The last one, if something ends the run.
+            # Save the last step too, if something ends the run.
             if saves or self._signals.stop or (train.checkpoint_every and self._stopped()):
                 self._save(step)
 
@@ -333,7 +333,7 @@ class Steps:
         return step % self._train.log_every == 0 or step in (1, self._train.steps)
 
     def _report(self, steps_per_s: float) -> bool:
-        """Keep the losses of steps, and report those that are logged; return whether there was one."""
+        """Keep the losses of all steps, and report the logged steps. Return whether there was one."""
         logged = False
         tokens = self._start.tokens_per_step
         rates, memory = self._cost.rates(steps_per_s), self._cost.memory
@@ -401,7 +401,7 @@ class Steps:
         )
 
     def _summary(self) -> Summary:
-        """Return the summary up to now."""
+        """Return the summary so far."""
         done, corpus = len(self._losses), self._reading.corpus
         return Summary(
             done,

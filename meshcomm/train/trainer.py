@@ -98,17 +98,17 @@ class Trainer:
             required. [model] is required if `model` is None. [data] is required for a pipeline, with [model],
             and if `run` receives no data.
         model: if None, the model of [model]. A ModelSpec or Model is built in parts, for every kind of
-            parallelism that it describes. An nn.Module is used unchanged, for data and shard; for tensor after
+            parallelism that it describes. An nn.Module is used unchanged, for data and shard, and for tensor after
             `tensor_parallel` has split it. The weights of the first rank along data and shard are broadcast to
             all of these ranks.
         optimizer: (parameter groups) -> an optimizer. If None, the optimizer of [train]. Vectors are in a group
-            with weight_decay 0. Its lr is the base of train's schedule, in place of train.lr.
+            with weight_decay 0. The optimizer's lr is the base of train's schedule, in place of train.lr.
         loss: (outputs, targets) -> the mean over a microbatch. The loss of a step is the mean over all
             microbatches of all ranks. If None, the model's loss, or cross-entropy over all targets of the
             global batch except -100.
         scheduler: (optimizer) -> a torch LRScheduler that replaces train's schedule and is stepped after each
             step. On resume, it is stepped once per completed step and then loads the saved state. If its
-            settings have changed, the new settings apply, and its state follows from the number of steps alone.
+            settings have changed, the new settings apply, and its state is computed from the number of steps only.
         callbacks: called on every rank, in this order.
 
     Called by: every rank of the mesh, with equal arguments.
@@ -133,7 +133,7 @@ class Trainer:
         self._given, self._loss = model, loss
         self._optimizer, self._scheduler = optimizer, scheduler
         self._made: Engine | None = None
-        # Whether it has a state. It has none before a checkpoint is read, if there is one.
+        # Whether the engine has a state. If there is a checkpoint, it has none before the checkpoint is read.
         self._holds = False
         self._steps: Steps | None = None
         # The samples read from the program's data before ranks were lost.
@@ -174,7 +174,7 @@ class Trainer:
                 self._meet_again(error)
 
     def _recovering(self, action: Callable[[], T]) -> T:
-        """Return the result of `action`; tries again if it fails because ranks were lost and replaced."""
+        """Return the result of `action`. Try again if `action` fails because ranks were lost and replaced."""
         if not self._mesh.recovers:
             return action()
         while True:
@@ -182,7 +182,7 @@ class Trainer:
                 return action()
             except Exception as error:
                 self._meet_again(error)
-            # Not above, where the error keeps the tensors of the step alive.
+            # Not in the except block, where the error keeps the tensors of the step alive.
             self._begin_again()
 
     def _meet_again(self, error: Exception) -> None:
@@ -273,11 +273,11 @@ class Trainer:
         """Train up to train.steps, from the start or from the last complete checkpoint in train.out.
 
         data:      this rank's share of each global batch: (step) -> (inputs, targets), or an iterable of such
-                   pairs, such as a DataLoader. At its end, an iterable is restarted after `set_epoch` of its
-                   sampler. Dictionaries are accepted as for `step`. On resume, an iterable with
+                   pairs, such as a DataLoader. An iterable that ends is restarted after a call of its sampler's
+                   `set_epoch`. Dictionaries are accepted as for `step`. On resume, an iterable with
                    `load_state_dict` (torchdata's StatefulDataLoader) loads the saved state; from any other
-                   iterable, the batches of the completed steps are skipped. Equal along tensor, pipeline and
-                   context. If None, [data] is used.
+                   iterable, the batches of the completed steps are skipped. The data must be equal along tensor,
+                   pipeline and context. If None, [data] is used.
         attempt:   the launcher's attempt. A job that the launcher restarts resumes from its own last
                    checkpoint.
         Called by: every rank of the mesh.
@@ -328,17 +328,17 @@ class Trainer:
         else:
             batches = self._read
             batches.goes_on(engine, lock.step)
-        # Until the end of the run, an iterable is not restarted, whatever ranks are lost.
+        # Within a run, the loss of ranks does not restart an iterable.
         self._read = batches if isinstance(batches, GivenBatches) else None
         reading = Reading(batches, corpus, evaluator)
         saving = Saving(checkpoints, self._copies, self._runs)
         self._steps = Steps(engine, self._config, reading, self.callbacks, saving, progress)
-        # Its state is now in the new steps only.
+        # Only the new steps now hold the survivor's state.
         self._survivor = None
         return self._steps.run()
 
     def _start(self, checkpoints: Checkpoints, start: Lock, attempt: Attempt) -> Progress:
-        """From the first step or a checkpoint."""
+        """Start from the first step or a checkpoint."""
         if self._survivor is not None:
             # No rank holds the lost parts: continue as after a restart.
             attempt, self._survivor, self._made = replace(attempt, restarts=attempt.restarts + 1), None, None
@@ -369,7 +369,7 @@ class Trainer:
     def _batches(
         self, data: Data | Corpus, step: int = 0, samples: int = 0, state: Tensor | None = None
     ) -> Batches | ReadAhead | GivenBatches:
-        """Return the data of each step after `step`. samples: how many were read until then. state: of a loader."""
+        """Return the data of each step after `step`. samples: how many were read by then. state: a loader's state."""
         if not isinstance(data, Corpus):
             return GivenBatches(data, self.engine, step, state)
         batches = batches_of(self.engine, data, (step, samples))
@@ -385,12 +385,12 @@ class Trainer:
         targets: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> None:
-        """Make one step of a custom training loop. `results` returns the losses.
+        """Run one step of a custom training loop. `results` returns the losses.
 
         inputs:    a tensor; or, as the only argument, a dictionary with inputs and targets. The format
                    of the collators of transformers also works: input_ids and labels of the same tokens.
-                   Optional are an attention_mask that masks tokens at the end, and position_ids that are 0
-                   where a document starts.
+                   An attention_mask that masks tokens at the end, and position_ids that are 0 where a
+                   document starts, are optional.
         Shape:     (global_batch_size / ranks along data and shard, ...): this rank's share of the global batch.
                    On any device. Floating-point tensors are converted to train.dtype.
         documents: with data.document_mask: int64 (samples, tokens), the document number of each token,
@@ -405,7 +405,7 @@ class Trainer:
                 f"a step needs gradients, on {self.mesh.label}",
                 given="Trainer.step within torch.no_grad or torch.inference_mode",
                 expected="gradients to be recorded",
-                hint="move the step out of the block; Trainer.evaluate computes a loss alone",
+                hint="move the step out of the block; Trainer.evaluate computes only a loss",
             )
         engine = self.engine
         scheduler = engine.scheduler
@@ -468,7 +468,7 @@ class Trainer:
     def load(self, folder: str | Path) -> None:
         """Load the state from a folder that `save` or a run's checkpoint wrote on any mesh. `step` continues after it.
 
-        Call this before anything else: parameters in the folder are then not read from elsewhere, nor
+        Call this before anything else: parameters in the folder are then neither read from elsewhere nor
             initialized.
 
         Called by: every rank.

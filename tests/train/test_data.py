@@ -264,7 +264,7 @@ def test_token_files_that_cannot_be_trained_on_are_told(tmp_path: Path) -> None:
     np.save(tmp_path / "short.npy", np.zeros(3, np.uint16))
     (tmp_path / "text.npy").write_text("no array")
     for name, what, given in (
-        ("odd.bin", "a token file cannot be read", "3 bytes are no tokens of 2 bytes each"),
+        ("odd.bin", "a token file cannot be read", "3 bytes are not a whole number of 2-byte tokens"),
         ("square.npy", "a token file cannot be read", "shape (4, 4)"),
         ("real.npy", "a token file cannot be read", "float64"),
         ("text.npy", "a token file cannot be read", "text.npy"),

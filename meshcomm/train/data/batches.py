@@ -52,7 +52,7 @@ def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class Order:
     """Epochs over the samples of several parts, each in a different order.
 
-    sizes: samples of each part. weights: the relative share of an epoch that comes from each part. If none, each sample
+    sizes: samples of each part. weights: the relative share of an epoch that comes from each part. If empty, each sample
     occurs once. A part with more samples than an epoch takes continues in the next epoch. A part with fewer starts again,
     in another order.
     """
@@ -105,11 +105,11 @@ class Batches:
     Args:
         corpus: the data to read.
         global_batch_size: samples per step, over all ranks.
-        seed: of the run.
-        coord, size: along data.
+        seed: the seed of the run.
+        coord, size: the coord of this rank along data, and the number of coords.
         device: where batches are placed.
         dtype: for floating-point data. If None, they keep their dtype.
-        after: a step, and the number of samples read when it was done.
+        after: a completed step, and the number of samples read by then.
     """
 
     def __init__(
@@ -143,17 +143,17 @@ class Batches:
         return self.order.at(np.arange(first, first + self._global_batch)[self._mine])
 
     def __call__(self, step: int) -> tuple[Tensor, ...]:
-        """Return inputs and targets, each (global_batch_size / size, ...): for tokens int64 (..., sequence); and
-        documents, if any.
+        """Return inputs, targets and, if any, documents, each (global_batch_size / size, ...); for tokens, int64
+        (..., sequence).
         """
         return self.on_device(self.held(step))
 
     def held(self, step: int) -> tuple[Tensor, ...]:
-        """Return the same in host memory."""
+        """Return the tensors of `__call__` in host memory."""
         return _tensors(self._samples(*self.places(step)), self._dtype)
 
     def in_order(self, most: int | None) -> Iterator[tuple[Tensor, ...]]:
-        """Full global batches, at most `most`, with the samples in stored order; this rank's share of each."""
+        """Yield this rank's share of at most `most` full global batches, with the samples in stored order."""
         ends = np.cumsum([len(part) for part in self._parts])
         whole = int(ends[-1]) // self._global_batch
         for batch in range(whole if most is None else min(most, whole)):
@@ -187,11 +187,11 @@ def _tensors(samples: Samples, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
 
 
 def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) -> Batches:
-    """Return the samples of this rank, step by step. after: a step, and the number of samples read when it was done."""
+    """Return the samples of this rank, step by step. after: a completed step, and the number of samples read by then."""
     _, _, data, train = engine.sections
     assert data is not None
     if data.build is None:
-        # `Batches` reads by the roles; the results of a user's function are compared.
+        # `Batches` picks samples by role, so they need no comparison. The results of a user's function do.
         engine.checked_steps = 0
     return Batches(
         corpus,

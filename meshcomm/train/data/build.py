@@ -41,7 +41,7 @@ def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
         raise TrainingError(
             f"data.build could not be called: {type(error).__name__}: {error}",
             given=f"build = {name!r}, args = {dict(config.args)}",
-            expected="a function that can be imported where the ranks runand takes args by name",
+            expected="a function that can be imported where the ranks run, and that takes args by name",
             hint="put its module into the folder in which meshcomm is started, or into PYTHONPATH",
         ) from error
     by_index = hasattr(found, "__getitem__") and hasattr(found, "__len__")
@@ -63,7 +63,7 @@ def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
 
 
 class SampleForm:
-    """The form of a sample, and conversion to arrays. name: of the function, for errors. packed: samples may be packed
+    """The form of a sample, and conversion to arrays. name: the function's name, for errors. packed: samples may be packed
     documents, which begin where position_ids are 0.
     """
 
@@ -164,7 +164,7 @@ class Indexed:
         return self._form.joined([(number, self._data[number]) for number in samples.tolist()])
 
     def cut(self, share: float) -> tuple[Indexed, Indexed]:
-        """See DataPart. Samples may be sorted by kind, so the ones to cut off are drawn at random."""
+        """See DataPart. Samples may be sorted by kind, so those to cut off are chosen at random."""
         count = len(self._data)
         place = count - held_back(count, share)
         before, after = (Indexed(self._data, self._form, kept) for kept in ((0, place), (place, count)))

@@ -31,8 +31,8 @@ def chats(
 ) -> Corpus:
     """Return the conversations of some files, one per sample; with data.document_mask, as many as fit.
 
-    Longer ones than data.seq_len + 1 tokens are cut there.
-    Raises TrainingError, with file and line, if a line is not a conversation, and if there is no template.
+    Conversations longer than data.seq_len + 1 tokens are cut there.
+    Raises TrainingError if there is no template, or, with file and line, if a line is not a conversation.
     """
     tokenizer = _tokenizer(config, model)
     most = config.seq_len + 1
@@ -46,9 +46,9 @@ def chats(
         raise TrainingError(
             "there is no conversation to train on",
             given=f"{len(files)} files of {key}, seq_len = {config.seq_len}",
-            expected="one with an answer within seq_len tokens"
+            expected="a conversation with an answer within seq_len tokens"
             if config.answers_only
-            else "one of two tokens",
+            else "a conversation of two tokens or more",
             hint="more files, or a longer seq_len",
         )
     samples = [_joined([found[each] for each in group]) for group in _packed(found, config)]
@@ -108,7 +108,7 @@ def _tokenizer(config: DataConfig, model: ModelConfig | None) -> Any:
 
 
 def _conversations(path: Path) -> Iterator[tuple[str, Any]]:
-    """The messages of each line, and its location."""
+    """Yield the location and the messages of each line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from meshcomm.errors import TrainingError
 
-# A large file is sampled with this many stretches of this many tokens.
+# The digest of a large file covers this many stretches of this many tokens.
 _LOOKS = 64
 _STRETCH = 32_768
 # A target that does not count.
@@ -37,7 +37,7 @@ class DataPart(Protocol):
         ...
 
     def cut(self, share: float) -> tuple[DataPart, DataPart]:
-        """Return the samples without the last `share` of them, and these last ones."""
+        """Return two parts: all samples but the last `share` of them, and those last samples."""
         ...
 
 
@@ -46,8 +46,8 @@ class Stream:
     """Tokens of all documents in a row, in memory or mapped from a file. A sample may extend past the end of a document.
 
     tokens: (n,) of an unsigned or signed type. name: for errors. vocab_size: an upper bound of the ids; None if unknown
-    or already checked. first: the position of the first token in the file `name`. eos: the token after each document, from
-    which samples number documents; if None, they do not.
+    or already checked. first: the position of the first token in the file `name`. eos: the token after each document, by
+    which samples number their documents. If None, they do not.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Stream:
         return before, after
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of the tokens; for a large number, of that number and of equally spaced stretches."""
+        """Return the SHA-256 of the tokens, or, if there are many, of their number and of equally spaced stretches."""
         count = len(self.tokens)
         if count <= _LOOKS * _STRETCH:
             return hashlib.sha256(np.ascontiguousarray(self.tokens).tobytes()).digest()
@@ -125,7 +125,7 @@ class Corpus:
     unit: str = "bytes of text"
     files: tuple[Path, ...] = ()
     weights: tuple[float, ...] = ()
-    """Shares of the parts in an epoch; (): each sample once."""
+    """Shares of the parts in an epoch. If (), each sample occurs once."""
     validation: Corpus | None = None
     """The parts for evaluation."""
 
@@ -171,7 +171,7 @@ def outside(token: int, vocab_size: int, where: str, hint: str = "") -> Training
         given=f"{token} at {where}",
         expected=f"tokens of 0 or more and below model.vocab_size = {vocab_size}",
         hint=hint
-        or "set model.vocab_size to the size of the tokenizer that made them, or data.token_type if the file has another type",
+        or "set model.vocab_size to the size of the data's tokenizer, or data.token_type if the file has another type",
     )
 
 

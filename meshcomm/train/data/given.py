@@ -15,7 +15,7 @@ from meshcomm.train.data.corpus import IGNORED
 
 # Inputs and targets, and, if given, the document number of each token; or a dictionary: see `tensors_of`.
 GivenBatch: TypeAlias = tuple[Tensor, ...] | Mapping[str, Tensor]
-# The inputs and targets of a step by its number, from 1; or one step after the other.
+# A function of the number of a step, from 1, that returns the step's batch; or an iterable of one batch per step.
 Data: TypeAlias = Callable[[int], GivenBatch] | Iterable[GivenBatch]
 
 # The name of a loader's state in a checkpoint: with its coord along data and shard, and their size.
@@ -28,7 +28,7 @@ _OF_TRANSFORMERS: Final = ("input_ids", "labels", "attention_mask", "position_id
 def placed(engine: Engine, batch: Any, whose: str) -> tuple[Tensor, ...]:
     """Return inputs, targets and, if given, documents on the device of the mesh, floating-point ones in train.dtype.
 
-    whose: "step 3". Raises TrainingError if it is neither two or three tensors nor a dictionary of tensors.
+    whose: such as "step 3". Raises TrainingError if `batch` is neither two or three tensors nor a dictionary of tensors.
     """
     if isinstance(batch, Mapping):
         batch = tensors_of(batch, whose)
@@ -44,8 +44,8 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Tensor, ...]:
         raise TrainingError(
             f"the data of {whose} are not inputs and targets",
             given=f"a {type(batch).__name__}" + (f" of {len(held)}: {kinds}" if held else ""),
-            expected="two tensors, each with this rank's samples of the step along axis 0; a third numbers documents; "
-            f"or a dictionary with {', '.join(_PLAIN[:2])}, or with {', '.join(_OF_TRANSFORMERS[:2])}",
+            expected="two tensors, each with this rank's samples of the step along axis 0, and a third that numbers "
+            f"documents; or a dictionary with {', '.join(_PLAIN[:2])}, or with {', '.join(_OF_TRANSFORMERS[:2])}",
             hint="a generator that yields (inputs, targets)",
         )
     device, dtype = engine.mesh.device, engine.split.dtype
@@ -60,7 +60,7 @@ def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
     """Return inputs, targets and, if given, documents from a dictionary: under these names, or under those of
     transformers.
 
-    The labels of transformers belong to the tokens themselves; without labels, input_ids are the labels. attention_mask may
+    The labels of transformers belong to the tokens themselves. Without labels, input_ids are the labels. attention_mask may
     mask tokens at the end, which are then not targets. A position_id of 0 starts a document.
 
     Raises TrainingError for other names; UnsupportedOp for padding at the start.
@@ -76,7 +76,9 @@ def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
             expected=f"tensors under {', '.join(known)}"
             if unknown
             else f"tensors: {', '.join(_PLAIN[:2])}, or {', '.join(_OF_TRANSFORMERS[:2])}",
-            hint=f"leave out {', '.join(unknown)}" if unknown else "what the loader gives under these names",
+            hint=f"leave out {', '.join(unknown)}"
+            if unknown
+            else "yield the tensors of the loader under these names",
         )
     if known is _PLAIN:
         return tuple(batch[name] for name in _PLAIN if name in batch)
@@ -86,7 +88,7 @@ def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
         raise ShapeError(
             f"the data of {whose} do not fit together",
             given=", ".join(f"{name} {shape}" for name, shape in shapes.items()),
-            expected="(samples, tokens), the same for all of them",
+            expected="the same shape (samples, tokens) for all tensors",
         )
     labels, mask = batch.get("labels", tokens), batch.get("attention_mask")
     if mask is not None:
@@ -133,11 +135,11 @@ def _begins(batch: Mapping[str, Tensor], mask: Tensor | None, whose: str) -> Ten
 class GivenBatches:
     """Batches from the user, with the methods of `Batches`.
 
-    At its end, an iterable is restarted after `set_epoch` of it or of its samplers, with the number of the epoch.
-    `state_dict` and `load_state_dict`, as in torchdata's StatefulDataLoader, are saved with a checkpoint and restored.
+    An iterable that ends is restarted after a call of its `set_epoch`, or that of its samplers, with the epoch's number.
+    If it has `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader has, checkpoints keep its state.
     Without them, or if ranks along data read other shares, the batches of the earlier steps are read and skipped first.
 
-    after: the steps that were done before this attempt. saved: what `saved` returned then, if anything.
+    after: the number of steps done before this attempt. saved: what `saved` returned after them, if anything.
     """
 
     def __init__(self, data: Data, engine: Engine, after: int, saved: Tensor | None = None) -> None:
@@ -173,7 +175,7 @@ class GivenBatches:
     def goes_on(self, engine: Engine, step: int) -> None:
         """Give the steps after `step` to another engine, as if later ones had not been requested.
 
-        Raises TrainingError if it would have to start again, because a sampler may then draw another order.
+        Raises TrainingError if the data would have to start again, because a sampler may then choose another order.
         """
         before, self._engine = self._engine, engine
         if not isinstance(self._data, Iterable):
@@ -196,7 +198,7 @@ class GivenBatches:
             )
 
     def read(self, step: int) -> None:
-        """Where in its data a step ends; only steps are counted."""
+        """Return no number of samples: only steps are counted."""
         return
 
     def saved(self) -> dict[str, Tensor]:
@@ -230,7 +232,7 @@ class GivenBatches:
             ) from error
 
     def _repeated(self, data: Iterable[GivenBatch], goes_on: bool) -> Iterator[GivenBatch]:
-        """The items of `data` over and over. Raises TrainingError if it restarts without items, as a generator does."""
+        """Yield the items of `data` over and over. Raises TrainingError if it restarts without any, as a generator does."""
         while True:
             if not goes_on:
                 self._set_epoch()

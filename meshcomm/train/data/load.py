@@ -37,10 +37,10 @@ def load(
     """Open the data that `config` names, with random access.
 
     model:      the folder of `pretrained`, whose tokenizer is the default.
-    vocab_size: of the model; None if unknown, and not checked.
-    cache:      a folder where the tokens of text are kept and looked up. If None, in memory.
+    vocab_size: the model's vocabulary size. If None, it is unknown and not checked.
+    cache:      a folder where the tokens of text are kept and looked up. If None, they stay in memory.
     seed:       passed to the function of `build` if it takes one.
-    Raises TrainingError if nothing is found, if it is less than one sample, or if tokens do not fit the model.
+    Raises TrainingError if no data are found, if they are less than one sample, or if tokens do not fit the model.
     """
     if config.build is not None:
         from meshcomm.train.data.build import built
@@ -147,7 +147,7 @@ def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
 
 
 def _token_files(config: DataConfig, vocab_size: int | None, patterns: tuple[str, ...], key: str) -> Corpus:
-    """Return the files of tokens: data.tokens by weight, the files of each pattern together; or those for
+    """Return the token files of data.tokens, where the files of each pattern share its weight; or those for
     validation.
     """
     weighted = key == "data.tokens"
@@ -177,7 +177,9 @@ def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Strea
         else:
             kind = np.dtype(config.token_type).newbyteorder("<")
             if path.stat().st_size % kind.itemsize or not path.stat().st_size:
-                raise ValueError(f"{path.stat().st_size} bytes are no tokens of {kind.itemsize} bytes each")
+                raise ValueError(
+                    f"{path.stat().st_size} bytes are not a whole number of {kind.itemsize}-byte tokens"
+                )
             tokens = np.memmap(path, dtype=kind, mode="r")
         if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
             raise ValueError(f"an array of shape {tokens.shape} and type {tokens.dtype}")
@@ -201,7 +203,7 @@ class Document(NamedTuple):
 
 
 def texts_of(files: Iterable[Path], most: int | None) -> Iterator[Document]:
-    """The files, each a document, `most` bytes in all; None: all bytes. Raises TrainingError if a file cannot be read."""
+    """Yield each file as a document, `most` bytes in all; None: all. Raises TrainingError if a file cannot be read."""
     left = sys.maxsize if most is None else most
     for path in files:
         if left <= 0:
@@ -220,10 +222,10 @@ def texts_of(files: Iterable[Path], most: int | None) -> Iterator[Document]:
 
 @final
 class Tokens:
-    """Text through a tokenizer; `tokenizer` is None if each byte is a token. Raises TrainingError.
+    """Tokenizes text. `tokenizer` is None if each byte is a token. Raises TrainingError.
 
-    model: its folder's tokenizer is the default. vocab_size: an upper bound of the tokens; None if unknown.
-    cache: the folder where tokens are kept and mapped from, made once for the same text and tokenizer. If None, in memory.
+    model: the tokenizer in its folder is the default. vocab_size: an upper bound of the tokens; None if unknown.
+    cache: the folder for files of tokens to map, one per text and tokenizer. If None, tokens stay in memory.
     """
 
     def __init__(

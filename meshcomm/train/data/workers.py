@@ -22,11 +22,11 @@ _WORKER = "DataLoader"
 
 @final
 class ReadAhead:
-    """`batches`, of which torch's DataLoader reads the steps up to `last` in `workers` processes, each two steps ahead.
+    """Reads the steps of `batches` up to `last` through torch's DataLoader, in `workers` processes, each two steps ahead.
 
     The samples do not depend on the workers. For CUDA, a thread of the loader pins memory. timeout_s: after this time, a
-    step that no worker has read is an error. As a context manager, it ends the processes on exit. An error about one of
-    them, which torch raises at any point in the program, becomes a TrainingError.
+    step that no worker has read is an error. As a context manager, it ends the processes on exit. An error about a
+    worker, which torch raises at any point in the program, becomes a TrainingError.
     """
 
     def __init__(self, batches: Batches, last: int, workers: int, timeout_s: float) -> None:
@@ -53,7 +53,7 @@ class ReadAhead:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._steps = None
-        # torch raises it at any point in the program, also in a call, whose error it then causes.
+        # torch raises the error at any point in the program. Within a call, it is the cause of that call's error.
         if isinstance(error, CommunicationError) and error.__cause__ is not None:
             error = error.__cause__
         if isinstance(error, RuntimeError) and str(error).startswith(_WORKER):
@@ -80,7 +80,7 @@ class ReadAhead:
             multiprocessing_context="fork",
         )
         with warnings.catch_warnings():
-            # A warning about a fork next to threads, from Python 3.12 on: a worker needs none of the threads.
+            # Python 3.12 and later warn about a fork in a process with threads. A worker needs none of these threads.
             warnings.simplefilter("ignore", DeprecationWarning)
             return iter(loader)
 
@@ -93,7 +93,7 @@ class _Steps(Dataset[Any]):
         try:
             return self._batches.held(step)
         except MeshcommError as error:
-            # Otherwise torch would put a traceback into it.
+            # If it were raised, torch would put a traceback into it.
             return error
 
 
@@ -102,9 +102,9 @@ def _as_it_is(held: Any) -> Any:
 
 
 def _begin(_: int) -> None:
-    """In a worker: end with its rank, even if that is killed, and not on the signals that ask a job to save."""
+    """In a worker: end when its rank ends, even if the rank is killed, but not on the signals that ask a job to save."""
     end_with_parent()
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    # Slurm sends one to all processes of a job; torch sends one to a worker that does not end.
+    # Slurm sends one SIGTERM to all processes of a job. torch sends one to a worker that does not end.
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
