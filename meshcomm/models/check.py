@@ -52,7 +52,7 @@ _LARGEST: Final = 4_000_000
 @final
 @dataclass(frozen=True)
 class Use:
-    """The kinds of parallelism that a model is to be trained with. attention: for context."""
+    """The kinds of parallelism that a model is to be trained with. attention: the kind, for context."""
 
     pipeline: bool = False
     tensor: bool = False

@@ -73,7 +73,7 @@ def absent_parts(
 ) -> dict[str, nn.Module | Tensor]:
     """Return the modules that replace blocks, and parts of the first stage only, that are not on `stage`; by name.
 
-    module: unsplit. layers, first: as in ModelSpec. dtype, device: of hidden states.
+    module: unsplit. layers, first: as in ModelSpec. dtype, device: those of hidden states.
     """
     blocks = module.get_submodule(layers).named_children()
     found: dict[str, nn.Module | Tensor] = {

@@ -187,7 +187,7 @@ class Block(nn.Module):
         self.drop_ff = Dropout(config.dropout, f"{layer}.ff")
 
     def forward(self, x: Tensor, rotary: Tensor, positions: Tensor, drops: Drops | None = None) -> Tensor:
-        """(batch, sequence, width) -> the same shape. positions: of the tokens between split layers."""
+        """(batch, sequence, width) -> the same shape. positions: those of the tokens between split layers."""
         x = x + self.drop_attn(self.attn(self.attn_norm(x), rotary), drops)
         y = self.ff_norm(x)
         y = self.ff(y, positions) if isinstance(self.ff, Experts) else self.ff(y)

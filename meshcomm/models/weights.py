@@ -245,7 +245,7 @@ class Folder:
 
 
 class Stored:
-    """A full tensor on the disk. shape: of its parameter."""
+    """A full tensor on the disk. shape: the parameter's shape."""
 
     shape: tuple[int, ...]
 

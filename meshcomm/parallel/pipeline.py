@@ -339,7 +339,7 @@ class TiedWeight:
         """Replace both gradients by their sum, in place. Call it after the step's last backward pass.
 
         Call it before or after the sum along the data dims, but not while that sum is in progress. Raises
-        TrainingError if this rank's weight has no gradient; its message is sent anyway.
+        TrainingError if this rank's weight has no gradient; this rank's message is sent anyway.
         """
         if self._weight is None or self._other is None:
             return

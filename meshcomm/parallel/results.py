@@ -212,7 +212,7 @@ class Results:
         The first is the one nearest to the loss, because backward propagates it to earlier ones. Gradients that are
         summed along a dim are the same on all its ranks; the losses of the ranks' own samples are then more specific.
 
-        norms:     of this rank's parts of the gradients, summed over ranks.
+        norms:     the norms of this rank's parts of the gradients, summed over ranks.
         lost:      whether the loss of this rank's samples is not finite.
         outside:   why this rank's tokens are invalid.
         Called by: every rank of the mesh. One gather of objects per dim.

@@ -240,7 +240,7 @@ class State:
     def put_back(self, kinds: Kinds, fill: Callable[[dict[str, Tensor | Kept]], None], steps: int) -> None:
         """Load the state of a checkpoint.
 
-        kinds: of all entries in the checkpoint. Optimizer state that the checkpoint lacks does not exist afterwards.
+        kinds: those of all entries in the checkpoint. Optimizer state that the checkpoint lacks does not exist afterwards.
         fill:  writes the checkpoint's values into tensors, by their names.
         steps: the number of steps before it was saved.
         Raises TrainingError that names the mismatch.

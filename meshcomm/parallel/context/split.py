@@ -128,7 +128,8 @@ class ContextSplit:
         dim: one dim of the mesh, or a merged one.
         attention: how ranks attend to each other's tokens.
 
-    size, coord: of the dim. order: how tokens are placed on ranks: "zigzag" for the ring, where it balances causal attention;
+    size, coord: the dim's size and this rank's coord.
+    order: how tokens are placed on ranks: "zigzag" for the ring, where it balances causal attention;
     "contiguous" for Ulysses, which is balanced in any order.
     """
 

@@ -161,8 +161,8 @@ class TensorSplit:
         Each rank's gradient of these parameters covers only its own tokens; `finish_gradients` sums them.
         Modules are marked by parameter name, so marks stay valid when fully_shard replaces parameters.
 
-        always: for parameters that operate on slices of the outputs of columns, such as some of the heads; they
-                are partial without sequence_parallel too.
+        always: for parameters that operate on slices of the outputs of columns, such as some of the heads. Such
+                parameters are partial without sequence_parallel too.
         """
         if self.sequence_parallel or (always and self.size > 1):
             marked = set(getattr(module, _PARTIAL, ())) | set(names)
