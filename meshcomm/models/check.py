@@ -40,19 +40,19 @@ from meshcomm.parallel.tensor.parameters import fused_parts, joined
 from meshcomm.predict.stages import split_layers
 from meshcomm.simulator import simulate
 
-# As a share of the largest output, or of the largest element of a gradient.
+# Relative to the largest output, or to the largest element of a gradient.
 _ROOM: Final = 1e-9
 # Gradients that are smaller than this share of the largest one have rounding errors above _ROOM.
 _SMALL: Final = 1e-6
 _SAMPLES, _TOKENS = 2, 16
-# In parameters. A larger model is compared if ModelSpec.small makes a small one.
+# In parameters. A larger model is compared if ModelSpec.small creates a small one.
 _LARGEST: Final = 4_000_000
 
 
 @final
 @dataclass(frozen=True)
 class Use:
-    """The kinds of parallelism that a model is to be trained with. attention: for context."""
+    """The kinds of parallelism that a model is to be trained with. attention: the kind, for context."""
 
     pipeline: bool = False
     tensor: bool = False
@@ -86,9 +86,9 @@ def check_model(
 ) -> None:
     """Compare a small model with itself, cut and split.
 
-    spec:   of a model that one process can hold. Models with other inputs than tokens, or with batch norms, are not compared.
+    spec:   its model must fit into one process. Models with other inputs than tokens, or with batch norms, are not compared.
     family: whether the model belongs to a model family of the transformers library.
-    said_later: errors that the model raises without being run are left to the training.
+    said_later: whether errors that the model raises without being run are left to the training.
     Raises: TrainingError that names the kind of parallelism and the difference of outputs or gradients; UnsupportedOp for
             a part that the specification lacks.
     """
@@ -223,7 +223,7 @@ def _gradients(modules: nn.ModuleList, splits: Splits, tied: tuple[str, str] | N
 
 
 def _compare(setting: str, name: str, what: str, ours: Tensor, theirs: Tensor, largest: float = 0.0) -> None:
-    """largest: of all gradients."""
+    """largest: the largest element of all gradients."""
     given = f"shape {tuple(ours.shape)}, but {tuple(theirs.shape)} in one piece"
     if ours.shape == theirs.shape:
         most = max(float(theirs.abs().max()), largest * _SMALL) or 1.0
@@ -246,8 +246,9 @@ def _compare(setting: str, name: str, what: str, ours: Tensor, theirs: Tensor, l
 def check_once(model: SpecModel, parallel: ParallelConfig, sizes: Mapping[str, int]) -> None:
     """`check_model` for the kinds of parallelism of a configuration, unless it has passed before on this host.
 
-    sizes: of the mesh's dims and views. A model without `ModelSpec.small` is compared itself if it is no larger than a small
-        one. Passed checks are recorded in $XDG_CACHE_HOME/meshcomm/checked, or in ~/.cache, with the sources of all code involved.
+    sizes: those of all dims and views. A model without `ModelSpec.small` is compared itself if it is no larger than a small
+        one. Passed checks are recorded in $XDG_CACHE_HOME/meshcomm/checked, or in ~/.cache, with the sources of all code
+        involved.
     Raises as `check_model`.
     """
     use = _use_of(parallel, sizes)

@@ -59,7 +59,7 @@ def wide(dtype: torch.dtype) -> AbstractContextManager[Any]:
 
 @contextmanager
 def family_code(dtype: torch.dtype) -> Iterator[None]:
-    """In this context, a family's code runs on whole samples. dtype: in which it computes."""
+    """In this context, a family's code runs on whole samples. dtype: the dtype in which the code computes."""
     token = WHOLE_SAMPLES.set(True)
     try:
         with wide(dtype):

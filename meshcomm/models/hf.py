@@ -91,7 +91,7 @@ def _function_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 class _SomeHeads:
-    """An attention layer with some of its heads: its tensors with an entry per head hold theirs."""
+    """An attention layer with some of its heads. Tensors with one entry per head hold the entries of these heads."""
 
     def __init__(self, module: nn.Module, count: int, heads: slice, groups: int) -> None:
         self._module, self._count, self._heads = module, count, heads
@@ -159,8 +159,8 @@ class _Logits:
 
 
 def make(config: PreTrainedConfig, exact: bool = False) -> nn.Module:
-    """Return the model of a configuration. exact: its experts compute in float64, one by one; torch has no grouped
-    matmul for it.
+    """Return the model of a configuration. exact: the experts compute in float64, one by one, because torch has
+    no grouped matmul for float64.
 
     Raises ConfigError if transformers cannot create it.
     """
@@ -188,7 +188,7 @@ def not_made(folder: Path | str, error: Exception) -> ConfigError:
 def unmodified(folder: Path, weights: Mapping[str, Tensor] | None) -> nn.Module:
     """Return the model as transformers computes it, in float64, with nothing replaced.
 
-    weights: by the names in a folder of safetensors. If None, those of `folder`.
+    weights: tensors by their names in a folder of safetensors. If None, those of `folder`.
     """
     with without_bars():
         options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
@@ -234,7 +234,7 @@ class Whole:
             return make(self.config, self.exact)
 
     def initialise(self, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the full parameter as its family initializes it, from (seed, name) alone: the same on every mesh."""
+        """Return the full parameter as its family initializes it, from (seed, name) only: the same on every mesh."""
         owner, _, key = name.rpartition(".")
         part = self.module.get_submodule(owner)
         there = dict(part._parameters)

@@ -37,7 +37,7 @@ _NONE: Final[Entry] = {"set": {}}
 
 
 def adapted(spec: ModelSpec, lora: LoraConfig, seed: int) -> ModelSpec:
-    """Return the same model with adapters, which alone are trained. seed: for drawing A; B is 0.
+    """Return the same model with adapters; only the adapters are trained. seed: for generating A; B is 0.
 
     Raises: ConfigError if peft is not installed, or `lora.targets` names no linear layer; UnsupportedOp for layers that
             cannot be split with an adapter.
@@ -72,8 +72,8 @@ def _small(small: Callable[[], ModelSpec], lora: LoraConfig) -> ModelSpec:
 
 
 def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list[str]:
-    """Return the names of the linear layers that get adapters. named: as LoraConfig.targets; if none, all in the
-    blocks.
+    """Return the names of the linear layers that get adapters. named: as LoraConfig.targets. If it is empty, all
+    linear layers of the blocks.
     """
     linear = [name for name, part in module.named_modules() if is_split_linear(part)]
     tied = {name.rpartition(".")[0] for name in spec.tied or ()}
@@ -176,7 +176,7 @@ def _style(entry: Entry) -> str:
 
 
 def _with_adapter(entry: Entry, entered: bool) -> dict[str, Entry]:
-    """Return the entries of a layer with its adapter, by the suffix of its name. entered: x has entered around it."""
+    """Return the entries of a layer with its adapter, by suffix of its name. entered: whether x enters around the layer."""
     style = _style(entry)
     whole = isinstance(entry, Mapping) and entry.get("sequence") == "whole"
     a, b = f".lora_A.{ADAPTER}", f".lora_B.{ADAPTER}"
@@ -225,7 +225,7 @@ def _name_of(own: Callable[[str], tuple[Names, bool]] | None, name: str) -> tupl
 
 
 def _initialise(spec: ModelSpec, seed: int) -> Callable[[str, tuple[int, ...]], Tensor] | None:
-    """Return the function that draws adapters, and the rest if it is not read. If None, the module draws all of it."""
+    """Return the function that initializes adapters, and the rest unless it is read. If None, the module initializes all."""
     if spec.initialise is None and spec.weights is None:
         return None
     return partial(_drawn, spec.initialise, seed)

@@ -73,7 +73,7 @@ def absent_parts(
 ) -> dict[str, nn.Module | Tensor]:
     """Return the modules that replace blocks, and parts of the first stage only, that are not on `stage`; by name.
 
-    module: unsplit. layers, first: as in ModelSpec. dtype, device: of hidden states.
+    module: unsplit. layers, first: as in ModelSpec. dtype, device: those of hidden states.
     """
     blocks = module.get_submodule(layers).named_children()
     found: dict[str, nn.Module | Tensor] = {
@@ -132,7 +132,7 @@ class OwnForward:
     """One pass of a stage.
 
     through: runs a block as configured. entering: hidden states of the previous stage; None on the first.
-    tensor: with sequence_parallel, full sequences are sliced where the first block begins; and, if it `gathers`, gathered
+    tensor: with sequence_parallel, full sequences are sliced where the first block begins. gathers: whether they are gathered
     where the last block ends.
     """
 
@@ -154,7 +154,7 @@ class OwnForward:
     def run(self, forward: Callable[..., Any], tokens: Tensor, named: Mapping[str, Any]) -> Any:
         """Return the result of `forward`; on all stages except the last, the hidden states.
 
-        Raises UnsupportedOp if there are several stages and it does not call each block once, in order.
+        Raises UnsupportedOp if there are several stages and `forward` does not call each block once, in order.
         """
         self._tokens = tokens.shape[1] if tokens.ndim > 1 else 0
         token = _PASS.set(self)
@@ -192,7 +192,7 @@ class OwnForward:
         return y
 
     def _begun(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the first block here. The first of them is the hidden states."""
+        """Return the arguments of the first block here. The first argument is the hidden states."""
         key = "" if args else next(iter(named))
         x = args[0] if args else named[key]
         if self._entering is not None:

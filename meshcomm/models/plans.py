@@ -41,7 +41,7 @@ _PACKED: Final = {
 _LEFT_OUT: Final[Mapping[str, Mapping[str, Entry]]] = {
     "apertus": {"model.layers.*.mlp.act_fn": "heads"},
 }
-# For families that publish none.
+# For families that publish no plan.
 _UNPUBLISHED: Final[Mapping[str, Mapping[str, Entry]]] = {
     "gpt2": {
         "transformer.h.*.attn.c_attn": "column:3",
@@ -161,7 +161,7 @@ def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> 
 
 
 def _with_set(entry: Entry, before: Entry | None) -> Entry:
-    """Return an entry that replaces another one, with its attributes set as well."""
+    """Return `entry`, which replaces `before`, with the attributes that `before` sets."""
     if not isinstance(before, Mapping) or "set" not in before:
         return entry
     own = {"style": entry} if isinstance(entry, str) else entry
@@ -191,7 +191,7 @@ def _style(name: str, plan: Mapping[str, Entry]) -> str:
 
 
 def is_norm(part: nn.Module) -> bool:
-    """Return whether it operates on each token separately, judged by the name of its class."""
+    """Return whether `part` operates on each token separately, judged by the name of its class."""
     return "Norm" in type(part).__name__
 
 
@@ -201,7 +201,7 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_split_linear(part: nn.Module | None) -> bool:
-    """Return whether "column" and "row" can split it."""
+    """Return whether "column" and "row" can split `part`."""
     return (isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward) or is_conv1d(
         part or nn.Module()
     )

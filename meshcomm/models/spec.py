@@ -44,7 +44,7 @@ class StageContext(NamedTuple):
     layers:    its blocks, in order.
     positions: int64 (tokens of x in the full layers,): the positions of this rank's tokens in their sample.
                With data.document_mask, (samples, tokens): their positions in their documents.
-    dtype:     of hidden states: train.compute_dtype, or train.dtype if that is not set.
+    dtype:     the dtype of hidden states: train.compute_dtype, or train.dtype if that is not set.
     through:   runs a block, x first, as configured: `here.through(block, x, mask=None)`.
     """
 
@@ -94,15 +94,15 @@ class ModelSpec:
                 hidden_size), set to zero in training, in the same places on every mesh. Needs `layers` and
                 `forward`.
     tied:       names of the weights of the embedding and the head, if they share one weight.
-    added:      patterns of parameters that are not in `weights` and that `initialise` draws, such as adapters.
-                A checkpoint holds only these; all others are frozen, and read or drawn again.
+    added:      patterns of parameters that are not in `weights` and that `initialise` generates, such as adapters.
+                A checkpoint holds only these. All others are frozen, and are read or generated again.
     initialise: (name, shape) -> the values of a full parameter, the same on every rank. If None, the values
                 that `module` writes after torch.manual_seed(train.seed); each rank then builds the full model
                 briefly.
     original:   (weights by the names of `stored`; None for those of the folder) -> the unsplit reference model
                 in float64. `meshcomm parity` compares with it before the first step. If None, the model of
                 `module`.
-    weights:    a folder of safetensors with these parameters. If None, they are drawn.
+    weights:    a folder of safetensors with these parameters. If None, they are initialized.
     stored:     (name) -> the name of the parameter in the folder, and whether it is stored transposed. For a
                 parameter of three axes, such as that of experts, a tuple of rows of names: see
                 meshcomm.models.weights.Names. Or an object that maps both ways: see
@@ -163,14 +163,14 @@ def cut(module: nn.Module, spec: ModelSpec, stage: Stage) -> tuple[nn.Module, ..
 
 
 def default_values(spec: ModelSpec, seed: int) -> Mapping[str, Tensor]:
-    """Return the values that `module` writes into its parameters, drawn from the seed."""
+    """Return the values that `module` writes into its parameters, generated from the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return {name: parameter.detach() for name, parameter in spec.module().named_parameters()}
 
 
 def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
-    """Return the full parameter, float32, from (seed, name) alone: the same on every mesh."""
+    """Return the full parameter, float32, from (seed, name) only: the same on every mesh."""
     # NumPy's generators give the same numbers on every kind of processor; torch's are not guaranteed to.
     key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16])
     return torch.from_numpy(
@@ -191,7 +191,7 @@ def check_kinds(spec: ModelSpec) -> None:
 
 
 def check_names(spec: ModelSpec, module: nn.Module) -> None:
-    """Raise ConfigError, naming all of them, for names and patterns of `spec` that match no part of the full module."""
+    """Raise ConfigError that lists all names and patterns of `spec` that match no part of the full module."""
     parts = dict.fromkeys(name for name, _ in module.named_modules(remove_duplicate=False))
     parameters = dict.fromkeys(name for name, _ in module.named_parameters(remove_duplicate=False))
     blocks = {spec.layers: f"layers = {spec.layers!r}"} if spec.layers else {}

@@ -47,9 +47,9 @@ class SpecModel(Model):
     """A `Model` by a spec.
 
     seq_len: tokens of a full sample.
-    family:  whether the spec is for a family of models, whose plan names parts that some of them lack.
+    family:  whether the spec is for a family of models, whose plan names parts that some models lack.
     packed:  whether samples are packed documents.
-    Raises ConfigError for names in the spec that match nothing; UnsupportedOp from `check` for features that it does not describe.
+    Raises ConfigError for names in the spec that match nothing; UnsupportedOp from `check` for features that the spec omits.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class SpecModel(Model):
     def _sources(self, folder: Folder) -> Mapping[str, Source]:
         """Return the source of each parameter in a folder.
 
-        A tied weight that the folder has twice is listed under both names.
+        A tied weight that the folder stores twice is listed under both names.
         """
         stored = self.spec.stored
         if stored is not None and not callable(stored):
@@ -270,7 +270,7 @@ class SpecModel(Model):
                 )
 
     def _needed(self, splits: Splits) -> tuple[tuple[str, str, str, object], ...]:
-        """What may be used, the field that the spec needs for it, its description, and whether it has it."""
+        """For each feature: its setting, the field that the spec needs, its description, and whether the spec has it."""
         spec, split = self.spec, splits.tensor
         blocks, own = bool(spec.layers), spec.forward is None
         size = f"vocab_size = {self.vocab_size} is not divisible by {split.size}"
@@ -329,7 +329,7 @@ class _Facts:
     def passed_on(self, y: Any, samples: int) -> Tensor:
         """Return the tensor for the next stage, which has allocated memory for it.
 
-        Raises ShapeError if it does not fit.
+        Raises ShapeError if the tensor does not fit.
         """
         split = self.splits.tensor
         tokens = len(self.positions) // (split.size if split.sequence_parallel else 1)
@@ -368,7 +368,7 @@ class _Facts:
         run = OwnForward(
             self.stage, self.layers, through, None if first else x, self.splits.tensor, self.gathers
         ).run
-        # A later stage only uses the number of the tokens.
+        # A later stage only uses the number of tokens.
         tokens = x if first else self.positions.new_zeros(()).expand(x.shape[0], len(self.positions))
         name = self.spec.positions
         named = {name: positions if positions.ndim > 1 else positions.unsqueeze(0)} if name else {}
@@ -383,7 +383,7 @@ class _Facts:
         *args: Any,
         **named: Any,
     ) -> Any:
-        """Run a block. Its activations are kept or recomputed, and its random draws follow from its number.
+        """Run a block. Its activations are kept or recomputed, and its number determines its random numbers.
 
         drops: the numbers of the step and of the samples, if there is dropout.
         """
@@ -407,7 +407,7 @@ class _Facts:
         return run(self.activation_checkpointing, number, self.in_float64(call), *args, **named)
 
 
-# For the current block: of its input, and of the full sequence on this rank. They are set again when a block is
+# The drops of the current block's input, and of the full sequence on this rank. They are set again when a block is
 # recomputed, whatever microbatch has started since.
 _DROPS: Final[ContextVar[tuple[Drops, ...]]] = ContextVar("drops", default=())
 
@@ -452,7 +452,7 @@ def _have_dropped(module: nn.Module, shares: Mapping[str, float], split: TensorS
 def _drop(split: TensorSplit, part: Any, args: object, output: Any) -> Any:
     """A forward hook. Attention in transformers returns its weights too.
 
-    meshcomm_features: for a part whose output may be split along the features, their number over all ranks.
+    meshcomm_features: for a part whose output may be split along the features, the number of features over all ranks.
     """
     if isinstance(output, tuple):
         return _drop(split, part, args, output[0]), *output[1:]
@@ -468,7 +468,7 @@ def _drop(split: TensorSplit, part: Any, args: object, output: Any) -> Any:
 
 
 class _Stage:
-    """A user's module of which a stage has a part. step: the step of the samples, if there is dropout."""
+    """A stage's part of a user's module. step: the step of the samples, if there is dropout."""
 
     meshcomm_stage: _Facts
     step: int

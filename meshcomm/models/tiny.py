@@ -36,7 +36,7 @@ SIZES: Final = {
     "sliding_window": 8,
     "num_kv_shared_layers": 0,
 }
-"""The sizes that may be smaller, and their small values. For names with the same meaning, a family has one of them."""
+"""The sizes that may be smaller, and their small values. Of several names with the same meaning, a family has one."""
 
 _COUNTS: Final = ("num_hidden_layers", "n_layer", "num_layers")
 _TOKENS: Final = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -33,7 +33,7 @@ from meshcomm.predict.stages import PartCosts, part_costs
 
 @final
 class BuiltIn(Model):
-    """The transformer of `[model]`, with weights drawn from the seed by name: the same on every mesh."""
+    """The transformer of `[model]`, with weights generated from the seed by name: the same on every mesh."""
 
     draws = False
 
@@ -187,7 +187,7 @@ class Block(nn.Module):
         self.drop_ff = Dropout(config.dropout, f"{layer}.ff")
 
     def forward(self, x: Tensor, rotary: Tensor, positions: Tensor, drops: Drops | None = None) -> Tensor:
-        """(batch, sequence, width) -> the same shape. positions: of the tokens between split layers."""
+        """(batch, sequence, width) -> the same shape. positions: those of the tokens between split layers."""
         x = x + self.drop_attn(self.attn(self.attn_norm(x), rotary), drops)
         y = self.ff_norm(x)
         y = self.ff(y, positions) if isinstance(self.ff, Experts) else self.ff(y)
@@ -196,17 +196,17 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A stage's contiguous run of layers; the embedding on the first, norm and head on the last.
+    """A stage's contiguous run of layers, with the embedding on the first stage, and norm and head on the last.
 
     Parameters have the same names on every mesh, such as layers.3.attn.wq.weight, because layers
     are numbered through the whole model.
 
     Args:
-        splits: how it is split.
-        config, stage: of the full model, and which part of it this is.
+        splits: how the model is split.
+        config, stage: the full model's configuration, and which part of the model this is.
         seq_len: tokens of a full sample.
-        train: its seed, from which dropout follows with `step` and the samples' numbers; its compute_dtype, for matmuls
-            and for activations from the embedding to the logits, also when they are sent; and its
+        train: the seed, which determines dropout together with `step` and the samples' numbers; compute_dtype, for matmuls
+            and for activations from the embedding to the logits, also when they are sent; and
             activation_checkpointing. If None: seed 0, the dtype of the parameters, and no recomputation.
         packed: samples may be packed documents; forward then receives their numbers.
     """
@@ -293,14 +293,14 @@ class Transformer(nn.Module):
     def _through(
         self, layer: int, block: Callable[..., Tensor], x: Tensor, rotary: Tensor, drops: Drops | None
     ) -> Tensor:
-        # No generator is used: dropout follows from the position of an element.
+        # No generator is used: the position of an element determines its dropout.
         y: Tensor = run(self.activation_checkpointing, layer, block, x, rotary, self.positions, drops)
         return y
 
 
 def rotary_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
     """Return cos and sin of position * theta^(-2i / head), float64 (2, sequence, head). The second half repeats the
-    first, whose sin is negative. Su et al. 2021.
+    first, except that sin is negative in the first. Su et al. 2021.
     """
     angle = torch.outer(
         torch.arange(seq_len, dtype=torch.float64),
@@ -340,13 +340,13 @@ def _turned(x: Tensor, rotary: Tensor, sign: int) -> Tensor:
 
 
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Draw every full parameter from (seed, its name) and keep this rank's part of it.
+    """Generate every full parameter from (seed, its name) and keep this rank's part of it.
 
     So weights are the same on every mesh. One full parameter is in memory at a time. Norms are 1.
     The rest is normal, with standard deviation 1 in the embedding and 1 / sqrt(inputs) in matrices.
     It is divided by sqrt(2 * layers) in matrices that write to the residual stream, and by 5 in the head,
     so that all bytes start out about equally likely and the first loss is about ln 256 = 5.55. A
-    weight that embedding and head share is drawn as the head's.
+    weight that embedding and head share is generated as the head's.
     """
     for name, parameter in model.named_parameters():
         shape = whole_shape(parameter)

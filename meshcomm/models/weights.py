@@ -34,7 +34,7 @@ class Source(NamedTuple):
     """The source of a parameter in a folder.
 
     transposed: whether its two axes are swapped there.
-    convert:    computes it from the full tensors of `names`, one row of them. If None, they are its parts.
+    convert:    computes the parameter from the full tensors of `names`, a single row. If None, they are its parts.
     """
 
     names: Names
@@ -55,17 +55,17 @@ class Conversions(Protocol):
 # Tables and masks that older versions of transformers saved, and that no model reads.
 _IGNORED: Final = (r"rotary_emb\.inv_freq$", r"\.(attn|attention)\.(masked_)?bias$")
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")
-# A file is mapped; the parts that have been read count as this process's memory until it is closed.
+# A file is mapped; the parts that have been read count as this process's memory until the file is closed.
 _MAPPED_BYTES: Final = 32 << 20
-_LARGEST: Final = 8  # bytes of an element
+_LARGEST: Final = 8  # bytes per element
 
 
 @torch.no_grad()
 def write(module: nn.Module, value: Callable[[str, tuple[int, ...]], Any]) -> None:
     """Write this rank's parts of all parameters of a module that is split and sharded.
 
-    value: (name, full shape) -> the full values, or a `Stored`, of which only the parts are read. The shape is the one
-           before the module was split. Does not communicate.
+    value: (name, full shape) -> the full values, or a `Stored`, of which only this rank's parts are read. The shape
+           is the one before the module was split. Does not communicate.
     """
     fused = fused_parts(module)
     for name, parameter in module.named_parameters():
@@ -88,7 +88,7 @@ def write(module: nn.Module, value: Callable[[str, tuple[int, ...]], Any]) -> No
 class Folder:
     """A folder of safetensors in the layout of transformers: one file, or several with an index.
 
-    base:    a prefix that all names in it may lack, as in a folder of the model without its head.
+    base:    a prefix that all names in the folder may lack, as in a folder of the model without its head.
     ignored: patterns of names that the model does not use.
 
     Raises TrainingError, as do its methods, if there is no such folder, or a file is missing, truncated or damaged.
@@ -131,13 +131,13 @@ class Folder:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors in it."""
+        """The names of all tensors in the folder."""
         return list(self._places)
 
     def check(self, sources: Mapping[str, Source], wanted: Sequence[str], more: Sequence[str] = ()) -> None:
-        """Raise TrainingError if it lacks some of the parameters `wanted`, those of the full model, or has others.
+        """Raise TrainingError if the folder lacks some of `wanted`, the full model's parameters, or has others.
 
-        more: buffers, which it may have.
+        more: buffers that the folder may have.
         An index is trusted: only the files that this rank reads are opened.
         """
         missing = [name for name in wanted if name not in sources]
@@ -181,7 +181,7 @@ class Folder:
     def read_twice(self, sources: Sequence[Source], shape: tuple[int, ...]) -> Stored:
         """Like `read`, for a tensor that may be stored under several names.
 
-        When a slice is read, raises TrainingError if the copies differ there.
+        Reading a slice raises TrainingError if the copies differ there.
         """
         there = [each for each in sources if self._called(_flat(each.names)[0]) in self._places] or sources[
             :1
@@ -245,12 +245,12 @@ class Folder:
 
 
 class Stored:
-    """A full tensor on the disk. shape: of its parameter."""
+    """A full tensor on the disk. shape: the parameter's shape."""
 
     shape: tuple[int, ...]
 
     def copy(self, at: Sequence[int], into: Tensor) -> None:
-        """Write the slice that begins at `at`, of the shape of `into`, into it, of any dtype, block by block."""
+        """Write the slice that begins at `at` and has the shape of `into` to `into`, of any dtype, block by block."""
         raise NotImplementedError
 
     def __getitem__(self, at: slice) -> Tensor:
@@ -300,7 +300,7 @@ class _One(Stored):
 
 @final
 class _Twice(Stored):
-    """A tensor that a folder has under two names."""
+    """A tensor that a folder stores under two names."""
 
     def __init__(self, first: Stored, second: Stored, names: tuple[str, str], path: Path) -> None:
         self.shape, self._parts, self._names, self._path = first.shape, (first, second), names, path
@@ -313,7 +313,7 @@ class _Twice(Stored):
         if not torch.equal(into, other):
             raise TrainingError(
                 f"{' and '.join(self._names)} are one weight in config.json, but two in the weights",
-                given=f"different values of both in {self._path}",
+                given=f"different values of the two in {self._path}",
                 expected="equal values, or only one of the two; transformers does not tie weights that differ",
                 hint='set "tie_word_embeddings": false in config.json',
             )
@@ -321,7 +321,7 @@ class _Twice(Stored):
 
 @final
 class _Converted(Stored):
-    """A tensor that is computed from others; they are read in full."""
+    """A tensor that is computed from others, which are read in full."""
 
     def __init__(
         self,

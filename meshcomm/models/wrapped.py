@@ -23,13 +23,13 @@ _SPEC = "meshcomm.models.ModelSpec(module=..., ...), which describes how to buil
 
 @final
 class WrappedModule(Model):
-    """A module with weights. The weights of the first rank along data and shard are broadcast to all of these ranks.
+    """A module with weights. The weights of the first rank along data and shard are broadcast to all ranks along them.
 
     loss: (outputs, targets) -> mean over a microbatch. If None, cross-entropy of logits (batch, ..., classes), over all
           targets of the full batch that are not -100.
 
     Along the tensor dim it must have been split by `tensor_parallel`. Raises UnsupportedOp from `check` for features
-    that need to know more about it.
+    that need to know more about the module.
     """
 
     num_layers, hidden_size, vocab_size = 1, 0, 0
@@ -59,7 +59,7 @@ class WrappedModule(Model):
         return module
 
     def fill(self, module: nn.Module, stage: Stage) -> None:
-        """See Model: it is filled already."""
+        """See Model. The module is filled already."""
 
     def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
         """See Model."""

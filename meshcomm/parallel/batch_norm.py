@@ -1,4 +1,4 @@
-"""Batch norm with the mean and variance of the samples of all ranks, not of each rank alone.
+"""Batch norm with the mean and variance of the samples of all ranks, not of each rank separately.
 
 Like torch.nn.SyncBatchNorm, which needs CUDA. This runs on any device, and exactly in float64.
 """
@@ -41,7 +41,7 @@ def is_synchronised(part: nn.Module) -> bool:
 
 @final
 class _SynchronisedForward:
-    """The forward of a batch norm. A copy of the module has a copy of it."""
+    """The forward of a batch norm. A copy of the module has its own copy."""
 
     def __init__(self, norm: Any, mesh: Mesh, dims: Dims) -> None:
         self._norm, self._mesh, self._dims = norm, mesh, dims

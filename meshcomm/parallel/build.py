@@ -46,7 +46,7 @@ class Splits:
     tensor:         weights, and with sequence_parallel activations between layers.
     context:        the sequence.
     expert:         the dim of a view along which experts are distributed. If None, every rank has all.
-    balance_weight: the factor of the balance loss of a microbatch.
+    balance_weight: the factor by which the balance loss of a microbatch is multiplied.
     data:           the dims whose ranks have different samples.
     draws:          sets the default generators, if given.
     """
@@ -60,7 +60,7 @@ class Splits:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that all of them belong to."""
+        """The mesh that all these dims belong to."""
         return self.tensor.mesh
 
     @classmethod
@@ -93,7 +93,7 @@ class Model(ABC):
 
     @abstractmethod
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
-        """Return a stage's module, split, its parameters on the meta device: see `on_meta`.
+        """Return a stage's module, split, with its parameters on the meta device: see `on_meta`.
 
         It maps int64 tokens or hidden states of one microbatch to hidden states, or on the last stage to this rank's
         slice of the logits, both in train.compute_dtype, or train.dtype if that is not set. Its `layers`, a ModuleDict or
@@ -106,7 +106,7 @@ class Model(ABC):
         """Write the values of this rank's parts of all parameters of a stage. Does not communicate."""
 
     def check(self, splits: Splits, stages: int) -> None:  # noqa: B027
-        """Called before any stage is built. Raises UnsupportedOp, with the reason, for settings that it does not support."""
+        """Called before any stage is built. Raises UnsupportedOp, with the reason, for unsupported settings."""
 
     def outputs(self, splits: Splits) -> int:
         """Return the number of logits per token that the last stage returns on a rank."""
@@ -188,7 +188,8 @@ def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
 class LocalModel:
     """This rank's stages of a model, split, sharded and filled, and the summation of their gradients over ranks.
 
-    data_size, data_coord: of the ranks with different samples. microbatches: per step on this rank.
+    data_size: the number of ranks with different samples. data_coord: this rank's number among them. microbatches:
+    per step on this rank.
     """
 
     def __init__(self, mesh: Mesh, known: Sections, model: Model, filled: bool) -> None:
@@ -226,7 +227,7 @@ class LocalModel:
         ]
 
     def runner(self, loss: Callable[[Any, Tensor], Tensor]) -> Accumulate | Pipelined:
-        """Forward and backward of a step's microbatches. Raises ConfigError for a pipeline of samples of unknown length."""
+        """Return the runner of a step's microbatches. Raises ConfigError for a pipeline of samples of unknown length."""
         mesh, parallel, train, draws = self.mesh, self._parallel, self._train, self.splits.draws
         if not parallel.pipeline or self._ranks == 1:
             before = next((each.microbatch for each in self.gradients if isinstance(each, Sharded)), None)
@@ -369,8 +370,8 @@ class LocalModel:
 def on_meta() -> Iterator[None]:
     """Parameters of modules created here go to the meta device as they are registered; buffers keep their values.
 
-    A constructor's initial values are discarded. At most one parameter of this thread has memory at a time, which is
-    never touched; one that the host refuses to allocate has none. One thread at a time.
+    A constructor's initial values are discarded. At most one parameter of this thread has memory at a time, and that
+    memory is never touched. A parameter that the host refuses to allocate has none. One thread at a time.
     """
     register = nn.Module.register_parameter
     thread = threading.get_ident()
@@ -412,7 +413,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
                 if parameter is not None and parameter.is_meta and id(parameter) not in made:
                     made[id(parameter)] = _like(parameter, torch.empty_like(parameter, device=device))
                 plain[part, name] = made.get(id(parameter), parameter)
-    # Removed meanwhile: torch would swap these too, which fails for a parameter with other references.
+    # Removed meanwhile, because torch would swap these too and fail for a parameter with other references.
     for part, name in plain:
         part._parameters[name] = None
     try:

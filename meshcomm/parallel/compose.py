@@ -64,9 +64,9 @@ class Engine:
 
     Args:
         mesh: an open mesh that this rank is a member of.
-        config: of the mesh, with at least [parallel] and [train].
+        config: the configuration of the mesh, with at least [parallel] and [train].
         model: how a stage is built and filled. No rank holds more than its own part.
-        optimizer: makes an optimizer from this rank's parameter groups. If None, the one of [train]. A group's lr is scaled
+        optimizer: creates an optimizer from this rank's parameter groups. If None, the one of [train]. A group's lr is scaled
             by the step's lr / train.lr.
         filled: if False, parameters get memory but no values, for a state that is loaded before the first step.
 
@@ -96,7 +96,7 @@ class Engine:
         self.mesh, self.model = mesh, model
         # The first steps compare the samples of ranks along tensor, pipeline and context.
         self.checked_steps = 2
-        # The number of the last step.
+        # The number of the most recent step.
         self.done = 0
         self.reached = Reached()
         self._lr: float | None = None
@@ -165,14 +165,14 @@ class Engine:
         number: int | None = None,
         documents: Tensor | None = None,
     ) -> None:
-        """Make one optimizer step on this rank's share of the global batch; `results` returns its outcome.
+        """Make one optimizer step on this rank's share of the global batch. `results` returns the step's outcome.
 
         Where calls are queued, as with NCCL, this queues them without waiting. The exception is one wait per step if the
         optimizer cannot skip a step itself; only torch's fused optimizers can.
 
         Shape:     (microbatches * microbatch, ...). For tokens: (.., sequence), both int64; targets of -100 do not count.
         lr:        the value of train.lr for this step. If None, the optimizer's groups have it.
-        number:    of the step, for which random numbers are drawn. If None, the one after `done`.
+        number:    the step's number, which determines its random numbers. If None, the one after `done`.
         documents: see Batch.
         Called by: every rank. inputs and targets are equal along tensor, pipeline and context; the first
                    `checked_steps` steps compare them.
@@ -216,7 +216,7 @@ class Engine:
     def _value(self, x: Tensor) -> float:
         """Return the number, after waiting for it.
 
-        Raises RankLost: calls abandoned for a lost rank end normally and leave any value.
+        Raises RankLost, because calls abandoned for a lost rank end normally and leave arbitrary values.
         """
         found = float(x.item())
         if self._recovers and self.mesh.is_async and (lost := self.mesh.lost()) is not None:
@@ -297,7 +297,7 @@ class Engine:
             )
 
     def results(self) -> list[Done]:
-        """Return the results of the steps since the last call, in order. Waits for the device.
+        """Return the results of the steps since the previous call, in order. Waits for the device.
 
         Called by: every rank.
         Raises:    TrainingError on every rank, with train.on_nonfinite = "stop", if the loss or the gradient norm
@@ -351,7 +351,7 @@ class Engine:
         embedding and head share is `embed.weight`. The tensors share memory with the model. Plain data is encoded in uint8
         tensors under `plain.`: see `meshcomm.parallel.state`. Reading changes nothing: state that the first step creates does
         not exist before it. The learning rate is not included if every step is given its own. Random numbers are not
-        included, because they follow from the seed and the step.
+        included, because the seed and the step determine them.
 
         Raises: TrainingError that names the state that cannot be saved.
         """
@@ -386,7 +386,7 @@ class Engine:
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """Steps the optimizer's learning rates. If None, each step is given its own."""
+        """The scheduler that steps the optimizer's learning rates. If None, each step is given its own rate."""
         return self._state.scheduler
 
     @scheduler.setter
@@ -408,7 +408,7 @@ class Engine:
         return self.model.loss(self.splits, outputs, targets) / self._tokens
 
     def _drawing(self, step: str) -> AbstractContextManager[None]:
-        """Inside the block, random numbers of forward passes in this context follow from the seed and the step."""
+        """In this context, the seed and the step determine the random numbers of forward passes."""
         draws = self.splits.draws
         if draws is None:
             return nullcontext()

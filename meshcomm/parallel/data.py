@@ -50,7 +50,7 @@ class GradientSync:
 
     Called by: every rank along `dims`.
     Raises:    TrainingError if a parameter gets no gradient in a step, if backward runs outside of a step, or
-               if a `.grad` is replaced. Also if `with` begins before the gradients of the last step were used,
+               if a `.grad` is replaced. Also if `with` begins before the gradients of the previous step were used,
                or if the module was cast, moved, frozen, unfrozen or extended since GradientSync was created.
 
     Args:
@@ -358,7 +358,7 @@ class Sharded:
 
     Each of a module's `layers`, a ModuleDict or ModuleList, is gathered before it is used and resharded afterwards. Its
     gradients are reduced and scattered as soon as backward has passed it. With copies of the shards along a second dim
-    (hybrid sharding), gradients are also summed over them. The dim of ranks with other tokens of the same samples
+    (hybrid sharding), gradients are also summed over them. The dim of ranks with different tokens of the same samples
     is part of a merged one. Distributed experts are gathered separately, inside their layer (as in
     torchtitan's apply_fsdp, models/llama4/infra/parallelize.py).
 
@@ -369,7 +369,7 @@ class Sharded:
             accumulated, also over microbatches, and sent. Routers compute in the weights' own dtype. Shards, their
             gradients and the optimizer's state keep it. Inputs are not cast, because a table of angles must not be rounded.
         experts: the dims along which gradients of experts' weights are summed. If None, experts are treated as all weights.
-            The last one of size above 1 shards, an earlier one replicates; if there is none, experts stay unsharded.
+            The last one of size above 1 shards, an earlier one replicates; if no size is above 1, experts stay unsharded.
         reshard: whether layers are resharded after each pass. If False, they stay gathered from a step's first forward pass
             to its last backward pass. zero_bubble needs this: its second half uses the parameters of the forward pass.
     """
@@ -456,9 +456,9 @@ def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """Return the axis along which experts' weights are sharded: the experts' axis if it divides, otherwise one that
-    does. Shards of unequal length are padded: one expert of a rank, in two shards of its first axis, would save no
-    memory.
+    """Return the axis along which experts' weights are sharded: the experts' axis if `ranks` divides it, otherwise an
+    axis that it divides. Shards of unequal length are padded: one expert of a rank, in two shards of its first axis,
+    would save no memory.
     """
     # In a weight with parts, the rows of a unit stay together.
     together = {id(part.get_parameter(name)): parts.axis + 1 for name, parts in fused_parts(part).items()}

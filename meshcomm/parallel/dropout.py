@@ -40,7 +40,7 @@ class Drops(NamedTuple):
     """
 
     keys: Tensor
-    """int64 (batch,), of (seed, step, sample). Rows of it are the keys of these samples."""
+    """int64 (batch,): the key of each sample, computed from (seed, step, sample)."""
     positions: Tensor
     """int64 (sequence,): the positions of this rank's tokens in their full sample."""
 
@@ -66,7 +66,7 @@ class Drops(NamedTuple):
 class Dropout(nn.Module):
     """Sets elements to zero with probability `p` and divides the others by 1 - p. In eval(), or with p = 0, x is returned.
 
-    Whether an element is dropped follows from (seed, step, site, sample, position, feature) alone,
+    Only (seed, step, site, sample, position, feature) determine whether an element is dropped,
     so any mesh drops exactly the elements that one process drops, with no generator, state or communication.
 
     p:    0 <= p < 1, rounded to 2^-32. Raises TrainingError for other values.
@@ -91,7 +91,7 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor, drops: Drops | None = None, first_feature: int = 0) -> Tensor:
         """(batch, sequence, features) -> the same shape; the gradient of dropped elements is zero.
 
-        drops:         of these samples and tokens. May be None only if nothing is dropped.
+        drops:         the Drops of these samples and tokens. May be None only if nothing is dropped.
         first_feature: the number of x[..., 0], if features are split over ranks.
         Raises:        TrainingError without drops; ShapeError if they do not fit the shape of x.
         """
@@ -101,7 +101,7 @@ class Dropout(nn.Module):
             raise TrainingError(
                 f"dropout {self.site} does not know which samples these are",
                 given=f"p = {self.p}, training, no drops",
-                expected="a Drops, from which the mask follows",
+                expected="a Drops, which determines the mask",
                 hint="Drops.at(seed, step, samples, positions), or eval()",
             )
         return torch.where(self.keep(drops, x.shape, first_feature), x * (1 / (1 - self.p)), 0.0)
@@ -152,12 +152,12 @@ def _mixed(z: Tensor) -> Tensor:
 class Draws:
     """Seeds the default generators, the CPU's and the device's, before each part of a forward pass.
 
-    Random numbers follow from (seed, step, microbatch, block), with microbatches numbered over all ranks along data and
+    (seed, step, microbatch, block) determine the random numbers. Microbatches are numbered over all ranks along data and
     shard, and blocks over all stages: the same as in one process with the same train.micro_batch_size. Ranks along context
-    have different tokens of the same microbatch, so their coord is part of the key. Along tensor all draw the same: see
-    `check_dropouts`. No state is kept: a resumed run and a recomputed block draw the same again.
+    have different tokens of the same microbatch, so their coord is part of the key. Along tensor all draw equal numbers: see
+    `check_dropouts`. No state is kept: a resumed run and a recomputed block draw the same numbers again.
 
-    seed:  of the run.
+    seed:  the run's seed.
     apart: dims along which ranks have different tokens of the same samples.
     """
 
@@ -174,15 +174,15 @@ class Draws:
         return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
     def microbatch(self, number: int, place: str) -> None:
-        """Before a forward pass of a stage. number: among this rank's microbatches; place: the stage, in words."""
+        """Before a forward pass of a stage. number: its index among this rank's microbatches. place: the stage, in words."""
         self._blocks.clear()
         self._microbatch = self._first + number
         self.seed(self._seed, self._step, self._microbatch, place)
 
     def seeded(self, number: int, block: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the number-th block of the model, for one forward pass.
+        """Return block `number` of the model, for one forward pass.
 
-        When it is called again, it draws the same again.
+        When it is called again, it draws the same numbers.
         """
         self._blocks[number] += 1
         key = (self._seed, self._step, self._microbatch, f"block {number}", self._blocks[number])

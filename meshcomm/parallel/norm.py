@@ -37,11 +37,11 @@ class GradientNorm:
     every other dim its gradient is the same on all ranks and counts once.
 
     Args:
-        model: a module, or (name, parameter). A DTensor, or a parameter of a TensorSplit in the simulator, has its own
-            record of how it is split. Any other tensor is the same on all ranks. Parameters without a gradient are left
-            out, and one with two names counts once. After fully_shard: the parameters that it put into the module.
+        model: a module, or (name, parameter). A DTensor, or a parameter of a TensorSplit in the simulator, records how
+            it is split. Any other tensor is the same on all ranks. Parameters without a gradient are
+            left out, and one with two names counts once. After fully_shard: the parameters that it put into the module.
         pipeline: the dim along which ranks hold different parameters.
-        skip: parameters of the model that another coord along the pipeline counts (tied embeddings); they are clipped.
+        skip: parameters of the model that another coord along the pipeline counts (tied embeddings). They are clipped.
 
     Called by: every rank, with parameters that are split in the same way.
     Raises:    UnknownDim; LayoutError if a DTensor is on no DeviceMesh of this mesh, if it is split along the pipeline
@@ -92,7 +92,7 @@ class GradientNorm:
     def norm(self) -> Tensor:
         """Return the norm, float64 (), equal on all ranks; inf or nan if a gradient is.
 
-        If one rank alone has a gradient that is not finite, for example after a memory fault, all ranks along split
+        If only one rank has a gradient that is not finite, for example after a memory fault, all ranks along split
         dims and along the pipeline see it, even if the parameter itself is not split.
 
         Called by: every rank, after all gradients are summed (after `GradientSync.finish`).
@@ -100,7 +100,7 @@ class GradientNorm:
                    each of 8 bytes per class of parameters and 8 more. Does not wait for the device.
         Raises:    TrainingError, naming the parameters, if gradients are missing, or are DTensors
                    with other placements than their parameters; nothing has been sent then.
-        `each` holds afterwards the norms of this rank's parts, float64 (n,), in the order of `names`.
+        Afterwards `each` holds the norms of this rank's parts, float64 (n,), in the order of `names`.
         """
         self._complete()
         self.each = _norms([held.gradient() for held in self._held]).to(self._mesh.device)

@@ -1,4 +1,4 @@
-"""The optimizer that `[train]` names or a user makes, its parameter groups, and its step."""
+"""The optimizer that `[train]` names or a user creates, its parameter groups, and its step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.narrow_state import narrowed
 from meshcomm.parallel.tensor.parameters import fused_parts
 
-# Makes an optimizer from parameter groups, like the classes of torch.optim.
+# Creates an optimizer from parameter groups, like the classes of torch.optim.
 MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 # The classes of torch.optim by the names of train.optimizer.
 KINDS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
@@ -44,12 +44,12 @@ def decay_groups(
     DeviceMesh, or all are plain: a fused step passes a full group on as one call, and DTensor
     does not allow a mixture. Experts' parameters, on other dims of the mesh, therefore have separate groups.
 
-    patterns: of names ("*" for any characters) to factors of `lr` and `weight_decay`. The first
+    patterns: maps names with "*" for any characters to factors of `lr` and `weight_decay`. The first
               match counts. Such groups have `lr_factor` and `decay_factor`, which `Update` applies.
 
     Order: as first met in `module.parameters()`, matrices before vectors. Call it after fully_shard,
     which puts other parameters into the module.
-    Parameters that need no gradient are in none. If no parameter needs one, there is one empty group.
+    Parameters that need no gradient are in no group. If none needs a gradient, there is one empty group.
     """
     groups: dict[tuple[bool, Any, str], dict[str, Any]] = {}
     # A parameter with several parts, such as a bias of q, k and v, has one more axis than in the original module.
@@ -71,7 +71,7 @@ def decay_groups(
 
 
 def check_patterns(setting: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Raise ConfigError if a pattern of `setting` matches no parameter. names: of all stages."""
+    """Raise ConfigError if a pattern of `setting` matches no parameter. names: the parameters of all stages."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
@@ -83,7 +83,7 @@ def check_patterns(setting: str, patterns: Iterable[str], names: Sequence[str]) 
 
 
 def check_some_learn(frozen: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ConfigError if all parameters are frozen. names: of the trainable parameters of all stages."""
+    """Raise ConfigError if all parameters are frozen. names: the trainable parameters of all stages."""
     if not names:
         raise ConfigError(
             "all parameters of the model are frozen",
@@ -94,7 +94,7 @@ def check_some_learn(frozen: Sequence[str], names: Sequence[str]) -> None:
 
 
 def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
-    """Return a function that makes the optimizer of `[train]`. On GPUs its step is fused, or otherwise foreach, if
+    """Return a function that creates the optimizer of `[train]`. On GPUs its step is fused, or otherwise foreach, if
     torch has it.
 
     Raises ConfigError for unknown train.optimizer_args.
@@ -172,7 +172,7 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
 class Update:
     """The optimizer of this rank's parameters, and its steps.
 
-    make:  makes the optimizer. If None, the one of `[train]`.
+    make:  creates the optimizer. If None, the one of `[train]`.
     apart: dims along which a user's optimizer draws different random numbers.
     """
 
@@ -200,7 +200,7 @@ class Update:
         self._takes_found_inf = fused and isinstance(self.optimizer, torch.optim.Adam)
 
     def set_rate(self, lr: float | None) -> float:
-        """Give each group its rate when train.lr is `lr`; if None, rates stay. Returns the rate of the step."""
+        """Give each group its rate when train.lr is `lr`. If None, rates stay. Return the rate of the step."""
         groups = self.optimizer.param_groups
         if lr is None:
             return float(groups[0]["lr"])
@@ -213,7 +213,7 @@ class Update:
         return lr
 
     def step(self, number: int, spoilt: Tensor) -> None:
-        """Step number `number`, unless `spoilt`, (), is not 0."""
+        """Make step `number`, unless `spoilt`, (), is not 0."""
         if self._draws is None:
             self._step(spoilt)
             return

@@ -53,7 +53,7 @@ class Accumulate:
         self._before, self._mesh, self._draws = before, mesh, draws
 
     def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor:
-        """Accumulate gradients over this rank's batch, split along axis 0 into microbatches; the sum of their losses.
+        """Accumulate gradients over this rank's batch, split along axis 0 into microbatches. Return the sum of their losses.
 
         more: further arguments of the module, by name, split in the same way.
         """
@@ -96,11 +96,11 @@ class Pipelined:
             The same number on every rank: the i-th is stage i * ranks + coord (see `stages_of_rank`).
         loss: (output of the last stage, targets of a microbatch) -> (), already scaled: gradients of the
             microbatches are summed. Its result is detached after the backward pass.
-        microbatches: per step; see `meshcomm.config.parallel.runs` for the numbers that a schedule supports.
+        microbatches: the number per step; see `meshcomm.config.parallel.runs` for the numbers that a schedule supports.
         schedule: the order of passes. `schedule_properties` lists its rules for gradients and their hooks.
-        shapes: of one microbatch at each boundary: into stage 0, between stages, out of the last.
-        dtype: of tensors sent between stages, including gradients, and of the last output. Each module must return this
-            dtype: torch refuses any other, or misreads it.
+        shapes: the shapes of one microbatch at each boundary: into stage 0, between stages, out of the last.
+        dtype: the dtype of tensors sent between stages, including gradients, and of the last output. Each module must
+            return this dtype: torch refuses any other, or misreads it.
         draws: sets the default generators before each forward pass of a stage, if given.
 
     Raises LayoutError if the sizes do not fit the schedule; UnsupportedOp for modules of torch.compile with
@@ -150,7 +150,10 @@ class Pipelined:
         self._schedule = _schedule(schedule, stages, microbatches, loss)
 
     def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor | None:
-        """Like `Accumulate`; None except on the last stage. Every rank along the dim calls this, with equal inputs and targets."""
+        """Like `Accumulate`, but returns None except on the last stage.
+
+        Called by: every rank along the dim, with equal inputs and targets.
+        """
         losses: list[Tensor] = []
         try:
             self._schedule.step(
@@ -335,8 +338,8 @@ class TiedWeight:
     def sum_gradients(self) -> None:
         """Replace both gradients by their sum, in place. Call it after the step's last backward pass.
 
-        Call it before or after the sum along the data dims, but not while that is in progress. Raises
-        TrainingError if this rank's weight has no gradient; its message is sent anyway.
+        Call it before or after the sum along the data dims, but not while that sum is in progress. Raises
+        TrainingError if this rank's weight has no gradient; this rank's message is sent anyway.
         """
         if self._weight is None or self._other is None:
             return

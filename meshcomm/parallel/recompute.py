@@ -38,7 +38,7 @@ over ranks, because the sum is kept."""
 def run(
     setting: ActivationCheckpointing, number: int, block: Callable[..., Any], /, *args: Any, **named: Any
 ) -> Any:
-    """Return the result of `block`, the number-th of the model. Its tensors for backward are kept or recomputed.
+    """Return the result of `block`, block `number` of the model. Its tensors for backward are kept or recomputed.
 
     Random state is not kept: a block must draw the same numbers when it is called again with the same arguments.
     """
@@ -53,7 +53,7 @@ def run(
 
 
 def compile_blocks(blocks: Iterable[nn.Module], setting: ActivationCheckpointing) -> ActivationCheckpointing:
-    """Have torch.compile compile each block; returns the setting that `run` needs for them.
+    """Have torch.compile compile each block. Return the setting that `run` needs for them.
 
     With "selective", the checkpoint is part of the compiled code: the results to keep are marked by their operators.
     """
@@ -89,7 +89,7 @@ def added_up() -> Iterator[None]:
 
 def once(call: Callable[[], Sequence[Tensor]], x: Tensor) -> Sequence[Tensor]:
     """Return the result of `call`, new tensors without autograd. When a block is recomputed selectively, it gets
-    them again.
+    the same tensors again.
 
     For code that communicates without `mesh.functional`, whose results are kept anyway. x: any tensor that `call` uses.
     """

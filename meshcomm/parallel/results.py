@@ -55,8 +55,8 @@ def check_inputs(mesh: Mesh, parallel: ParallelConfig, *batch: Tensor) -> None:
 class Done(NamedTuple):
     """One optimizer step; all fields are equal on every rank.
 
-    loss: mean over the tokens of the global batch, before the step. gradient_norm: of all gradients together, before
-    clipping. lr: of the step. fault: "" if the step was applied. If loss or norm is not finite and the
+    loss: mean over the tokens of the global batch, before the step. gradient_norm: the norm of all gradients together, before
+    clipping. lr: the step's learning rate. fault: "" if the step was applied. If loss or norm is not finite and the
     step was skipped, the rank and the parameter whose gradient is not finite.
     """
 
@@ -69,7 +69,7 @@ class Done(NamedTuple):
 
 class _Pending(NamedTuple):
     """A step whose results are still unread. values: loss, a sum of values that are not finite elsewhere, norm.
-    counted: the number of targets over all ranks. ids: the lowest and highest.
+    counted: the number of targets over all ranks. ids: the lowest and the highest id.
     """
 
     number: int
@@ -87,8 +87,8 @@ class Results:
 
     Args:
         settings: [parallel] and [train]. `on_nonfinite` decides whether the steps after a skipped one are applied.
-        norm: of the gradients of `parameters`, which are in the order of the forward pass.
-        stage: of the last of these parameters.
+        norm: the norm of the gradients of `parameters`, which are in the order of the forward pass.
+        stage: the stage of the last of these parameters.
         vocab_size: an upper bound of the ids.
     """
 
@@ -110,14 +110,14 @@ class Results:
         self._last = torch.zeros(3, dtype=torch.float64)
 
     def outcome(self) -> tuple[list[float], float]:
-        """Return the values of the last `add`: loss, sum of values that are not finite elsewhere and norm; and its
-        return value.
+        """Return the values of the most recent `add` (loss, sum of values that are not finite elsewhere, norm), and
+        its return value.
         """
         return self._last.tolist(), float(self._spoilt)
 
     @torch.no_grad()
     def take(self, number: int, lr: float, count: Tensor, outcome: tuple[Sequence[float], float]) -> Tensor:
-        """Add a step whose outcome another rank knows. Returns as `add`."""
+        """Add a step whose outcome another rank knows. Return the same as `add`."""
         values, spoilt = outcome
         self._last = held = torch.tensor(values, dtype=torch.float64, device=self._spoilt.device)
         self._steps.append(_Pending(number, lr, held, self._norm.each, count, None, None))
@@ -145,7 +145,7 @@ class Results:
 
         count:     the number by which the losses of all ranks were divided, in their dtype.
         ids:       tokens and targets, checked here if calls are queued, because the layers then cannot.
-        Called by: every rank of the mesh. Does not wait for the device, except for one look in a hundred steps.
+        Called by: every rank of the mesh. Does not wait for the device, except for one check in a hundred steps.
         Returns:   float32 (): 0, or 1 if the step must not be applied; the same on every rank.
         """
         if len(self._steps) >= _MOST:
@@ -168,7 +168,7 @@ class Results:
         return self._spoilt
 
     def collect(self) -> list[Done]:
-        """Return the steps since the last call, in order. The only wait for the device.
+        """Return the steps since the previous call, in order. The only wait for the device.
 
         Called by: every rank of the mesh.
         Raises:    TrainingError on every rank, with stop, if a step is not finite. That step was not applied,
@@ -212,7 +212,7 @@ class Results:
         The first is the one nearest to the loss, because backward propagates it to earlier ones. Gradients that are
         summed along a dim are the same on all its ranks; the losses of the ranks' own samples are then more specific.
 
-        norms:     of this rank's parts of the gradients, summed over ranks.
+        norms:     the norms of this rank's parts of the gradients, summed over ranks.
         lost:      whether the loss of this rank's samples is not finite.
         outside:   why this rank's tokens are invalid.
         Called by: every rank of the mesh. One gather of objects per dim.

@@ -1,4 +1,4 @@
-"""The state that steps change: weights, buffers, and the state of optimizer, modules and scheduler; read and restored.
+"""Reads and restores the state that steps change: weights, buffers, and the state of optimizer, modules and scheduler.
 
 Tensors keep their names: `model.NAME`, `optimizer.NAME.KEY`. Everything else is plain data, which `encode` turns into
 uint8 tensors: `plain.parameter.NAME` for data of a parameter, `plain.module.NAME` for a module's extra state,
@@ -57,7 +57,7 @@ class State:
     """All state that a step changes on one rank.
 
     modules, optimizer: as they are before the first step. An entry of a parameter group, or an attribute of the
-        optimizer, is state if it differs from its value now.
+        optimizer, is state if it differs from its value then.
     named: returns this rank's parameters by their global names.
     tied: the parameter that embedding and head share.
     """
@@ -187,7 +187,7 @@ class State:
                     yield name, part
 
     def _changed_groups(self) -> dict[int, dict[str, Any]]:
-        """By the id of each parameter: the entries of its group that have changed since the start, their current and old values."""
+        """By id of each parameter, the entries of its group that have changed since the start: current and old values."""
         found: dict[int, dict[str, Any]] = {}
         for number, group in enumerate(self._optimizer.param_groups):
             made = self._groups[number] if number < len(self._groups) else {}
@@ -240,7 +240,7 @@ class State:
     def put_back(self, kinds: Kinds, fill: Callable[[dict[str, Tensor | Kept]], None], steps: int) -> None:
         """Load the state of a checkpoint.
 
-        kinds: of all entries in the checkpoint. State of the optimizer that it lacks does not exist afterwards.
+        kinds: those of all entries in the checkpoint. Optimizer state that the checkpoint lacks does not exist afterwards.
         fill:  writes the checkpoint's values into tensors, by their names.
         steps: the number of steps before it was saved.
         Raises TrainingError that names the mismatch.
@@ -549,7 +549,7 @@ def _unfit(what: str, given: str, expected: str) -> TrainingError:
 
 
 def _leaves(state: Any, *path: Any) -> dict[tuple[Any, ...], Any]:
-    """Return the entries of nested dicts, and of lists of dicts, as of nested schedulers, by path, without the
+    """Return the entries of nested dicts and of lists of dicts, such as nested schedulers have, by path, without the
     rates of the groups. Ranks may have different numbers of groups.
     """
     found: dict[tuple[Any, ...], Any] = {}

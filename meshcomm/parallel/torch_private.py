@@ -57,12 +57,12 @@ def has_memory(x: torch.Tensor) -> bool:
 
 
 def parts_of_dtensor(x: Any) -> tuple[torch.Tensor, Any]:
-    """Return this rank's part of a DTensor, its own memory, and its position. Autograd does not record it."""
+    """Return this rank's part of a DTensor, in the DTensor's own memory, and its layout. Autograd does not record it."""
     return x._local_tensor, x._spec
 
 
 def dtensor_of(kind: Any, held: torch.Tensor, where: Any) -> Any:
-    """Return a DTensor of which this rank holds `held`, laid out like another one. DTensor.from_local without its
+    """Return a DTensor with the layout `where`, of which this rank holds `held`. Like DTensor.from_local, without its
     checks.
 
     kind: DTensor. Importing its module takes half a second for each rank, even in a job that does not need it.
@@ -126,7 +126,7 @@ def fsdp_tensors(module: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 def shared_casts() -> Iterator[None]:
     """In this context, autocast casts a weight once, not once in each forward pass, and backward keeps it.
 
-    As in torch.autocast itself when two of them are nested, but without one that is active.
+    torch.autocast does the same when two are nested. Here none needs to be active.
     """
     torch.autocast_increment_nesting()
     try:

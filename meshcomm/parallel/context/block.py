@@ -30,7 +30,7 @@ _ROWS = 128
 
 
 class Queries(NamedTuple):
-    """Some queries, and their data for backward: result and log-sum-exp over all keys, the result's gradient."""
+    """Some queries, and their data for backward: result and log-sum-exp over all keys, and the result's gradient."""
 
     q: Tensor
     out: Tensor
@@ -158,7 +158,7 @@ def whole_attention(
     for first in range(0, count, step):
         end, begin = min(first + step, count), max(0, first - window + 1)
         here = slice(begin, end if causal else k.shape[2])
-        # No fused kernel of CUDA supports both a mask and fewer heads of keys.
+        # No fused kernel of CUDA supports both a mask and fewer heads of keys than of queries.
         keys, values = (_repeated(x[:, :, here], q) for x in (k, v))
         seen = _seen(slice(first, end), here, window if causal else None, documents, q.device)
         outs.append(
@@ -196,7 +196,7 @@ def same_document(queries: Tensor, keys: Tensor) -> Tensor:
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the softmax over the keys of this block alone, and the logarithm of its denominator.
+    """Compute the softmax over the keys of this block only, and the logarithm of its denominator.
 
     seen: bool (batch, s, t): the keys that a query attends to. If there are none, the results are 0 and -inf.
 

@@ -35,7 +35,7 @@ def sequence_positions(
     >>> sequence_positions(12, 3, 1, "contiguous").tolist(), sequence_positions(12, 3, 1, "zigzag").tolist()
     ([4, 5, 6, 7], [2, 3, 8, 9])
 
-    Returns: int64 (sequence / n,), ascending, made on `device`, so that the host does not wait for a copy.
+    Returns: int64 (sequence / n,), ascending, created on `device`, so that the host does not wait for a copy.
     Raises:  ShapeError if n, or for a zig-zag 2n, does not divide the sequence (n = 1 divides any); LayoutError for a
              coord outside 0 .. n - 1.
     """

@@ -54,7 +54,7 @@ def ring_attention(
     """Compute softmax(q k^T * scale) v over the full sequence, of which each rank along `dim` holds a part.
 
     Shape:      q (batch, heads, sequence / n, head), k and v (batch, kv heads, sequence / n, head)
-                            -> like q. heads is a multiple of kv heads. Without causal, k and v may belong to another
+                            -> like q. heads is a multiple of kv heads. Without causal, k and v may belong to a different
                             sequence than q.
                 order:      the order of the sequence over the ranks, see `split_sequence`; irrelevant without causal.
                 scale:      if None, 1 / sqrt(head).
@@ -67,7 +67,7 @@ def ring_attention(
                 for each query are kept for it; scores are recomputed.
     Sent:       n - 1 times this rank's k and v to the next coord, each while a block is computed. The same
                 in backward, and n times their gradients, in float32 or wider.
-    Numbers:    sums over blocks in float32, for float64 in float64. Under autocast in its dtype.
+    Numbers:    sums over blocks in float32, for float64 in float64. Under autocast, in autocast's dtype.
     Raises:     ShapeError, UnknownDim, UnsupportedOp; CommunicationError.
     """
     ring = _Ring("ring_attention", mesh, dim, causal, order, scale, window, documents)
@@ -89,10 +89,10 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class _Ring(Attention):
-    """Keys and values are passed to the next coord. At turn t, a rank has those of the rank t below."""
+    """Keys and values are passed to the next coord. At turn t, a rank has those of the coord t below its own."""
 
     def pass_on(self, x: Tensor) -> Handle[list[Tensor]]:
-        """Start to send `x` to the next coord; waiting returns the tensor from the previous one."""
+        """Start to send `x` to the next coord. Waiting returns the tensor from the previous coord."""
         n, coord = self.n, self.mesh.coord(self.dim)
         coming = [(torch.empty_like(x), (coord - 1) % n)]
         return self.mesh.exchange(self.dim, [(x, (coord + 1) % n)], coming, async_op=True)

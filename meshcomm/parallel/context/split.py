@@ -91,8 +91,8 @@ def ulysses_attention(
     """Compute softmax(q k^T * scale) v over the full sequence, of which each rank along `dim` holds a part.
 
     The split changes from the sequence to the heads and back (Jacobs et al. 2023, "DeepSpeed Ulysses"). Each rank
-    computes attention over the full sequence for its n-th part of q's heads, which n must divide. If n does not divide
-    the kv heads, each is repeated up to their least common multiple; its gradients are summed.
+    computes attention over the full sequence for its n-th part of q's heads; n must divide their number. If n does not
+    divide the number of kv heads, each is repeated up to the least common multiple, and its copies' gradients are summed.
 
     Arguments, callers and errors: as for `ring_attention`. k and v belong to q's sequence, in contiguous order.
     by:         computes attention over full sequences for this rank's heads instead of torch's function: for soft caps, sinks and so on.
@@ -128,7 +128,8 @@ class ContextSplit:
         dim: one dim of the mesh, or a merged one.
         attention: how ranks attend to each other's tokens.
 
-    size, coord: of the dim. order: of the tokens on the ranks: "zigzag" for the ring, where it balances causal attention;
+    size, coord: the dim's size and this rank's coord.
+    order: how tokens are placed on ranks: "zigzag" for the ring, where it balances causal attention;
     "contiguous" for Ulysses, which is balanced in any order.
     """
 

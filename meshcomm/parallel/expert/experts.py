@@ -37,8 +37,8 @@ class ExpertWeights(nn.Module):
 
     A separate module, because its parameters are sharded, and their gradients summed, along other dims.
 
-    tensor: splits the inner axis of each expert. dim: along which experts are distributed, or None.
-    hidden_size, intermediate_size, experts: of the full layer.
+    tensor: splits the inner axis of each expert. dim: the dim along which experts are distributed, or None.
+    hidden_size, intermediate_size, experts: sizes of the full layer.
     Parameters: w1, w3 (experts, intermediate_size, hidden_size), w2 (experts, hidden_size, intermediate_size), with
         uninitialized memory.
     """
@@ -90,7 +90,7 @@ class ExpertWeights(nn.Module):
 
 
 def _has_grouped_product(rows: Tensor, *weights: Tensor) -> bool:
-    """Return whether torch has a grouped matmul for these that does not ask the device for its sizes.
+    """Return whether torch has a grouped matmul for these tensors that does not ask the device for group sizes.
 
     For `grouped_mm` of torch 2.11 to 2.15, rows must start at multiples of 16 bytes. On CUDA its kernels are for
     bfloat16 and compute capability 8.0 and newer. Otherwise it loops, and asks the device once for each product.
@@ -111,26 +111,26 @@ class Experts(nn.Module):
     """y = sum over a token's chosen experts e of weight_e * w2_e(silu(w1_e x) * w3_e x).
 
     Each coord along `dim` holds `experts / size` of the experts, in order, and every rank along it has different tokens.
-    They are sent to their experts by an all_to_all, and back. Along the tensor dim, the ranks have the same
+    An all_to_all sends tokens to their experts, another one back. Along the tensor dim, the ranks have the same
     tokens, and each expert's inner axis is split. The result, its gradients and the dropped choices do not depend on
     the mesh.
 
-    How often the host waits for the device per call, after the first two: never with a capacity. Without one, once for
-    the sizes of the uneven all_to_all if experts are distributed, or if torch has no grouped matmul.
+    After the first two calls, the host never waits for the device if there is a capacity. Without one, it waits once per
+    call for the sizes of the uneven all_to_all if experts are distributed, or if torch has no grouped matmul.
 
     Args:
-        dim: along which experts are distributed: a dim of a view that also has the tensor dim, or of the base. If None or
+        dim: distributes the experts. It is a dim of a view that also has the tensor dim, or of the base. If None or
             of size 1, every rank has all experts, and nothing is exchanged.
-        tensor: along which each expert is split.
+        tensor: the split of each expert.
         hidden_size, intermediate_size: elements of a token, and inside an expert.
-        experts: their number; a multiple of the size of `dim`.
+        experts: the number of experts, a multiple of the size of `dim`.
         experts_per_token: the number of experts that each token chooses, at most `experts`.
         normalised: whether the weights of a token's experts are divided by their sum.
         capacity_factor: if None, dropless. Otherwise an expert takes at most
             ceil(capacity_factor * tokens * experts_per_token / experts) choices of one full sample; the others add
             nothing to y, see `within_capacity`.
         context: the dim along which samples are split, if any.
-        balance_weight: the factor of a microbatch's balance loss (`routing.balance`). A backward through y adds its
+        balance_weight: multiplies a microbatch's balance loss (`routing.balance`). A backward through y adds the product's
             gradient. The loss must not be scaled afterwards. An attribute; may be set later.
 
     Parameters: `router.weight` (experts, hidden_size) is dense: equal on all ranks, its gradient summed along the same dims
@@ -175,7 +175,7 @@ class Experts(nn.Module):
 
         Shape:      (samples, tokens, width), or (tokens, width) for one sample -> the same. Ranks along `dim` may have
                     different numbers of samples; along `context`, all have the same number of tokens of the same samples.
-        positions:  (tokens) int64: of this rank's tokens in their samples; None: in order. Used only with a capacity,
+        positions:  (tokens) int64: those of this rank's tokens in their samples; None: in order. Used only with a capacity,
                     and required if samples are split along `context`. With sequence_parallel, the positions of all tokens
                     along the tensor dim.
         Called by:  every rank along `dim`, the tensor dim and `context`, in the same program order; along the

@@ -40,7 +40,7 @@ def spread_experts(
     axes, and returns a weighted sum over each token's chosen experts. It is called with the rows that arrive here, with the
     numbers of this rank's experts, one slot each and weights of one.
 
-    tensor: along which the axes that `axes` names are split. dim: along which experts are distributed; None: every rank has all.
+    tensor: splits the axes that `axes` names. dim: the dim along which experts are distributed. If None, every rank has all.
     Called by: every rank along both. Raises ShapeError if sizes do not divide, or if a parameter does not cover all experts.
     """
     mesh = tensor.mesh

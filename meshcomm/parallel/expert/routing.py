@@ -22,7 +22,7 @@ from meshcomm.parallel.torch_private import has_memory
 class Choice(NamedTuple):
     """The experts of each token; `slots` is the number of experts that each token chooses.
 
-    weights:       (samples, tokens, slots), the factor of each expert's output.
+    weights:       (samples, tokens, slots), the factor by which each expert's output is multiplied.
     chosen:        (samples, tokens, slots) int64, expert numbers, the most probable first.
     probabilities: (samples, tokens, experts), of the softmax over all experts.
     """
@@ -190,7 +190,7 @@ def places(line: Tensor, experts: int) -> Tensor:
 
 
 def exchange(mesh: Mesh, dim: str, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-    """The first sent[0] rows go to coord 0, the next sent[1] to coord 1, and so on. Returns the received rows, in order.
+    """Send the first sent[0] rows to coord 0, the next sent[1] to coord 1, and so on. Return the received rows, in order.
 
     Shape:      (sum of sent, width) -> (sum of received, width).
     Called by:  every rank along `dim`, with received[c] the entry of coord c's `sent` for this rank.
@@ -207,9 +207,9 @@ def dispatched(
     often: Tensor,
     compute: Callable[[Tensor, Tensor, Tensor, list[int]], Tensor],
 ) -> Tensor:
-    """Return the results of the experts along `dim` for rows that are sorted by expert; in the same order.
+    """Return the results of the experts along `dim`, in the order of `rows`, which are sorted by expert.
 
-    often:   int64 (experts of all ranks,): the number of rows for each.
+    often:   int64 (experts of all ranks,): the number of rows for each expert.
     compute: (rows that have arrived here, sorted by sender and then by expert; the expert's number among this rank's for
              each row; the number of rows of each expert; the same numbers on the host) -> the result of each row.
     Called by: every rank along `dim`. The host waits once for the number of rows that it sends and receives; backward does not.
@@ -242,7 +242,7 @@ def sizes_of(often: Tensor, total: int) -> Any:
 
 
 def move(x: Tensor, there: Tensor, back: Tensor, slots: int = 1, blanks: bool = False) -> Tensor:
-    """Row there[i] // slots of x at place i; zeros if that is the number of rows of x.
+    """Return x's row there[i] // slots at place i, or zeros if that number is the number of rows of x.
 
     Shape:    x (n, width), there (m) int64 in 0 .. n * slots, each number below n * slots at most once -> (m, width).
               back (n * slots) int64: the place of number j in `there`, m if it is absent.

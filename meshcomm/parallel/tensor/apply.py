@@ -69,7 +69,7 @@ def tensor_parallel(
         "split"      a parameter, by its name, split along axis 0, or {"style": "split", "axis": 1}. For a
                      parameter that operates only on this rank's heads or features, such as a sink for each
                      head.
-        {"set": {"heads": "split"}}  in addition to a style, or alone: divides the module's attribute `heads`
+        {"set": {"heads": "split"}}  in addition to a style, or on its own: divides the module's attribute `heads`
                      by the number of ranks. Any other value is assigned as given.
 
     Called by:  every rank along `dim`, with equal weights (compared by digest).
@@ -117,11 +117,11 @@ def lay_out(module: nn.Module, mesh: Mesh, plan: Mapping[str, Entry]) -> None:
 
 
 class _Splitting:
-    """The implementation, after all checks."""
+    """The implementation of `tensor_parallel`, after all checks."""
 
     def __init__(self, split: TensorSplit, module: nn.Module, rules: Mapping[str, Rule]) -> None:
         self.split, self.module, self.rules = split, module, rules
-        # The split for parts that see full sequences.
+        # The split for parts that receive full sequences.
         self.whole = TensorSplit(split.mesh, split.dim or None, split.dtype)
         self.names: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
         self.classes: dict[tuple[type, type], type] = {}
@@ -199,7 +199,7 @@ class _Splitting:
         self._become(part, ColumnParallel, split)
 
     def _entry(self, name: str, split: TensorSplit) -> Callable[[Tensor], Tensor]:
-        """Return the entry of the nearest module around `name` that is not a list or dict; none in an "enter"."""
+        """Return the entry of the nearest module around `name` that is not a list or dict; none inside an "enter"."""
         for outer, rule in self.rules.items():
             if rule.style == "enter" and (not outer or name.startswith(outer + ".")):
                 return entered
@@ -216,7 +216,7 @@ class _Splitting:
         return self.entries[id(around)]
 
     def _become(self, part: Any, kind: type, split: TensorSplit) -> Any:
-        """Return `part`, changed to a subclass of `kind` and its class; one subclass for all parts of a class."""
+        """Return `part`, changed to a subclass of `kind` and its class. All parts of a class share one subclass."""
         own = type(part)
         if not isinstance(part, kind):
             part.meshcomm_split = split
@@ -260,7 +260,7 @@ class _Splitting:
 class SharedEntry:
     """`split.enter`, once for all column-parallel layers that read the same tensor.
 
-    Siblings share one. It keeps its last input until the module around them returns. The same object then
+    Siblings share one entry. The entry keeps its last input until the module around them returns. The same object then
     is the same input, unless it was written to in between.
     """
 
@@ -410,7 +410,7 @@ def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
 
 @torch.no_grad()
 def _digest(x: Tensor) -> str:
-    """Return two sums over the bits of `x`, one weighted by position, modulo 2^64; so -0.0 differs from 0.0."""
+    """Return two sums over the bits of `x`, one weighted by position, modulo 2^64. So -0.0 differs from 0.0."""
     flat = x.detach().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)

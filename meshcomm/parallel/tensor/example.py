@@ -23,7 +23,7 @@ Example: TypeAlias = Sequence[Any] | Mapping[str, Any]
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 """By argument of a forward, by position or name: the shape of its tensor."""
 
-# The error from a different order of additions, with a margin, as a share of the largest value of a tensor.
+# The error from a different order of additions, with a margin, relative to the largest value of a tensor.
 _ROOM = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
@@ -31,7 +31,7 @@ _ROOM = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.fl
 class Calls:
     """The calls of a module's parts.
 
-    given: of every part, call by call, the shapes. open: the parts that have not returned. values: the module's own.
+    given: the shapes of every part, call by call. open: the parts that have not returned. values: the module's arguments.
     """
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class Calls:
 class Seen:
     """Outputs of a module on an example, and every gradient of a fixed random sum over them; all unsharded.
 
-    like: the same of the module before it was split. Outputs that are slices of the earlier ones are
-        gathered. rules: by which it was split. Raises TrainingError if the module fails now.
+    like: the `Seen` of the module before it was split. Outputs that are slices of the earlier ones are
+        gathered. rules: those by which it was split. Raises TrainingError if the module fails now.
     """
 
     def __init__(

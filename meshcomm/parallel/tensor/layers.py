@@ -25,12 +25,12 @@ def entered(x: Tensor) -> Tensor:
 
 
 def is_conv1d(part: nn.Module) -> bool:
-    """Return whether it is the Conv1D of transformers: a linear layer whose weight is (inputs, outputs)."""
+    """Return whether `part` is the Conv1D of transformers: a linear layer whose weight is (inputs, outputs)."""
     return type(part).__name__ == "Conv1D" and hasattr(part, "nx")
 
 
 def held(module: Any, name: str) -> Any:
-    """Return this rank's part of a parameter of `module`, None if it has none. If it has parts, they are in order."""
+    """Return this rank's part of a parameter of `module`, None if there is none. Parts of a parameter are in order."""
     parameter = getattr(module, name)
     if parameter is None:
         return None
@@ -107,7 +107,7 @@ class VocabParallelEmbedding(nn.Module):
     """Rows of a (vocab, width) table split over vocab: ids (...) int64 -> (..., width), full.
 
     With sequence_parallel: ids (batch, sequence), full -> this rank's slice of the sequence.
-    dtype: of the rows that are sent and returned. If None, the weight's. Rows are not rounded by the sum.
+    dtype: the dtype of the rows that are sent and returned. If None, the weight's. Rows are not rounded by the sum.
     Raises ShapeError for ids outside 0 .. vocab - 1. If checking would wait for the device, their rows are nan instead.
     """
 

@@ -4,7 +4,7 @@ In the simulator, which has no torch process groups, they are plain tensors that
 
 A weight with several parts, such as q, k and v, has the shape (units, rows of all parts in a unit, ...). Each rank
 needs its share of every part, which is not a contiguous slice of the rows. A unit has an equal share of each part; a
-rank has a contiguous run of units. `units` follows from the parts alone, and the extra axis shows that the order
+rank has a contiguous run of units. `units` is computed from the parts only, and the extra axis shows that the order
 differs. Checkpoints have such a weight in its original layout, in pieces: see `Kept`.
 """
 
@@ -22,7 +22,7 @@ from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.torch_private import dtensor_of, offsets, parts_of_dtensor
 
-# On a module: the parts of each of its weights with several.
+# On a module: the parts of each of its weights that has several.
 FUSED = "meshcomm_fused"
 
 

@@ -17,7 +17,7 @@ _PARTIAL = "meshcomm_partial_gradients"
 def as_autocast(x: Tensor) -> Tensor:
     """Return `x` in the dtype in which autocast multiplies matrices, if it is on. Its gradient has x's dtype.
 
-    Cast before it is sent, a tensor is sent in that dtype. float64 and integers are not cast, as with autocast.
+    A tensor that is cast before it is sent is sent in that dtype. float64 and integers are not cast, as with autocast.
     """
     kind = x.device.type
     if x.dtype == torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
@@ -31,14 +31,14 @@ class TensorSplit:
 
     Args:
         dim: a dim of the mesh.
-        dtype: of the parameters created here.
+        dtype: the dtype of the parameters created here.
         sequence_parallel: between `leave` and the next `enter`, each rank holds a slice of the sequence. This divides
             memory and work there by the number of ranks (Korthikanti et al. 2022). The number of bytes sent is the
             same: reduce_scatter and all_gather are the two halves of the all_reduce. Parameters that operate on slices
             have partial gradients: see `partial`.
         axis: the sequence axis of activations (batch, sequence, width), counted from the front.
 
-    size, coord: of the dim. sequence_parallel: False if nothing is split.
+    size, coord: the dim's size and this rank's coord. sequence_parallel: False if nothing is split.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ class TensorSplit:
         Each rank's gradient of these parameters covers only its own tokens; `finish_gradients` sums them.
         Modules are marked by parameter name, so marks stay valid when fully_shard replaces parameters.
 
-        always: for parameters that operate on slices of the outputs of columns, such as some of the heads; they
-                are partial without sequence_parallel too.
+        always: for parameters that operate on slices of the outputs of columns, such as some of the heads. Such
+                parameters are partial without sequence_parallel too.
         """
         if self.sequence_parallel or (always and self.size > 1):
             marked = set(getattr(module, _PARTIAL, ())) | set(names)
