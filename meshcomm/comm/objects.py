@@ -183,7 +183,9 @@ class Objects:
                 told = comm.messages.send(call.packed(), dst, tag, async_op=True)
                 answers = []
                 if call.offer.failed is None:
-                    answers = [call.read(dst, comm.messages.recv(call.blank(_OFFER_BYTES), dst, tag))]
+                    answers = [
+                        call.read(dst, call.arrived(comm.messages.recv(call.blank(_OFFER_BYTES), dst, tag)))
+                    ]
                 told.wait()
             call.compare_offers([(coord, call.offer), *answers], pair=True)
             moves(call.offer.size)
@@ -204,7 +206,9 @@ class Objects:
             if comm.messages.ordered:
                 offer = call.swapped(comm, src, tag)[1]
             else:
-                offer = call.read(src, comm.messages.recv(call.blank(_OFFER_BYTES), src, tag))[1]
+                offer = call.read(src, call.arrived(comm.messages.recv(call.blank(_OFFER_BYTES), src, tag)))[
+                    1
+                ]
                 if offer.failed is None:
                     comm.messages.send(call.packed(), src, tag)
             call.compare_offers([(src, offer), (coord, call.offer)], pair=True)
@@ -310,12 +314,16 @@ class _Call:
         data = bytearray(text.ljust(_OFFER_BYTES))
         return torch.frombuffer(data, dtype=torch.uint8).to(self._carrier)
 
+    def arrived(self, data: Tensor) -> Tensor:
+        """Return received bytes in host memory. Raises RankLost if they may be those of a dropped call."""
+        found = data.cpu()
+        self.comm.confirm(f"objects.{self.name}")
+        return found
+
     def read(self, coord: int, data: Tensor) -> tuple[int, _Offer]:
         """Return the offer of a coord. Raises ObjectError for bytes that are not an offer."""
-        told = data.cpu().numpy().tobytes()
-        self.comm.confirm(f"objects.{self.name}")
         try:
-            offer = _Offer(*json.loads(told))
+            offer = _Offer(*json.loads(data.numpy().tobytes()))
             if [type(each) for each in (offer.call, offer.size, offer.cap)] == [str, int, int]:
                 return coord, offer
         except (ValueError, TypeError, RecursionError):
@@ -331,14 +339,14 @@ class _Call:
         """Exchange offers with a coord in one call, on backends whose messages wait for each other."""
         told = self.blank(_OFFER_BYTES)
         comm.messages.exchange(sends=[(self.packed(), peer, tag)], recvs=[(told, peer, tag)])
-        return self.read(peer, told)
+        return self.read(peer, self.arrived(told))
 
     def agree(
         self, comm: Communicator, make: Callable[[], Sequence[Any]], moves: Callable[[int], None]
     ) -> tuple[list[Tensor], list[int]]:
         """Return this rank's objects as bytes, and every rank's size. Otherwise raises ObjectError on every rank."""
         mine = self.encoded(make)
-        table = comm.collective(ALL_GATHER, self.packed()).view(comm.size, -1)
+        table = self.arrived(comm.collective(ALL_GATHER, self.packed())).view(comm.size, -1)
         try:
             offers = [self.read(coord, data) for coord, data in enumerate(table)]
             self.compare_offers(offers)

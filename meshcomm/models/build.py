@@ -85,7 +85,7 @@ def _built(config: ModelConfig) -> ModelSpec | Model:
         raise ConfigError(
             f"model.build could not be called: {type(error).__name__}: {error}",
             given=f"build = {config.build!r}, args = {dict(config.args)}",
-            expected="a function that can be imported where the ranks runand takes args by name",
+            expected="a function that can be imported where the ranks run, and that takes args by name",
             hint="put its module into the folder in which meshcomm is started, or into PYTHONPATH",
         ) from error
     if isinstance(made, nn.Module):
