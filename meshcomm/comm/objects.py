@@ -183,9 +183,8 @@ class Objects:
                 told = comm.messages.send(call.packed(), dst, tag, async_op=True)
                 answers = []
                 if call.offer.failed is None:
-                    answers = [
-                        call.read(dst, call.arrived(comm.messages.recv(call.blank(_OFFER_BYTES), dst, tag)))
-                    ]
+                    came = comm.messages.recv(call.blank(_OFFER_BYTES), dst, tag)
+                    answers = [call.read(dst, call.arrived(came))]
                 told.wait()
             call.compare_offers([(coord, call.offer), *answers], pair=True)
             moves(call.offer.size)
@@ -206,9 +205,8 @@ class Objects:
             if comm.messages.ordered:
                 offer = call.swapped(comm, src, tag)[1]
             else:
-                offer = call.read(src, call.arrived(comm.messages.recv(call.blank(_OFFER_BYTES), src, tag)))[
-                    1
-                ]
+                came = comm.messages.recv(call.blank(_OFFER_BYTES), src, tag)
+                offer = call.read(src, call.arrived(came))[1]
                 if offer.failed is None:
                     comm.messages.send(call.packed(), src, tag)
             call.compare_offers([(src, offer), (coord, call.offer)], pair=True)
