@@ -50,7 +50,7 @@ class ScriptCommand(Command):
     """A command `[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]`. Arguments after SCRIPT belong to the script."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take no option after the first word that ends in .py."""
+        """Parse no option after the first word that ends in .py."""
         script = next((place for place, word in enumerate(args) if word.endswith(".py")), len(args))
         return super().parse_args(ctx, [*args[:script], "--", *args[script:]])
 
