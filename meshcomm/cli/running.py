@@ -126,7 +126,7 @@ def run(
 ) -> None:
     """Run a script, one process per rank. Its meshcomm.init() opens the mesh of CONFIG.
 
-    If a script creates its groups with torch alone, they are watched: see meshcomm.watch.
+    If a script creates its groups only with torch, these groups are watched: see meshcomm.watch.
     """
     config, script, arguments = named("run", first, second, context.args, overrides)
     from meshcomm.jobs.running import run as job

@@ -98,7 +98,7 @@ def export(
     dtype: str | None = None,
     shard_gb: float | None = None,
 ) -> str:
-    """Write the weights of a checkpoint, or of a run's last one, into a safetensors file or a folder. Return a summary as text.
+    """Write the weights of a checkpoint, or of a run's last one, into a safetensors file or a folder. Return a summary.
 
     Raises: ConfigError for options that cannot be combined, TrainingError.
     """

@@ -26,7 +26,7 @@ from meshcomm.show.page import terminal
 from meshcomm.show.units import count
 
 SIZES: Final = ("4KiB", "64KiB", "1MiB", "16MiB")
-# Without a config, outside a launcher.
+# The defaults without a config, outside a launcher.
 _WORLD: Final = 4
 _ONE_DIM: Final = {"mesh": {"dims": {"dp": -1}, "device": "cpu", "timeout_s": 300.0}}
 
@@ -108,7 +108,7 @@ def body(settings: Config, asked: Asked, output: Output) -> None:
 
 
 def _steady(settings: Config) -> Config:
-    """Turn off the comparison of the first calls, which ends after some calls. Keep "always", which is part of the cost of every call."""
+    """Turn off comparing the first calls, which would end during the measurement. Keep "always", a cost of every call."""
     if settings.mesh.validate_calls == "always":
         return settings
     return settings.model_copy(update={"mesh": settings.mesh.model_copy(update={"validate_calls": 0})})

@@ -144,7 +144,7 @@ def parity(
 ) -> dict[str, Any]:
     """Compare a training on the mesh of `config` with one process. Return `Parity.facts`.
 
-    script: a script and its arguments. It creates the Trainer on the mesh of meshcomm.init(). If None, the training of `config`.
+    script: the script, with its arguments, that creates the Trainer on the mesh of meshcomm.init(). None: `config` is trained.
     """
     # A script's ranks read the configuration from another folder.
     settings = load_config(config if script is None else config.resolve(), overrides)

@@ -22,7 +22,7 @@ from meshcomm.predict.times import Operation
 _BYTES: Final = {"float32": 4, "float64": 8, "bfloat16": 2}
 # The parts that are dims of the base; outermost first unless something else decides the order.
 BASE: Final[tuple[ParallelRole, ...]] = ("pipeline", "data", "shard", "context", "tensor")
-# Parts, or dims, whose ranks make a call together. The copies of experts (edp) are "replica". With shard, the copies hold
+# Parts, or dims, whose ranks make a call together. The copies of experts (edp) are "replica". With shard, they hold
 # shards of the experts and are "expert shard".
 Along: TypeAlias = tuple[str, ...]
 REPLICA: Final = "replica"

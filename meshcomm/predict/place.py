@@ -234,7 +234,7 @@ def place_config(
 ) -> Ranking:
     """Rank the meshes of `world` ranks for the training of `settings`.
 
-    topology: as `discovered` returns it. keep: dims that keep their size in the file. counts: see `workload`. Raises ConfigError.
+    topology: as `discovered` returns it. keep: dims that keep the file's size. counts: see `workload`. Raises ConfigError.
     """
     work = workload(settings, counts)
     known_machine(topology, settings.source)

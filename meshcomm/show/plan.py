@@ -96,7 +96,7 @@ def read_rank(text: str, layout: Layout) -> int:
         match = re.fullmatch(r"(\w+)=(\d+)", part)
         if match is None or match[1] in coords:
             raise LayoutError(
-                f"{part!r} is not a coord" if match is None else f"{match[1]} is there twice",
+                f"{part!r} is not a coord" if match is None else f"{match[1]} is given twice",
                 given=repr(text),
                 expected="a rank, or DIM=COORD pairs, each dim once, with commas between",
                 hint="5, or pp=1,dp=0,tp=1",

@@ -243,7 +243,7 @@ class Scheduler:
             self._let_others_run(actor)
 
     def sleeps(self) -> None:
-        """Record that a rank is about to sleep: it may wait for another rank's action outside the mesh. No effect in other threads."""
+        """Record that a rank is about to sleep: it may wait for another rank outside the mesh. No effect in other threads."""
         running = self._running
         if running is None or threading.get_ident() != running.ident or _importing() is not None:
             return

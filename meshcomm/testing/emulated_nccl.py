@@ -77,7 +77,7 @@ _LACKING: Final = tuple(
     getattr(dist.ReduceOp, op.reduce_op) for op in WIRE_OPS.values() if "nccl" in op.lacking
 )
 
-# Seconds that torch's watchdog takes to handle the loss of a peer: it reads the stack of the failed call, then waits for the
+# Seconds that torch's watchdog takes to handle a lost peer: it reads the stack of the failed call, then waits for the
 # dumps of all ranks.
 STACK_S: Final = 6.5
 PEERS_DUMP_S: Final = 60.0
@@ -409,7 +409,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         return EmulatedWork([whole])
 
     def _call(self, call: _Call) -> EmulatedWork | None:
-        """Queue a call, or keep it for `_end_coalescing`. Call the hooks around it as torch does. A blocking call has no Work."""
+        """Queue a call, or keep it for `_end_coalescing`. Call the hooks as torch does. A blocking call has no Work."""
         number = HOOK_NUMBERS.get(call.kind, -1)
         told = SimpleNamespace(
             name=number,
@@ -625,7 +625,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
     def check(self, item: _Item) -> None:
         """Note that a call is about to be queued. It runs after the calls on other communicators that it is ordered after.
 
-        These are all calls that the program's stream runs or has waited for, because a call follows all earlier work of its stream.
+        These are all calls that the program's stream runs or has waited for: a call runs after all earlier work of its stream.
         """
         for other in list(self.pending):
             if other.queue is item.queue:

@@ -39,7 +39,7 @@ class MeshRequest:
             f"mesh.{name} is used in the main process, where no mesh is open",
             given=f"mesh.{name} in a fixture or a hook",
             expected="mesh used in the body of the test, which runs on every rank",
-            hint="move it into the test; a fixture's value is made once and given to every rank",
+            hint="move it into the test; a fixture's value is created once and given to every rank",
         )
 
 

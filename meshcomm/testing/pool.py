@@ -353,7 +353,7 @@ def _serve(pipe: Connection, files: _Files) -> None:
         try:
             pipe.send(answer)
         except Exception as error:  # the result or exception cannot be pickled
-            note = f"{type(answer.value).__name__} cannot cross to the test: {error}\n{answer.text}"
+            note = f"{type(answer.value).__name__} cannot be sent to the test: {error}\n{answer.text}"
             pipe.send(Ended("raised", RuntimeError(note), note, reusable=True))
 
 

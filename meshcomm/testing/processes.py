@@ -117,7 +117,7 @@ def _uncrossed(test: str, named: Mapping[str, object], error: Exception) -> Mesh
     return MeshTestError(
         f"{culprit} cannot be given to the ranks of {test}",
         given=f"{culprit}, {error}",
-        expected="fixtures and parameters that can be pickled: they are made once, in the main process, and every "
+        expected="fixtures and parameters that can be pickled: they are created once, in the main process, and every "
         "rank gets a copy",
         hint=hint,
     )

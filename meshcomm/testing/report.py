@@ -114,7 +114,7 @@ def stack_text(frames: Iterable[FrameSummary], full: bool) -> str:
 
 
 def last_stack(text: str) -> list[FrameSummary]:
-    """Return the last stack that faulthandler wrote, or for a fault the stack of the faulting thread. Outermost frame first."""
+    """Return the last stack that faulthandler wrote; for a fault, the faulting thread's. Outermost frame first."""
     begins = max(text.rfind("Current thread"), text.rfind("Stack (most recent"))
     found = _FRAME.findall(text[begins:].partition("\n\n")[0]) if begins >= 0 else []
     return [FrameSummary(file, int(line.replace("???", "0")), name) for file, line, name in reversed(found)]
