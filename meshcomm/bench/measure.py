@@ -33,7 +33,7 @@ ROUND_S: Final = 0.02
 _MOST_CALLS: Final = 10_000
 Call: TypeAlias = Callable[[], object]
 
-# The flat-tensor functions: their names since torch 2.13, or their older names.
+# The functions on flat tensors, by their names since torch 2.13 or by their older names.
 _ALL_GATHER: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Final[Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -55,18 +55,18 @@ def device_of(mesh: Mesh, dim: str) -> torch.device:
 
 
 def pair(mesh: Mesh, dim: str, operation: Operation, size_bytes: int) -> Pair:
-    """Return `operation` along `dim` by the mesh, and by torch.distributed on the same group; size_bytes: of
+    """Return `operation` along `dim` by the mesh, and by torch.distributed on the same group. size_bytes: from
     `counted_bytes`.
 
     Data are float32 zeros, so that sums do not change. If a mesh call returns new memory, torch's call gets a new tensor
-    each time. If a mesh call leaves `x` unchanged, torch's call works on a copy. Buffers that both accept are made once.
-    The root is coord 0; a message goes to the next coord.
+    each time. If a mesh call leaves `x` unchanged, torch's call works on a copy. Buffers that both accept are created once.
+    The root is coord 0. A message goes to the next coord.
     """
     n, coord, group, device = mesh.size(dim), mesh.coord(dim), mesh.group(dim), device_of(mesh, dim)
     count = size_bytes // DTYPE_BYTES
 
     def zeros(elements: int) -> Tensor:
-        # Write the memory: reading pages that were never written costs nothing and would distort times.
+        # Write to the memory, because reading pages that were never written costs nothing and would distort times.
         return torch.empty(elements, dtype=torch.float32, device=device).zero_()
 
     x = zeros(count)
@@ -140,12 +140,12 @@ def in_turn(
     align: Callable[[], object] | None = None,
     finish: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Return the seconds per call of each way. A round makes `calls` calls of one way, then of the next; there are
+    """Return the seconds per call of each way. A round makes `calls` calls of one way, then of the next. There are
     `rounds` rounds.
 
     Every other round runs the ways in reverse order, so that no way always follows the same one.
     align: called before each block, so that all ranks start together. finish: called after each block, before
-        the clock stops; returns when the work of the calls is done.
+        the clock stops; it returns when the work of the calls is done.
     A first round is not counted.
     """
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -166,7 +166,7 @@ def in_turn(
 
 
 class Measured(NamedTuple):
-    """Seconds per call of the slowest rank, round by round; equal on all ranks. calls: of each round."""
+    """Seconds per call of the slowest rank, round by round, equal on all ranks. calls: number of calls per round."""
 
     item: Item
     calls: int
@@ -230,7 +230,7 @@ def _finish(device: torch.device) -> None:
 
 
 def slowest(mesh: Mesh, seconds: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
-    """Return the elementwise maximum of all ranks' times; equal on all ranks."""
+    """Return the elementwise maximum of all ranks' times, which is equal on all ranks."""
     worst = torch.tensor(seconds, dtype=torch.float64, device=mesh.device)
     for dim in mesh.dims:
         mesh.all_reduce(dim, worst, "max")
@@ -240,7 +240,7 @@ def slowest(mesh: Mesh, seconds: Sequence[Sequence[float]]) -> list[tuple[float,
 def chosen_dims(plan: Plan, asked: Sequence[str]) -> tuple[list[Family], list[Skipped]]:
     """Return the families to measure, in plan order, and the families left out.
 
-    asked: names of dims, merged dims or views' dims. If empty, all names that do not share another's groups.
+    asked: names of dims, merged dims or views' dims. If empty, all names that do not share another name's groups.
     Raises UnknownDim, and ConfigError if nothing is left to measure.
     """
     for name in asked:
@@ -279,7 +279,7 @@ def items(families: Sequence[Family], operations: Sequence[Operation], sizes: Se
 
 @dataclass(frozen=True)
 class Asked:
-    """The requested measurements. dims: empty for all. round_s: as for `sweep`."""
+    """The requested measurements. dims: if empty, all dims are measured. round_s: as for `sweep`."""
 
     operations: Sequence[Operation]
     sizes: Sequence[int]
@@ -323,7 +323,7 @@ def _dim_facts(mesh: Mesh, family: Family, where: Machine | None) -> dict[str, A
 
 
 def machine_facts(mesh: Mesh) -> dict[str, Any]:
-    """Return this rank's host and device, its load average over a minute, and the number of hosts of the mesh.
+    """Return this rank's host and device, the host's load average over a minute, and the number of hosts of the mesh.
 
     Called by: every rank of the mesh.
     """

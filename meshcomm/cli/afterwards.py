@@ -63,7 +63,7 @@ def doctor(
     try:
         here = find_launch(os.environ)
     except LaunchError:
-        # The error will be among the findings.
+        # The findings will include the error.
         here = find_launch({})
     facts: dict[str, Any] | None = None
     code = 0

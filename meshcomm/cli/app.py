@@ -42,7 +42,7 @@ GROUPS: Final = {
 
 
 class Command(TyperCommand):
-    """A command whose usage line has its arguments as they are written here, on every version of typer."""
+    """A command whose usage line shows its arguments as they are written here, on every version of typer."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Format the usage as in `[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]...`."""
@@ -51,7 +51,7 @@ class Command(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """All commands. A MeshcommError in any of them is printed on stderr and gives exit code 2."""
+    """All commands. A MeshcommError in any command is printed on stderr and gives exit code 2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names in the order of GROUPS."""
@@ -77,7 +77,7 @@ class Commands(TyperGroup):
 
 
 def _say(error: MeshcommError) -> None:
-    """Print on stderr: folded to a terminal, else in lines as long as they are."""
+    """Print on stderr: folded at the width of a terminal, without folding elsewhere."""
     from meshcomm.show.page import Line, terminal
 
     terminal(10_000, stderr=True).print(Line(str(error)), crop=False)
@@ -94,7 +94,7 @@ def first_paragraph(command: Any) -> str:
 
 app = typer.Typer(
     cls=Commands,
-    # As wide as the terminal.
+    # The help is as wide as the terminal.
     context_settings={"max_content_width": 10_000},
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -50,7 +50,7 @@ class ScriptCommand(Command):
     """A command `[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]`. Arguments after SCRIPT belong to the script."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take no option after the first word that ends in .py."""
+        """Parse no option after the first word that ends in .py."""
         script = next((place for place, word in enumerate(args) if word.endswith(".py")), len(args))
         return super().parse_args(ctx, [*args[:script], "--", *args[script:]])
 
@@ -126,7 +126,7 @@ def run(
 ) -> None:
     """Run a script, one process per rank. Its meshcomm.init() opens the mesh of CONFIG.
 
-    If a script creates its groups with torch alone, they are watched: see meshcomm.watch.
+    If a script creates its groups only with torch, these groups are watched: see meshcomm.watch.
     """
     config, script, arguments = named("run", first, second, context.args, overrides)
     from meshcomm.jobs.running import run as job

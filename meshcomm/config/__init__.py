@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from meshcomm.config.train import DataConfig as DataConfig
     from meshcomm.config.train import TrainConfig as TrainConfig
 
-# Loaded on first use: a mesh made from `dims=` needs no model of the training sections.
+# Loaded on first use: a mesh created from `dims=` does not need the classes of the training sections.
 _HOMES = {
     "elastic": "ElasticConfig",
     "mesh": "DimOptions MeshConfig",

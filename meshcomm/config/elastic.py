@@ -36,7 +36,7 @@ class ElasticConfig(Section):
     replace: int = Field(default=0, ge=0, examples=[3])
     """How many lost ranks are replaced by new processes while the other ranks stay alive. Default 0: none."""
     min: FrozenTable[Annotated[int, Field(ge=1)]] = Field(default_factory=Table, examples=[{"dp": 2}])
-    """Dim -> smallest size with which the job continues when a rank cannot be replaced, with the same global
+    """Dim -> smallest size at which the job continues when a rank cannot be replaced, with the same global
     batch. The mesh grows back when a new process arrives. Default: the job ends.
     """
     patience_s: float = Field(default=0.0, ge=0)
@@ -47,6 +47,6 @@ class ElasticConfig(Section):
     """
     copy_every: int = Field(default=0, ge=0, examples=[10])
     """With replace: interval in steps at which each rank copies its state, and the state of the rank before it, to
-    host memory. If no other rank holds the parts of a lost rank, as along shard, pipeline or tensor alone, all
+    host memory. If no other rank holds the parts of a lost rank, as with only shard, pipeline or tensor, all
     ranks return to the last copies. Default 0: they return to the last checkpoint.
     """

@@ -1,4 +1,4 @@
-"""The `[mesh]` section, and the plan that follows from it."""
+"""The `[mesh]` section, and the plan computed from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DimOptions(Section):
 
     place = "mesh.options"
     timeout_s: float | None = Field(default=None, gt=0)
-    """Seconds after which an unfinished operation raises an error. If omitted, mesh.timeout_s."""
+    """Seconds after which an unfinished operation raises an error. If omitted, mesh.timeout_s applies."""
     backend: Text | None = None
     """Backend of this dim, as for mesh.backend. If omitted, mesh.backend."""
     comm_id: str = ""
@@ -43,7 +43,7 @@ class DimOptions(Section):
     """
 
     def backend_options(self) -> tuple[tuple[str, int], ...]:
-        """Return the backend-specific options that are set, by name."""
+        """Return a mapping from name to value of the backend-specific options that are set."""
         values = ((name, getattr(self, name)) for name in NCCL_OPTIONS)
         return tuple((name, value) for name, value in values if value not in (None, False))
 
@@ -111,7 +111,7 @@ class MeshConfig(Section):
         etp: if None, tp.
         keys: further keys of `[mesh]`, such as `merge={"dp_cp": ("dp", "cp")}`.
 
-        Ranks are equal to the result of the RankGenerator in Megatron-Core 0.16. Raises ConfigError.
+        The ranks are those that RankGenerator in Megatron-Core 0.16 computes. Raises ConfigError.
 
         >>> mesh = MeshConfig.from_megatron(tp=2, pp=2, ep=2, etp=1)
         >>> mesh.sizes(8), mesh.layout(8).views["expert"]["edp"]
@@ -184,7 +184,7 @@ class MeshConfig(Section):
                 expected=f"1 to {MOST_RANKS}",
                 hint="give the number of processes of the job",
             )
-        # The other rules were checked when the section was made.
+        # The other rules were checked when the section was created.
         here = self.model_copy()
         here._world = world
         problems = list(run((sizes_fit,), here))
@@ -214,7 +214,7 @@ class MeshConfig(Section):
         )
 
     def plan(self, world: int | None, source: str | None = None) -> Plan:
-        """Return every group, with its options. Raises ConfigError if `world` does not fit.
+        """Return the plan of all groups and their options. Raises ConfigError if `world` does not fit.
 
         world: number of processes of the job; None if it is not known and every size is given. source: as for
                `sizes`.
@@ -235,7 +235,7 @@ class MeshConfig(Section):
         return self.model_copy(update={"dims": Table(layout.dims), "views": views})
 
     def merging(self, dims: tuple[str, ...]) -> MeshConfig:
-        """Return the same mesh with a merged dim over `dims`, added if several are given and no merged dim is over
+        """Return the same mesh with a merged dim over `dims`. It is added if there are several and no merged dim is over
         exactly these.
         """
         if len(dims) < 2 or dims in self.merge.values():

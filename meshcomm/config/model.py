@@ -28,7 +28,7 @@ from meshcomm.layout.sizes import divisors
 
 
 def _fact(example: int) -> Any:
-    """Return a setting that follows from `pretrained`, is not needed for models built by code, and is required for
+    """Return a setting that `pretrained` determines, that models built by code do not need, and that is required for
     the built-in model.
     """
     return Field(default=None, ge=1, examples=[example])
@@ -81,7 +81,7 @@ def _shared_kv_heads(model: ModelConfig) -> Iterator[Problem]:
     if None not in (num_heads, num_kv_heads) and num_heads % num_kv_heads:
         what = f"num_heads is not divisible by num_kv_heads: {remainder(num_heads, num_kv_heads)}"
         expected = (
-            "num_heads divisible by num_kv_heads, so that the same number of query heads share each of them"
+            "num_heads divisible by num_kv_heads, so that the same number of query heads share each kv head"
         )
         ways = [f"model.num_kv_heads = {n}" for n in nearest(num_kv_heads, divisors(num_heads))]
         ways += [f"model.num_heads = {n}" for n in multiples(num_heads, num_kv_heads, 1)]
@@ -118,11 +118,11 @@ class LoraConfig(Section):
 
     place = "model.lora"
     rank: int = Field(default=8, ge=1)
-    """Rank of the adapters: an adapted layer computes W x + (alpha / rank) B A x, where A has `rank` rows."""
+    """Rank of the adapters. An adapted layer computes W x + (alpha / rank) B A x, where A has `rank` rows."""
     alpha: float = Field(default=16.0, gt=0)
     """B A x is scaled by alpha / rank."""
     dropout: Fraction = 0.0
-    """Dropout on the input of A in training: the fraction of elements of x, the same elements on every mesh."""
+    """Dropout on the input of A in training: the fraction of elements of x to drop, the same elements on every mesh."""
     targets: FrozenList[Text] = Field(default=(), examples=[["q_proj", "v_proj"]])
     """Linear layers to adapt: full names, or their last components. Default []: all linear layers of the blocks."""
 
@@ -158,7 +158,7 @@ class ModelConfig(Section):
     omitted, the model is built in, or comes from build.
     """
     random_weights: bool = False
-    """With pretrained: draw the weights from train.seed instead of reading them."""
+    """With pretrained: generate random weights from train.seed instead of reading the folder's weights."""
     build: Function | None = Field(default=None, examples=["my_package.models:gpt"])
     """module:function that returns an nn.Module or a meshcomm.models.ModelSpec. If omitted, pretrained or the
     built-in model is used.
@@ -186,7 +186,7 @@ class ModelConfig(Section):
     norm_eps: float = Field(default=1e-5, gt=0)
     """Epsilon of RMSNorm, added to the mean square."""
     tied_embeddings: bool = False
-    """The head shares the weights of the embedding."""
+    """Whether the head shares the weights of the embedding."""
     dropout: Fraction = 0.0
     """Dropout on the outputs of attention and feed-forward in training, in the same places on every mesh. With
     pretrained, required if the folder's config.json has dropout.
@@ -219,14 +219,14 @@ class ModelConfig(Section):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """For each layer, the maximum number of keys that a query attends to; None for all before it. Empty if
+        """For each layer, the maximum number of keys that a query attends to; None for all earlier keys. Empty if
         no layer has a window.
         """
         return windows_of(self.pretrained)
 
     @property
     def ff_matrices(self) -> int:
-        """Number of matrices of a feed-forward block: gate, up and down; some families have no gate."""
+        """Number of matrices of a feed-forward block: gate, up and down. Some families have no gate."""
         return 3 if has_gate(self.pretrained) else 2
 
     @property
@@ -246,7 +246,7 @@ class ModelConfig(Section):
             raise ConfigError(
                 f"{what} cannot be predicted for a model that code builds",
                 given=f'model.build = "{self.build}" without {", ".join(unknown)}',
-                expected="its sizes, on which this depends",
+                expected="the model's sizes, on which the prediction depends",
                 hint=", ".join(f"model.{name} = ..." for name in unknown),
             )
         return self

@@ -11,7 +11,7 @@ from meshcomm.config.pretrained import dropouts_of, read, sizes_of
 from meshcomm.errors import ConfigError
 
 PARTS: Final = {"pp": "pipeline", "dp": "data", "fsdp": "shard", "cp": "context", "tp": "tensor"}
-"""Names of dims -> their purpose. A further name is `ep`, the dim along which experts are distributed."""
+"""Name of a dim -> its role. Another name is `ep`, the dim along which experts are distributed."""
 
 TOPOLOGY: Final[dict[str, Any]] = {
     "ranks_per_node": 8,
@@ -22,13 +22,13 @@ TOPOLOGY: Final[dict[str, Any]] = {
     "tflops": 400,
     "memory_gbytes": 80,
 }
-"""Nodes of eight GPUs such as the H100, with one network card each; 400 of its 989 TFLOPS in bfloat16."""
+"""Nodes of eight GPUs such as the H100, with one network card per GPU, and 400 of an H100's 989 TFLOPS in bfloat16."""
 
 _EXAMPLE: Final = "--dims pp=16,fsdp=64,tp=8,ep=64"
 
 
 def is_of_model(path: Path) -> bool:
-    """Return whether the file is the config.json of a model, and not a configuration of meshcomm."""
+    """Return whether the file is the config.json of a model instead of a configuration of meshcomm."""
     with suppress(OSError, ValueError):
         return path.suffix == ".json" and "model_type" in read(path)
     return False
@@ -54,7 +54,9 @@ def training_of(path: Path, dims: str) -> dict[str, Any]:
             given=f"{dims}: {others} ranks left after pp and tp, ep={spread}"
             if others % spread
             else str(path),
-            expected="an ep that divides them" if others % spread else "a file with the name config.json",
+            expected="an ep that divides these ranks"
+            if others % spread
+            else "a file with the name config.json",
             hint=_EXAMPLE,
         )
     parallel: dict[str, Any] = {PARTS[name]: name for name in sizes}

@@ -76,7 +76,7 @@ class ParallelOptions(Section):
     """
     reshard: bool | None = None
     """With shard: free a layer's gathered weights after its forward pass, and gather them again for the backward
-    pass. If false, weights are gathered once per step and freed after its last pass. If omitted, true, but false
+    pass. If false, weights are gathered once per step and freed after the step's last pass. If omitted, true, but false
     with a pipeline.
     """
     sequence_parallel: bool = False
@@ -130,25 +130,25 @@ class ParallelConfig(Section):
 
     @property
     def parts(self) -> dict[ParallelRole, str]:
-        """The dim of every role that is assigned."""
+        """A mapping from each assigned role to its dim."""
         return {part: dim for part in PARTS if (dim := getattr(self, part)) is not None}
 
     @property
     def data_dims(self) -> tuple[str, ...]:
-        """The dims along which ranks read different samples, outermost first. Along all others, samples are
+        """The dims along which ranks read different samples, outermost first. Along all other dims, samples are
         equal.
         """
         return self._played("data", "shard")
 
     @property
     def gradient_dims(self) -> tuple[str, ...]:
-        """The dims along which gradients of all weights except experts' are summed."""
+        """The dims along which gradients are summed for all weights except those of experts."""
         return self._played("data", "shard", "context")
 
     def shard_dims(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """Return the dims along which all weights except experts' are sharded, as one: shard and context.
+        """Return the dims, treated as one, along which all weights except those of experts are sharded: shard and context.
 
-        If there are several, only dims of size above 1, in the order of `sizes`.
+        If there are several, return only dims of size above 1, in the order of `sizes`.
         """
         if self.shard is None:
             return ()
@@ -171,7 +171,7 @@ class ParallelConfig(Section):
         return tuple(dim for dim in views[view] if dim not in (self.expert, self.pipeline, self.tensor))
 
     def reshards(self, ranks: int) -> bool:
-        """Return whether gathered weights are freed between a layer's passes. ranks: of the pipeline."""
+        """Return whether gathered weights are freed between a layer's passes. ranks: number of ranks of the pipeline."""
         return ranks == 1 if self.options.reshard is None else self.options.reshard
 
     def size(self, part: ParallelRole, sizes: Mapping[str, int]) -> int:
@@ -199,7 +199,7 @@ def runs(schedule: PipelineSchedule, microbatches: int, ranks: int) -> bool:
 
     interleaved_1f1b takes one micro-batch per rank in each round (Narayanan et al. 2021).
     zero_bubble takes microbatches // ranks rounds of equal length, as ScheduleInterleavedZeroBubble
-    of torch 2.13 requires; its ScheduleZBVZeroBubble runs any number.
+    of torch 2.13 requires. torch's ScheduleZBVZeroBubble runs any number.
     """
     if ranks == 1:
         return True

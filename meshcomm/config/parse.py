@@ -14,7 +14,7 @@ from meshcomm.config.problems import Problem, report
 from meshcomm.config.write import key_path, toml
 from meshcomm.errors import ConfigError
 
-# Far deeper than any configuration, but not too deep for recursion.
+# Much deeper than any configuration, but not too deep for recursion.
 _DEEPEST: Final = 32
 
 # The core schema of YAML 1.2. PyYAML follows YAML 1.1, in which 1:20 is 80, 010 is 8, on is true and 1e-5 is text.
@@ -111,7 +111,7 @@ def _yaml_int(_: Any, node: Any) -> int:
 
 
 def _syntax_error(language: str, text: str, error: Exception) -> Problem:
-    """Return, for a text that cannot be parsed, the position, the line itself, and the parser's message."""
+    """Return, for a text that cannot be parsed, the position, the line at that position, and the parser's message."""
     lines, expected = text.splitlines() or [""], f"a file in {language}"
     if isinstance(error, json.JSONDecodeError):
         said, line, column = error.msg, error.lineno, error.colno

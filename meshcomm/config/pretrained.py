@@ -1,4 +1,4 @@
-"""Facts from the config.json of a transformers model, read by transformers itself, so that their meaning is the same."""
+"""Facts from the config.json of a transformers model. transformers itself reads the file, so the values have its meaning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from meshcomm.config.problems import Problem
 
-# Our name -> theirs: attributes of a configuration. Some families lack some of them.
+# Our name -> the names of a transformers configuration's attributes. Some families lack some attributes.
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_layers": ("num_hidden_layers",),
     "hidden_size": ("hidden_size",),
@@ -19,7 +19,7 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_kv_heads": ("num_key_value_heads",),
     "intermediate_size": ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner"),
     "vocab_size": ("vocab_size",),
-    # For latent attention, the keys'.
+    # For latent attention, the size of the keys.
     "head_dim": ("qk_head_dim", "head_dim"),
     "tied_embeddings": ("tie_word_embeddings",),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
@@ -27,8 +27,8 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "experts_every": ("decoder_sparse_step",),
 }
 UNPUBLISHED: Final = ("gpt2",)
-"""Model types that publish no plan of how they are split, but for which meshcomm has one."""
-# The suffixes of names of dropout probabilities.
+"""Model types that publish no plan for splitting them, but for which meshcomm has one."""
+# Suffixes of the names of dropout probabilities.
 DROPPED: Final = ("drop", "dropout", "pdrop", "dropout_prob")
 # Parts that do not belong to a decoder of text.
 _OTHER_SENSES: Final = ("vision", "audio", "image", "speech", "video")
@@ -36,7 +36,7 @@ _A_SPEC: Final = 'model.build = "module:function", which returns a meshcomm.mode
 
 
 def sizes_of(folder: str | Path) -> dict[str, Any]:
-    """Return the settings of `[model]` that follow from `folder`/config.json; none if it cannot be read."""
+    """Return the settings of `[model]` that `folder`/config.json determines, or none if the file cannot be read."""
     found: dict[str, Any] = {}
     with suppress(Exception):
         config = understood(folder)
@@ -56,7 +56,7 @@ def sizes_of(folder: str | Path) -> dict[str, Any]:
 
 
 def misunderstood(folder: str | Path, said: Mapping[str, Any], reads_weights: bool) -> Iterator[Problem]:
-    """Return why no causal language model can be created from `folder`/config.json, whose content is `said`."""
+    """Yield the reasons why no causal language model can be created from `folder`/config.json, whose content is `said`."""
     try:
         config = understood(folder)
     except ImportError as error:
@@ -112,7 +112,10 @@ def dropouts_of(folder: str | None) -> dict[str, float]:
 
 
 def windows_of(folder: str | Path | None) -> tuple[int | None, ...]:
-    """Return, for each layer, the maximum number of keys that a query attends to, by `folder`/config.json. None: all earlier ones. (): no layer has a window."""
+    """Return each layer's maximum number of keys that a query attends to, by `folder`/config.json.
+
+    None: all earlier keys. (): no layer has a window.
+    """
     if folder is not None:
         with suppress(Exception):
             config = understood(folder)
@@ -149,7 +152,7 @@ def publishes_plan(folder: str | Path | None) -> bool:
 
 
 def understood(folder: str | Path) -> Any:
-    """Return the configuration that transformers creates from `folder`/config.json. Raises its errors."""
+    """Return the configuration that transformers creates from `folder`/config.json. Raises the errors of transformers."""
     path = Path(folder) / "config.json"
     read(path)
     return _understood(str(folder), path.stat().st_mtime_ns)

@@ -1,4 +1,4 @@
-"""Problems of a configuration: one problem, all problems as one error, and pydantic's errors as problems."""
+"""Problems of a configuration: describes one, reports all as one error, and converts pydantic's errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Path: TypeAlias = tuple[str | int, ...]
 PydanticError: TypeAlias = Mapping[str, Any]
 
 _OPTIONS: Final = "attention bucket_mb reduce_dtype reshard schedule sequence_parallel stages_per_rank"
-# Old key -> new key, below the same section. An old key is refused with the new one.
+# Old key -> new key, below the same section. The error for an old key names the new one.
 RENAMED: Final[dict[str, str]] = {
     "data.sequence": "seq_len",
     "mesh.options.lane": "comm_id",
@@ -40,7 +40,7 @@ RENAMED: Final[dict[str, str]] = {
 
 
 class Fit(NamedTuple):
-    """Instead of a fix as text: the sizes of this role's dim that satisfy all rules, the nearest first, at most `most`."""
+    """A fix that is computed: the sizes of this role's dim that satisfy all rules, the nearest first, at most `most`."""
 
     part: str
     most: int = 1
@@ -81,7 +81,7 @@ def report(source: str, problems: Iterable[Problem]) -> ConfigError:
 
 
 def refused(key: str, make: Callable[..., object], *args: Any, **options: Any) -> list[Problem]:
-    """Return the reason why a layout, or a part of it, cannot be made, as a problem of the setting `key`."""
+    """Return the reason why a layout or a part of it cannot be created, as a problem of the setting `key`."""
     try:
         make(*args, **options)
     except LayoutError as error:
@@ -91,8 +91,8 @@ def refused(key: str, make: Callable[..., object], *args: Any, **options: Any) -
 
 
 def nearest(value: int, fitting: Iterable[int], most: int = 2) -> list[int]:
-    """Return the `most` numbers of `fitting` that are nearest to `value`, without `value` itself; on a tie, the
-    larger first.
+    """Return the `most` numbers of `fitting` that are nearest to `value`, without `value` itself. In a tie, the
+    larger comes first.
 
     >>> nearest(8, range(3, 100, 3))
     [9, 6]
@@ -102,7 +102,7 @@ def nearest(value: int, fitting: Iterable[int], most: int = 2) -> list[int]:
 
 
 def multiples(number: int, by: int, most: int = 2) -> list[int]:
-    """Return the nearest multiples of `by`, the nearer first; not `number` itself.
+    """Return the multiples of `by` nearest to `number`, the nearer first, without `number` itself.
 
     >>> multiples(34, 16), multiples(5, 8)
     ([32, 48], [8])
@@ -112,18 +112,18 @@ def multiples(number: int, by: int, most: int = 2) -> list[int]:
 
 
 def remainder(number: int, by: int) -> str:
-    """Return the arithmetic as text: `8 % 3 = 2`."""
+    """Return a remainder as text: `8 % 3 = 2`."""
     return f"{number} % {by} = {number % by}"
 
 
 def quotient(number: int, by: int) -> str:
-    """Return a division as text before another number, `32/2 = 16, `; empty for a division by 1."""
+    """Return a division as text to put before another number: `32/2 = 16, `. Return "" for a division by 1."""
     return "" if by == 1 else f"{number}/{by} = {number // by}, "
 
 
 # -- pydantic's errors ------------------------------------------------------------------------------
 
-# The values that pydantic expects, by its type of error. For all other types its own message describes them.
+# The values that pydantic expects, by type of error. For all other types, pydantic's own message describes the values.
 _EXPECTED: Final = {
     "bool_type": "true or false",
     "dict_type": "a table",
@@ -150,7 +150,7 @@ _LAX: Final[dict[str, TypeAdapter[Any]]] = {
 def refusals(
     model: type[BaseModel], data: Mapping[str, Any], errors: Iterable[PydanticError]
 ) -> list[Problem]:
-    """Return pydantic's `errors` about `data` as problems. The errors of a union's types are one problem."""
+    """Return pydantic's `errors` about `data` as problems. The errors of all types of a union are one problem."""
     settings: dict[tuple[Path, bool], list[PydanticError]] = {}
     for error in errors:
         settings.setdefault(_located(data, error), []).append(error)
@@ -170,7 +170,7 @@ def refusals(
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section in a field's annotation: itself, optional, or as the values of a table."""
+    """Return the section in a field's annotation, which may be the section itself, optional, or the values of a table."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for inner in get_args(annotation) if (found := section_of(inner)) is not None), None)
@@ -194,7 +194,7 @@ def _located(data: Any, error: PydanticError) -> tuple[Path, bool]:
 
 
 def _field_at(model: type[BaseModel], path: Path) -> tuple[type[BaseModel], FieldInfo | None, int]:
-    """Return the section and the field at a path, and how many of its components lead there; the rest is inside the
+    """Return the section and the field at a path, and how many of the path's components lead there. The rest is inside the
     field.
     """
     section, field, depth, is_name = model, None, 0, False
@@ -219,7 +219,7 @@ def _refused(
 ) -> Problem:
     """Return a setting that pydantic refuses, with its default, its example or a likely correction.
 
-    If there are no errors, it is missing.
+    If there are no errors, the setting is missing.
     """
     _, field, depth = _field_at(model, path)
     key, examples = key_path(path), list(field.examples or ()) if field is not None else []

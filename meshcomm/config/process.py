@@ -19,7 +19,7 @@ _SUBSYSTEMS: Final = (
     "BOOTSTRAP", "REG", "PROFILE", "RAS", "ALL",
 )  # fmt: skip
 
-# NCCL ignores a pair of settings that asks for more sockets for one connection.
+# NCCL ignores a pair of settings that would give one connection more sockets than this.
 _MOST_SOCKETS: Final = 64
 _ADDRESS: Final = "host:port of rank 0 (IPv6 in brackets), a port from 1 to 65535"
 
@@ -82,7 +82,7 @@ class ProcessConfig(Section):
     """tcp and file: number of processes. If omitted, from the launcher's variables."""
     device_id: Annotated[Literal["auto", True, False], BeforeValidator(_no_number)] = "auto"
     """Bind torch's default group to the process's device. NCCL then connects all ranks at startup and splits
-    the groups of the dims from it. Default "auto": not bound, and each group connects on first use.
+    the groups of the dims from the default group. Default "auto": not bound, and each group connects on first use.
     """
 
 
@@ -111,7 +111,7 @@ class NetworkConfig(Section):
     nccl_socket_nthreads: int | None = Field(default=None, ge=1, le=16)
     """Threads that NCCL uses per socket connection. If omitted, NCCL chooses."""
     nccl_nsocks_perthread: int | None = Field(default=None, ge=1, le=16)
-    """Sockets per such thread; at most 64 sockets in total. If omitted, NCCL chooses."""
+    """Sockets per socket thread, at most 64 sockets in total. If omitted, NCCL chooses."""
 
     def nccl_settings(self) -> dict[str, object]:
         """Return the settings of this section that affect only NCCL, by key."""
@@ -129,7 +129,7 @@ class Link(Section):
 
 
 class Links(Section):
-    """`[topology.links]`: the links inside a node, between nodes of a rack, and beyond."""
+    """`[topology.links]`: the links inside a node, between nodes of a rack, and beyond a rack."""
 
     node: Link | None = None
     """Between ranks of one node. If omitted, unknown."""

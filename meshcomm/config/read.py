@@ -25,7 +25,7 @@ from meshcomm.layout.names import nearest_name
 
 # One key of a path. TOML quotes keys with other characters than ASCII letters.
 _PART = r'(?:[\w-]+|"[^"\\]+")'
-# A line of a file with a mesh, or of a model's config.json.
+# A line that occurs in a file with a mesh, or in a model's config.json.
 _OF_MESH = re.compile(rb'(?m)(?:^|[{[,])\s*"?mesh"?\s*[].:=]|"model_type"')
 _WORD = r"[^\s\"'\[\]{}=#,]+"
 
@@ -39,12 +39,12 @@ def load_config(
 
     source: a TOML, JSON or YAML file (by its extension), the same content as a mapping, or a Config to
         modify with overrides. Entries of `data.files` are relative to the file's folder. The
-        "$schema" of a JSON file is ignored; it is for editors.
+        key "$schema" of a JSON file is for editors and is ignored.
     overrides: `KEY.PATH=VALUE` strings, applied in order. VALUE is TOML; an empty VALUE removes the key.
     kind: a subclass of Config with additional sections or rules; the result has this class. If omitted, the
         class of `source`.
 
-    Raises ConfigError. Its text lists every problem with the key, the given value, the expected value, and
+    Raises ConfigError, which lists every problem with its key, the given value, the expected value, and
     valid settings.
     """
     changes = _changes(overrides)
@@ -118,7 +118,7 @@ def _read(path: Path, label: str) -> dict[str, Any]:
         ) from None
     data = parser(text, label)
     if path.suffix.lower() == ".json" and isinstance(data, dict) and isinstance(data.get("$schema"), str):
-        # For editors; TOML and YAML have comments for it.
+        # This key is for editors. TOML and YAML files use comments instead.
         del data["$schema"]
     if not isinstance(data, (dict, type(None))):
         raise ConfigError(
@@ -133,9 +133,9 @@ def _read(path: Path, label: str) -> dict[str, Any]:
 
 
 def near_file(path: Path, script: bool = False) -> str:
-    """Return the hint if there is no such file: the one in its folder with the most similar name, ignoring extensions.
+    """Return the hint for a missing file: the file in its folder with the most similar name, ignoring extensions.
 
-    script: only Python files are considered; otherwise only configurations, which have a mesh or describe a model.
+    script: if True, only Python files are considered. Otherwise only configurations, which have a mesh or describe a model.
     """
     endings = [".py"] if script else [*PARSERS]
     try:
@@ -186,10 +186,10 @@ def _changes(overrides: object) -> list[str]:
 
 
 def apply(data: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
-    """Set every `KEY.PATH=VALUE` in `data`, in order; return those that cannot be set as problems.
+    """Set every `KEY.PATH=VALUE` in `data`, in order. Return the overrides that cannot be set as problems.
 
     VALUE is TOML, or a bare word, which is text. An empty VALUE removes the key. An existing key
-    keeps its place; a new one is last.
+    keeps its place. A new key is last.
 
     >>> data = {"mesh": {"dims": {"pp": 2, "tp": 2}}}
     >>> apply(data, ["mesh.dims.pp=4", "mesh.backend=gloo"]), data

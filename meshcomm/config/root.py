@@ -53,7 +53,7 @@ class Config(Section):
     train: TrainConfig | None = None
     """Training settings. Omit it if you do not train."""
 
-    # The file it was read from, for later reports. Two equal files in two places compare equal.
+    # The file that the configuration was read from, for later reports. Equal files in different places compare equal.
     _source: str = PrivateAttr("Config")
 
     def __eq__(self, other: object) -> bool:
@@ -61,11 +61,11 @@ class Config(Section):
 
     @property
     def source(self) -> str:
-        """The file that the configuration was read from, with the overrides; `Config` if it was made in Python."""
+        """The file that the configuration was read from, with the overrides; `Config` if it was created in Python."""
         return self._source
 
     def problems(self) -> Iterator[Problem]:
-        """The problems of the sections, then those between sections."""
+        """Yield the problems within sections, then the problems between sections."""
         for name in type(self).model_fields:
             section = self.__dict__.get(name)
             if isinstance(section, Section):
@@ -78,9 +78,9 @@ class Config(Section):
         return self._grouped(world).layout(world, self._source)
 
     def plan(self, world: int | None) -> Plan:
-        """Return every group of the mesh, on `world` processes. Raises ConfigError if they do not fit.
+        """Return the plan of all groups of the mesh, on `world` processes. Raises ConfigError if they do not fit.
 
-        If weights are sharded along two dims at once, the groups over both are a merged dim, even if [mesh] has
+        If weights are sharded along two dims at once, the groups over both dims form a merged dim, even if [mesh] has
         none.
         world: None if it is not known and every size is given.
         """
@@ -109,11 +109,11 @@ class Config(Section):
 
     @property
     def expert_gradient_dims(self) -> tuple[str, ...]:
-        """The dims along which gradients of experts' weights are summed; see ParallelConfig."""
+        """The dims along which gradients of experts' weights are summed. See ParallelConfig."""
         return () if self.parallel is None else self.parallel.expert_gradient_dims(self.mesh.views)
 
     def microbatches(self, sizes: Mapping[str, int]) -> int:
-        """Return the number of microbatches of one rank per step. `sizes`: from MeshConfig.sizes."""
+        """Return the number of microbatches of one rank per step. sizes: as MeshConfig.sizes returns them."""
         if self.train is None or self.parallel is None:
             raise ConfigError(
                 "a configuration without training has no micro-batches",

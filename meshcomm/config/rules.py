@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshcomm.config.root import Config
 
 T = TypeVar("T")
-# Required parts of a section. The model, and with it the data, may come from code.
+# The sections that each section requires. The model, and with it the data, may come from code.
 _NEEDS: Final = {
     "parallel": ("train",),
     "model": ("parallel", "train", "data"),
@@ -33,7 +33,7 @@ _NEEDS: Final = {
     "train": ("parallel",),
 }
 _A_VIEW: Final = (
-    "a view with the dims of pipeline and tensor unchanged, and two instead of the others: copies, experts"
+    "a view with unchanged dims of pipeline and tensor, and two dims, copies and experts, for the rest"
 )
 # How far to search for the size of a dim.
 _MOST_SIZE: Final = 256
@@ -45,7 +45,7 @@ class Resolved:
 
     A rule is skipped if it reads an invalid setting, a missing section, or a size that is -1 until the number
     of processes is known. `Config.resolved` runs all rules with that number.
-    config: as written. sizes: of the dims of the base and of views, except unknown ones.
+    config: as written. sizes: sizes of the dims of the base and of views, except unknown ones.
     """
 
     config: Config
@@ -53,7 +53,7 @@ class Resolved:
 
     @classmethod
     def of(cls, config: Config) -> Resolved:
-        """Return the configuration with the sizes that it gives itself."""
+        """Return the configuration with the sizes that are written in it."""
         number: int | None = None
         sizes: dict[str, int] = {}
         with suppress(Absent):
@@ -77,7 +77,7 @@ class Resolved:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """`[parallel]`, for a rule that requires it; likewise the next three."""
+        """`[parallel]`, for a rule that requires it. The next three properties work in the same way."""
         return _present(self.config.parallel)
 
     @property
@@ -96,7 +96,7 @@ class Resolved:
         return _present(self.config.train)
 
     def dim(self, part: ParallelRole) -> str:
-        """Return the dim with a role."""
+        """Return the dim that has a role."""
         return _present(self.parallel.parts.get(part))
 
     def key(self, part: ParallelRole) -> str:
@@ -124,7 +124,7 @@ class Resolved:
 
 
 def problems(resolved: Resolved, rules: Iterable[Rule]) -> Iterator[Problem]:
-    """The problems that the rules find, each with the sizes of dims that fit."""
+    """Yield the problems that the rules find, each with the sizes of dims that fit."""
     rules = list(rules)
     for problem in run(rules, resolved):
         ways = (_sizes_that_fit(resolved, rules, problem, way) for way in problem.tries)
@@ -132,7 +132,7 @@ def problems(resolved: Resolved, rules: Iterable[Rule]) -> Iterator[Problem]:
 
 
 def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way: str | Fit) -> list[str]:
-    """Return a fix as text. A size fits if it causes no new problem, and this problem is gone."""
+    """Return a fix as text. A size fits if it solves this problem and causes no new problem."""
     if isinstance(way, str):
         return [way]
     part = next(part for part in PARTS if part == way.part)
@@ -268,7 +268,7 @@ def _evaluation(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("data.validation_files", what, "train.eval_every of 1 or more", ways, "eval_every = 0")
 
 
-# -- every role has a dim, and every dim a role ------------------------------------------------------
+# -- every role has a dim, and every dim has a role --------------------------------------------------
 
 
 def _parts(resolved: Resolved) -> Iterator[Problem]:
@@ -330,7 +330,7 @@ def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _expert_view(resolved: Resolved) -> Iterator[Problem]:
-    """Along pipeline and tensor, experts are split like all weights; with shard, along at most two dims."""
+    """Check that experts are split like all weights along pipeline and tensor, and with shard along at most two other dims."""
     mesh, parallel, _ = resolved.config.mesh, resolved.parallel, resolved.train
     view = _present(parallel.expert_view(mesh.views))
     if parallel.expert in mesh.dims:
@@ -410,7 +410,7 @@ def _microbatches(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _tokens(resolved: Resolved) -> Iterator[Problem]:
-    """Equal chunks of a sample along context, and along tensor with sequence_parallel."""
+    """Check that a sample's chunks are equal along context, and along tensor with sequence_parallel."""
     parallel, seq_len = resolved.parallel, resolved.data.seq_len
     context = resolved.size("context")
     ring = parallel.options.attention == "ring"
@@ -440,7 +440,7 @@ def _tokens(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _split_along_tensor(resolved: Resolved) -> Iterator[Problem]:
-    # The embedding and head of a folder's model stay unsplit if they cannot be split. Code defines this itself.
+    # The embedding and head of a folder's model stay unsplit if they cannot be split. Models built by code decide this.
     model, size = resolved.model, resolved.size("tensor")
     if size > 1 and not publishes_plan(model.pretrained):
         what = "transformers publishes no plan of how the folder's model is split"

@@ -20,14 +20,14 @@ from meshcomm.layout.sizes import fold, nearest_fits, resolve, times, toml_dims
 if TYPE_CHECKING:
     from meshcomm.config.mesh import MeshConfig
 
-# This many are planned in seconds with about a gigabyte; no job is near it.
+# This many ranks are planned in seconds with about a gigabyte of memory. No job is near this number.
 MOST_RANKS: Final = 2**24
 
 # -- sizes ------------------------------------------------------------------------------------------
 
 
 def sizes_fit(mesh: MeshConfig) -> Iterator[Problem]:
-    """Dims, ranks and views separately; then rules that depend on several of them."""
+    """Check dims, ranks and views separately, then the rules that depend on several of them."""
     problems = list(run((_dims, _ranks), mesh))
     yield from problems
     yield from run((_view_sizes,), mesh)
@@ -46,7 +46,7 @@ def _view_sizes(mesh: MeshConfig) -> Iterator[Problem]:
 
 
 def _factorisation(key: str, sizes: Mapping[str, int], what: str) -> Iterator[Problem]:
-    """The problems of `dims` (what: "the mesh") or of one view alone."""
+    """Yield the problems within `dims` (what: "the mesh") or within one view."""
     if not sizes:
         way = f"mesh.{key} = {{ dp = 1 }}" if key == "dims" else f"remove mesh.{key}"
         yield Problem(key, "no dim", "at least one dim", [way], f"{key} = {{}}")
@@ -99,7 +99,7 @@ def _rank_order(mesh: MeshConfig) -> Iterator[Problem]:
 
 
 def _fits(mesh: MeshConfig) -> Iterator[Problem]:
-    """Dims, then views, on the number of ranks, if it is known."""
+    """Check that dims, then views, fit the number of ranks, if that is known."""
     number = mesh.count(mesh._world)
     if number is None:
         return
@@ -123,7 +123,7 @@ def _fits(mesh: MeshConfig) -> Iterator[Problem]:
             fitting[view] = resolve(sizes, number, f"view {view}")
         except LayoutError:
             fits = nearest_fits(sizes, number, limit=None)
-            # A dim that is also in the base means the same ranks there.
+            # A dim that is also in the base must mean the same ranks there.
             shared = [fit for fit in fits if not refused(key, Layout, base, views={view: fit})]
             ways = [f"mesh.{key} = {toml_dims(fit)}" for fit in (shared or fits)[:3]]
             what = f"does not fit the mesh: {times(sizes)}, the mesh has {number} rank{'s' * (number > 1)}"
@@ -137,7 +137,7 @@ def _fits(mesh: MeshConfig) -> Iterator[Problem]:
 
 
 def _merged(mesh: MeshConfig) -> Iterator[Problem]:
-    """Problems that a layout finds in the names of dims and views, with sizes of 1."""
+    """Yield problems that a layout with sizes of 1 finds in the names of dims and views."""
     dims = dict.fromkeys(mesh.dims, 1)
     views = {view: dict.fromkeys(sizes, 1) for view, sizes in mesh.views.items()}
     if refused("", Layout, dims, views=views):
@@ -185,7 +185,7 @@ _DEVICE: Final = re.compile("[a-z][a-z0-9_]*")
 
 
 def backends(text: str) -> dict[str, str] | None:
-    """Return a mapping from device type to backend, "" for any device; None if the text is not a backend.
+    """Return a mapping from device type to backend, with "" for any device. Return None if the text is not a backend.
 
     >>> backends("gloo"), backends("cpu:gloo,cuda:nccl")
     ({'': 'gloo'}, {'cpu': 'gloo', 'cuda': 'nccl'})
@@ -200,7 +200,7 @@ def backends(text: str) -> dict[str, str] | None:
 
 
 def chosen(mesh: MeshConfig, backend: str) -> str | None:
-    """Return the backend that a group gets, or None if the process decides that at its start."""
+    """Return the backend that a group gets, or None if the process decides this when it starts."""
     by_device = backends(backend) or {}
     device = "" if mesh.device == "auto" else mesh.device
     name = by_device.get(device, by_device.get("", "auto"))
@@ -208,13 +208,13 @@ def chosen(mesh: MeshConfig, backend: str) -> str | None:
 
 
 def may_use_nccl(mesh: MeshConfig) -> bool:
-    """Return whether some group of the mesh may run on NCCL."""
+    """Return whether any group of the mesh may run on NCCL."""
     options = [mesh.backend, *(o.backend for o in mesh.options.values() if o.backend is not None)]
     return any(chosen(mesh, backend) in (None, "nccl") for backend in options)
 
 
 def _devices(mesh: MeshConfig) -> Iterator[Problem]:
-    """The device's type; then the backends for it."""
+    """Check the device's type, then the backends for it."""
     plain = _DEVICE.match(mesh.device.lower())
     kind = plain.group() if plain else "auto"
     # Not a name that torch knows. Without this check, only a rank would find that its host has no such device.

@@ -1,4 +1,4 @@
-"""The JSON schema of configurations, for editors: the allowed keys and values, and their meaning."""
+"""The JSON schema of configurations, for editors: the allowed keys and values, and what they mean."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def schema() -> dict[str, Any]:
     found: dict[str, Any] = Config.model_json_schema()
     for part in (found, *found["$defs"].values()):
         part.pop("title", None)
-        # Text for readers of the code follows in further paragraphs.
+        # Later paragraphs are for readers of the code.
         part["description"] = part["description"].partition("\n\n")[0]
         for setting in part["properties"].values():
             # The title is the key itself in other letters. No file has to write an empty default.
@@ -43,5 +43,5 @@ def schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """Return `schema` as a file."""
+    """Return `schema` as the text of a file."""
     return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""Base class of the sections of a configuration: frozen and strict, with rules, and reporting all problems at once."""
+"""Base class of a configuration's sections. Sections are frozen and strict, have rules, and report all problems at once."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ Rule: TypeAlias = Callable[[Any], Iterable[Problem]]
 class NoEffect(NamedTuple):
     """A row of a section: conditions under which a setting has no effect.
 
-    fields: names of settings, separated by spaces; false and empty values count as unset.
-    needs: names of settings (or of a property that names one). One of them must have one of `values` or, without values,
+    fields: names of settings, separated by spaces. False and empty values count as unset.
+    needs: names of settings (or of a property that names one). One of these must have one of `values` or, without `values`,
     be set. way: a setting of the section that gives `fields` an effect, or advice. why: replaces the report's own reason.
     """
 
@@ -110,7 +110,7 @@ class NoEffect(NamedTuple):
     why: str | None = None
 
     def problems(self, section: Section) -> Iterator[Problem]:
-        """The settings of this row that have no effect."""
+        """Yield the settings of this row that have no effect."""
         place, names = section.place, self.needs.split()
         for field in self.fields.split():
             value = section.at(field)
@@ -170,7 +170,7 @@ class Section(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     def problems(self) -> Iterator[Problem]:
-        """Problems between settings that are each valid; keys are relative to the section."""
+        """Yield problems between settings that are each valid. Keys are relative to the section."""
         yield from run([row.problems for row in self.no_effect], self)
         yield from run(self.rules, self)
 
@@ -194,7 +194,7 @@ class Section(BaseModel):
         return value
 
     def written(self, fields: str) -> str:
-        """Return settings in the format of a report. fields: names, or paths, separated by spaces."""
+        """Return settings in the format of a report. fields: names or paths, separated by spaces."""
         values = {field.rpartition(".")[2]: self.at(field) for field in fields.split()}
         return ", ".join(
             f"no {name}" if value is None else f"{name} = {toml(value)}" for name, value in values.items()
@@ -220,7 +220,7 @@ M = TypeVar("M", bound=Section)
 
 
 def too_large(section: Section, field: str, limit: str, why: str) -> Iterator[Problem]:
-    """The setting `field`, if it is above the first of the limits in `limit`. A report shows them all."""
+    """Yield a problem if `field` is above the first of the limits in `limit`. The report shows all limits."""
     most = limit.partition(" ")[0]
     value, largest = section.at(field), section.at(most)
     if value > largest:
@@ -230,7 +230,7 @@ def too_large(section: Section, field: str, limit: str, why: str) -> Iterator[Pr
 
 
 def one_of(section: Section, fields: str, what: str) -> Iterator[Problem]:
-    """The last of `fields` that is set, if another one is set too. what: the plural name for them."""
+    """Yield a problem of the last set field of `fields` if another one is set too. what: the plural name for the fields."""
     named = [field for field in fields.split() if section.at(field)]
     if len(named) > 1:
         ways, given = [f"remove {section.place}.{field}" for field in named], section.written(" ".join(named))
@@ -238,14 +238,14 @@ def one_of(section: Section, fields: str, what: str) -> Iterator[Problem]:
 
 
 def run(rules: Iterable[Rule], subject: Any) -> Iterator[Problem]:
-    """The problems that the rules find. A rule ends when it reads an absent setting."""
+    """Yield the problems that the rules find. A rule ends when it reads an absent setting."""
     for rule in rules:
         with suppress(Absent):
             yield from rule(subject)
 
 
 def check(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Problem]]:
-    """Return `data` as a section, and all of its problems, in the order of its keys.
+    """Return `data` as a section, and all problems of `data`, in the order of its keys.
 
     Invalid settings are absent from the section, which must then not be used for anything else.
     """
@@ -259,7 +259,7 @@ def check(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Problem]]:
 def _valid(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Any]]:
     """Return the section made from the valid settings in `data`, and pydantic's errors about the others.
 
-    Nested sections too.
+    This includes nested sections.
     """
     try:
         return model.model_validate(data), []

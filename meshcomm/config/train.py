@@ -108,13 +108,13 @@ class DataConfig(Section):
     max_bytes: int | None = Field(default=None, ge=2, examples=[8_000_000])
     """With text: maximum number of bytes to read, over all files in order. If omitted, all."""
     workers: int = Field(default=0, ge=0, examples=[2])
-    """Processes per rank that read the samples of coming steps while the rank computes, each two steps ahead.
+    """Processes per rank that read the samples of later steps while the rank computes, each two steps ahead.
     Default 0: the rank reads between steps.
     """
     validation: Fraction = 0.0
     """Fraction of the samples, at the end of each source, that is held out for evaluation."""
     validation_files: FrozenList[Text] = ()
-    """Separate files for evaluation, in the format of files, or of tokens or chat if those are set. Default []:
+    """Separate files for evaluation, in the format of files, or of tokens or chat if that is set. Default []:
     none.
     """
 
@@ -124,7 +124,7 @@ class DataConfig(Section):
         return next((name for name in ("build", "tokens", "chat") if getattr(self, name)), "files")
 
     def tokenizer_of(self, pretrained: str | None) -> Path | None:
-        """Return the tokenizer of the text; None if each byte is a token. pretrained: model.pretrained."""
+        """Return the tokenizer of the text, or None if each byte is a token. pretrained: model.pretrained."""
         if self.tokenizer is not None:
             return None if self.tokenizer == BYTES else Path(self.tokenizer)
         if pretrained is None or self.source not in ("files", "chat"):
@@ -172,7 +172,7 @@ def _each_sink_once(train: TrainConfig) -> Iterator[Problem]:
     once = list(dict.fromkeys(train.log_to))
     if len(once) < len(train.log_to):
         ways = [f"train.log_to = {toml(once)}"]
-        yield Problem("log_to", "one of them is named twice", "each once", ways, train.written("log_to"))
+        yield Problem("log_to", "an output is named twice", "each output once", ways, train.written("log_to"))
 
 
 class TrainConfig(Section):
@@ -234,7 +234,7 @@ class TrainConfig(Section):
     frozen: FrozenList[Text] = Field(default=(), examples=[["*.indexer.*", "model.embed_tokens.*"]])
     """Patterns of parameter names to freeze: no gradient and no optimizer state. Default []: none."""
     clip_norm: float | None = Field(default=None, gt=0)
-    """Maximum gradient norm over all weights; larger gradients are scaled down to it. If omitted, no clipping."""
+    """Maximum gradient norm over all weights. Larger gradients are scaled down to this norm. If omitted, no clipping."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A step whose loss or gradient norm is not finite is never applied. "stop": the run ends. "skip": the run
     continues with the next step, and ends after 10 such steps in a row.
@@ -248,7 +248,7 @@ class TrainConfig(Section):
     gradient sums keep dtype. Frozen weights under adapters use compute_dtype. If omitted, dtype.
     """
     state_dtype: Literal["bfloat16"] | None = None
-    """Dtype in which the optimizer stores its moments between steps; it computes in dtype. If omitted, dtype."""
+    """Dtype in which the optimizer stores its moments between steps. The optimizer computes in dtype. If omitted, dtype."""
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
     """Value of torch.set_float32_matmul_precision during the run; "high" and "medium" allow TF32 on GPUs. If
     omitted, the setting of the process.
@@ -262,9 +262,9 @@ class TrainConfig(Section):
     out: Text = "runs/train"
     """Output folder of the run."""
     log_every: int = Field(default=1, ge=1)
-    """Steps between lines of metrics."""
+    """Number of steps between lines of metrics."""
     trace_steps: Pair[int] | None = Field(default=None, examples=[(3, 5)])
-    """First and last step to trace; their calls are written to trace.json in out. If omitted, none."""
+    """First and last step to trace. The calls of these steps are written to trace.json in out. If omitted, none."""
     log_to: FrozenList[Literal["tensorboard", "wandb"]] = Field(default=(), examples=[["tensorboard"]])
     """Further outputs for metrics: "tensorboard" writes to out/tensorboard; "wandb" to out/wandb, offline unless
     WANDB_MODE is set. Default []: none.
@@ -274,7 +274,7 @@ class TrainConfig(Section):
     otherwise no MFU.
     """
     checkpoint_every: int = Field(default=0, ge=0)
-    """Steps between checkpoints; one more follows the last step. 0: none."""
+    """Steps between checkpoints. One more checkpoint follows the last step. 0: none."""
     checkpoint_async: bool = False
     """With checkpoint_every: continue training while a checkpoint is written."""
     keep: int = Field(default=2, ge=1)
@@ -286,7 +286,7 @@ class TrainConfig(Section):
     start over; with a different global_batch_size, they continue. Default []: none.
     """
     eval_every: int = Field(default=0, ge=0)
-    """With validation data: steps between evaluations; one more follows the last step. 0: none."""
+    """With validation data: steps between evaluations. One more evaluation follows the last step. 0: none."""
     evaluate: Function | None = Field(default=None, examples=["my_package.judge:accuracy"])
     """With eval_every: module:function, called on every rank with the Trainer. It returns the validation loss, or
     numbers by name. If omitted, none.

@@ -1,4 +1,4 @@
-"""How settings are written: paths and values in TOML syntax, and files that are written in full or not at all."""
+"""Writes settings: paths and values in TOML syntax, and files that are written in full or not at all."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def whole_toml(value: Any) -> str:
 
 
 def check_ending(path: Path, option: str, *endings: str, kind: type[MeshcommError] = ConfigError) -> None:
-    """Raise `kind` if files with this extension are not written. option: the option that named it."""
+    """Raise `kind` if files with this extension are not supported. option: the option that named the file."""
     if path.suffix.lower() not in endings:
         raise kind(
             f"{path}: not a file type that {option} writes",
@@ -82,7 +82,7 @@ def write_whole(
 ) -> None:
     """Write a file so that readers see either the old one or the new one.
 
-    Raises `kind` if that is not possible; the file is then unchanged. given: the setting that named it, for the error.
+    Raises `kind` if that is not possible; the file is then unchanged. given: the setting that named the file, for the error.
     """
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -101,7 +101,7 @@ def write_whole(
 
 
 def toml_text(head: Sequence[str], sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a TOML file: `head` as comments, then the sections, without None, which TOML does not have.
+    """Return a TOML file: `head` as comments, then the sections. Values of None are left out, because TOML has no such value.
 
     >>> print(toml_text(["by hand"], {"mesh": {"dims": {"dp": 2}, "device": None}}), end="")
     # by hand

@@ -1,4 +1,4 @@
-"""Compare the calls of the ranks that were run: same calls on each group, and a matching end for each message."""
+"""Compare the calls of the ranks that were run: each group makes the same calls, and each message has both ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from meshcomm.comm.spans import Span
     from meshcomm.dryrun.rank import RankStep
 
-# The shapes passed to these may differ between ranks.
+# Operations whose shapes may differ between ranks.
 _OWN_SHAPES: Final = ("all_to_all", "gather", "scatter", "objects")
 
 # Ranks of a group, in coord order. Groups with the same ranks count as one.
@@ -22,7 +22,7 @@ Members: TypeAlias = tuple[int, ...]
 
 class DryRunFinding(NamedTuple):
     """A predicted failure. what: a one-line summary. lines: each rank's call and its line in the program. ranks: the
-    ranks that differ or wait. dim: of the group. groups: the number of examined groups with this failure.
+    ranks that differ or wait. dim: the group's dim. groups: the number of examined groups with this failure.
     """
 
     what: str
@@ -78,7 +78,7 @@ def _key(span: Span) -> tuple[object, ...]:
 def _first_difference(
     made: Mapping[int, Sequence[Span]], where: Callable[[int], str]
 ) -> DryRunFinding | None:
-    """made: the calls of each rank of a group that was run."""
+    """made: by rank of a group that was run, its calls."""
     most = max(map(len, made.values()))
     for place in range(most):
         here = {rank: calls[place] if place < len(calls) else None for rank, calls in made.items()}
@@ -152,7 +152,7 @@ def _those(ranks: Sequence[int], where: Callable[[int], str]) -> str:
 
 
 def _carried(span: Span) -> tuple[object, ...] | None:
-    """Return the properties that must match at both ends of a message; None where the call has several messages."""
+    """Return the properties that must match at both ends of a message. Return None if the call has several messages."""
     # The pipelines of torch 2.11 open connections with a message of shape () that is received as (1,).
     return (span.shape or (1,), span.dtype, span.nbytes) if len(span.parts) == 1 else None
 

@@ -35,7 +35,7 @@ _Handler: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
 class _Result(NamedTuple):
-    """One tensor of a result. given: index of the argument that it is, or shares memory with; -1: neither. memory: index
+    """One tensor of a result. given: index of the argument that the tensor is or shares memory with; -1: none. memory: index
     of its new storage.
 
     shape None: the result is the argument itself. Otherwise offset is relative to the argument's offset.
@@ -80,8 +80,8 @@ class Hollow(LedgerMode):
     Results are plain tensors: their storages have an address and a size, and reading them gives zeros. The metadata of
     a result is computed once for each operator and kind of arguments, on torch's FakeTensors; torch makes views itself.
     Calls on groups complete at once and return no data. Every value that is read is 0. In an optimizer step it is 1,
-    because optimizers divide by numbers derived from the step count. The exception is `torch.arange(world_size)` and
-    tensors that follow from it alone and are no larger: they have values, because programs search such a grid for their rank.
+    because optimizers divide by numbers computed from the step count. The exceptions are `torch.arange(world_size)` and
+    tensors computed only from it and no larger. They have values, because programs search such a grid for their rank.
 
     Args:
         ledger: records memory and FLOPs. calls: a `Passes` that records the calls on groups.
@@ -146,12 +146,12 @@ class Hollow(LedgerMode):
             return _as_torch
         written = any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments)
         if schema.returns and not written and all(each.alias_info is not None for each in schema.returns):
-            # A view, which touches no memory; or a view or a copy, as with reshape.
+            # Always a view, which touches no memory; or, as with reshape, a view or a copy.
             return self._decomposed if decomposes(func) else _as_torch
         return self._compute
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Operators that make new values: at most new memory, of a known size."""
+        """Operators that compute new values. They allocate at most new memory of a known size."""
         tensors: list[Tensor] = []
         key: list[Any] = [func]
         _describe(args, key, tensors)
@@ -236,7 +236,7 @@ class Hollow(LedgerMode):
             return twins[id(x)]
 
         leaves, structure = flatten_tree((args, dict(kwargs)))
-        # A failure is raised; torch would also log it.
+        # A failure is raised here; without this, torch would also log it.
         with self._fake, patch.object(getLogger("torch._subclasses.fake_tensor"), "disabled", True):
             theirs, named = unflatten_tree([twin(leaf) for leaf in leaves], structure)
             result = func(*theirs, **named)
@@ -321,7 +321,7 @@ def _as_torch(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _spread(tensors: Sequence[Tensor]) -> int:
-    """Return the most elements that an operator can make of these tensors by broadcasting alone."""
+    """Return the most elements that an operator can produce from these tensors by broadcasting only."""
     try:
         return int(torch.broadcast_shapes(*(x.shape for x in tensors)).numel())
     except RuntimeError:

@@ -24,7 +24,7 @@ from meshcomm.transport.torch_private import DispatchMode, storage_id
 
 MemoryPart: TypeAlias = Literal["weights", "gradients", "optimizer", "activations", "gathered", "rest"]
 PARTS: Final[tuple[MemoryPart, ...]] = get_args(MemoryPart)
-"""Purposes of memory. weights: this rank's parameters and buffers. gradients: including gradients that FSDP has not yet
+"""Purposes of memory. weights: this rank's parameters and buffers. gradients: also gradients that FSDP has not yet
 reduced. activations: made by forward passes, including those recomputed in a backward pass.
 gathered: unsharded weights of FSDP. rest: communication buffers, temporary memory of backward passes and of the optimizer."""
 
@@ -49,8 +49,8 @@ class _Held:
 
 
 class Peak(NamedTuple):
-    """The moment of peak memory. parts: bytes. during: the pass or other phase. at: file:line of the user's code, if any.
-    operator: its name.
+    """The moment of peak memory. parts: bytes by purpose. during: the pass or other phase. at: user code as file:line, if any.
+    operator: name of the operator.
     """
 
     nbytes: int
@@ -65,7 +65,7 @@ class Ledger:
     """While it is entered, tracks the memory of every reported tensor until it is freed.
 
     Counts the bytes of each storage once. It does not see memory used inside kernels or kept by an allocator.
-    flops: computed since the start or `restart`. stepping: an optimizer step is running.
+    flops: FLOPs since the start or `restart`. stepping: whether an optimizer step is running.
 
     Args:
         stretch: returns the current phase of the program, in words, and whether it is a forward pass.
@@ -85,12 +85,12 @@ class Ledger:
         """Look for the peak from now on."""
         self._peak, self._peak_clock = self.live, self._clock
         self.flops = 0
-        # Held at the peak, freed since.
+        # Memory that was held at the peak and has been freed since.
         self._gone: list[_Held] = []
         self._where: tuple[str, Any, str] = (self._stretch()[0], None, "")
 
     def call_it(self, part: MemoryPart, tensors: Iterable[Any]) -> None:
-        """Set the purpose of the memory of `tensors`; of a DTensor, its local part."""
+        """Set the purpose of the memory of `tensors`. For a DTensor, this is the memory of its local part."""
         for tensor in tensors:
             # Without an operator: a view of memory that FSDP has freed would allocate it again.
             mine = parts_of_dtensor(tensor)[0] if isinstance(tensor, DTensor) else tensor
@@ -214,7 +214,7 @@ class LedgerMode(DispatchMode):  # type: ignore[misc]
 
 
 def _users_line(frame: FrameType) -> tuple[CodeType, int] | None:
-    """Of the innermost frame that is the user's; None where the program has none, as a training by a config."""
+    """Return the line of the innermost frame of user code. None if there is none, as in a training by a config."""
     while is_ours(file := frame.f_code.co_filename):
         if file in _RUNNERS or frame.f_back is None:
             return None

@@ -52,10 +52,10 @@ class TrafficRow(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One moment of the program. "start": a call begins. "wait": a call is waited for; for a blocking call, right after its
+    """One moment of the program. "start": a call begins. "wait": a call is waited for; for a blocking call, right after the
     start. "part": the reported part begins, and everything before it is over.
 
-    call: index in `RankStep.calls`; for "part", of its first call. flops: computed by this rank since the step began, by
+    call: index in `RankStep.calls`; for "part", the index of its first call. flops: this rank's since the step began, by
     the formulas of torch.utils.flop_counter.
     """
 
@@ -68,14 +68,14 @@ class RankStep(NamedTuple):
     """One step of one rank.
 
     parameters: elements of this rank's shards of the weights. before: bytes held when the step began. peak: the maximum
-    during the step. rows: totals of its calls. calls: each call in order, made through the mesh or outside it. A collective
+    during the step. rows: totals of the calls. calls: each call in order, made through the mesh or outside it. A collective
     has `root`, a coord, and `op`, the reduction; `group` is the same on all ranks of a group and differs between groups.
     groups: global ranks by `group`, in coord order. events: starts and waits in order; only a simulated rank has waits.
-    A call that is never waited for has no "wait". flops: total.
+    A call that is never waited for has no "wait". flops: total FLOPs.
 
     unseen: number of calls on groups outside the mesh, which are recorded nowhere else.
-    part: the text for the part that `rows` and times cover. `begins`: its start; None: the first event. Calls of earlier
-    steps are included, because they must match too.
+    part: the text for the part that `rows` and times cover. begins: the part's start; None: the first event. Calls of earlier
+    steps are included in `calls`, because they must match too.
     """
 
     rank: int
@@ -114,7 +114,7 @@ class Passes(Spans):
         self.unseen = 0
 
     def ledger(self, hollow: bool) -> Ledger:
-        """Return a ledger that knows the current pass. It supplies the FLOPs of events."""
+        """Return a ledger that knows the current pass. The ledger supplies the FLOPs of events."""
         ledger = Ledger(self.stretch, hollow=hollow)
         self.flops = lambda: ledger.flops
         return ledger
@@ -179,7 +179,7 @@ def counted_step(
         raise LayoutError(
             "a dry run needs a model and data",
             given=f"{config.source} without [model] and [data]",
-            expected="both sections: memory and bytes follow from their sizes",
+            expected="both sections: memory and bytes are computed from their sizes",
             hint="meshcomm new writes a config that has both",
         )
     hollow, passes = mode is Hollow, Passes()
@@ -190,7 +190,7 @@ def counted_step(
         engine.checked_steps = 0
         samples = (known.train.micro_batch_size * engine.microbatches, known.data.seq_len)
         tokens = torch.zeros(samples, dtype=torch.int64, device=mesh.device)
-        # One document in each sample: the traffic does not depend on their number.
+        # One document in each sample: the traffic does not depend on the number of documents.
         documents = torch.zeros_like(tokens) if engine.model.packed else None
         mesh.metrics.trace_into(passes)
         try:
@@ -247,7 +247,7 @@ class PartNames:
         self.optimizer(made)
 
     def optimizer(self, made: Optimizer) -> None:
-        """Set the purpose of its parameters, gradients and state."""
+        """Set the purpose of the optimizer's parameters, gradients and state."""
         parameters = [each for group in made.param_groups for each in group["params"]]
         state = [each for held in made.state.values() for each in held.values()]
         self.elements.update({id(each): local(each.detach()).numel() for each in parameters})
@@ -258,7 +258,7 @@ class PartNames:
             self._gathered(module)
 
     def module(self, made: nn.Module, *_: Any) -> None:
-        """Set the purpose of its own parameters and buffers, without its children's."""
+        """Set the purpose of the module's own parameters and buffers, without those of its children."""
         self._ledger.call_it("weights", made.buffers(recurse=False))
         if isinstance(made, FSDPModule):
             self._sharded |= {id(each): made for each in made.modules()}
@@ -316,7 +316,7 @@ def pretended_world(
     told: Callable[[DeviceMesh], None] = lambda _: None,
     objects: list[list[bytes]] | None = None,
 ) -> Iterator[None]:
-    """While it is entered, this process is the only rank that exists of a world. told, objects: see `one_rank_of_torch`.
+    """While it is entered, this process is the only existing rank of a world. told, objects: see `one_rank_of_torch`.
 
     Raises LayoutError where torch.distributed is initialized; UnsupportedOp where a shape depends on values.
     """
@@ -353,9 +353,9 @@ def _unknown_object(*_: object, **__: object) -> NoReturn:
 
 
 def _begin(engine: Engine) -> None:
-    """Make the lasting results of a first step: gradients and the optimizer's state. The rest is small.
+    """Create what a first step leaves behind: gradients and the optimizer's state. The rest is small.
 
-    A full first step would give the same, but would double the time.
+    A full first step would create the same, but would double the time.
     """
     for group in engine.optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""Replay the calls of several ranks together: which ranks wait, for whom, how long, and whether any waits forever."""
+"""Replay the calls of several ranks together: which ranks wait, for whom, how long, and whether any rank waits forever."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Seconds: TypeAlias = "Callable[[Span, Members], float]"
 
 
 class Dim(NamedTuple):
-    """Seconds for which one rank was blocked along one dim. late: the part until the other ranks arrived. The rest is the
+    """Seconds for which one rank was blocked along one dim. late: the seconds until the other ranks arrived. The rest is the
     transfer and earlier transfers on the group.
     """
 
@@ -45,12 +45,12 @@ class Replay:
 
     @property
     def sound(self) -> list[int]:
-        """The ranks whose times count: all that are not early, if there are any."""
+        """The ranks whose times count: all ranks that are not early, if there are any."""
         return [rank for rank in self.ends if rank not in self.early] or list(self.ends)
 
     @property
     def seconds(self) -> float:
-        """Until the last rank is done."""
+        """The seconds until the last rank is done."""
         return max((self.ends[rank] for rank in self.sound), default=0.0)
 
 
@@ -71,9 +71,9 @@ class _Collective:
 
 
 class _Messages(NamedTuple):
-    """The messages of one call by one rank. began: when. pairs: (from, to) of each message.
+    """The messages of one call by one rank. began: start time. pairs: (from, to) of each message.
 
-    parts: of messages whose peer was run: the channel, the number in the channel, and whether the rank sends.
+    parts: for each message whose peer was run, its channel, its number in the channel, and whether the rank sends it.
     """
 
     began: float
@@ -83,7 +83,7 @@ class _Messages(NamedTuple):
 
 @final
 class _Rank:
-    """One rank's program, and how far it is. calls: the calls that have begun, by their place in the step."""
+    """One rank's program and its progress. calls: the calls that have begun, by their place in the step."""
 
     def __init__(self, step: RankStep) -> None:
         self.step = step
@@ -113,7 +113,7 @@ def replay(
     ends have. Ranks that were not run are assumed to arrive in time. Calls on one group run one after the other.
     flop_s: seconds of one floating-point operation.
 
-    If no rank can continue, `stuck` has the cycle of ranks that wait for each other, or the ranks that wait for an ended rank.
+    If no rank can continue, `stuck` is the cycle of ranks that wait for each other, or the ranks that wait for an ended rank.
     """
     return _Replayer(steps, where, seconds, flop_s).run()
 
@@ -153,7 +153,7 @@ class _Replayer:
         return self.found
 
     def advance(self, rank: _Rank) -> bool:
-        """Advance one rank until it blocks. Returns whether it advanced."""
+        """Advance one rank until it blocks. Return whether it advanced."""
         first = rank.at
         while not rank.ended:
             event = rank.step.events[rank.at]
@@ -217,7 +217,7 @@ class _Replayer:
         return call
 
     def wait(self, rank: _Rank, number: int) -> bool:
-        """Wait for a call. Returns False while its end is not known yet."""
+        """Wait for a call. Return False while its end is not known yet."""
         span = rank.step.calls[number]
         known = self.over(rank.calls[number], span)
         if known is None:

@@ -68,10 +68,10 @@ class _Enough(BaseException):
 
 @final
 class ProgramRecorder(Passes, StepRecorder):
-    """Records the calls of an unchanged program that makes one mesh, see `Pretended`, or only groups of torch.
+    """Records the calls of an unchanged program that creates one mesh (see `Pretended`) or only groups of torch.
 
     steps: the program is stopped after this many steps, and the last one is reported. 0: it runs to its end, and all of it
-    is reported. Steps are counted by the mesh or by a Trainer. Without a mesh, the first optimizer counts them. looks: the
+    is reported. Steps are counted by the mesh or by a Trainer. Without a mesh, the first optimizer counts. looks: if True, the
     program is stopped as soon as it has a mesh, or ends its first step.
     """
 
@@ -97,7 +97,7 @@ class ProgramRecorder(Passes, StepRecorder):
         """See Pretended. Raises UnsupportedOp for a second mesh."""
         if self.mesh is not None:
             raise UnsupportedOp(
-                "a dry run follows one mesh, and the program makes another",
+                "a dry run follows one mesh, and the program creates another",
                 given=f"{dict(self.mesh.layout.dims)}, then {dict(mesh.layout.dims)}",
                 expected="one mesh of all ranks",
                 hint="views and merged dims of one mesh",
@@ -110,13 +110,13 @@ class ProgramRecorder(Passes, StepRecorder):
     def layout_of(self, who: str) -> Layout:
         """Return the dims of the mesh, or of the program's DeviceMesh.
 
-        Raises LaunchError if the program makes no group.
+        Raises LaunchError if the program creates no group.
         """
         if self.mesh is not None:
             return self.mesh.layout
         if self.torch is None or not self.torch.ranks:
             raise LaunchError(
-                f"{who} makes no mesh, and no call on a group of torch",
+                f"{who} creates no mesh and makes no call on a group of torch",
                 given=f"{who}, run as one rank of a world",
                 expected="a script that calls meshcomm.init, or torch.distributed",
                 hint="examples/hello_mesh.py",
@@ -131,7 +131,7 @@ class ProgramRecorder(Passes, StepRecorder):
         return super().keep(span)
 
     def optimized(self, optimizer: Optimizer, *_: Any) -> None:
-        """Record that an optimizer has made a step. It ends a step of the program if the program opens no mesh."""
+        """Record an optimizer step. It ends a step of the program if the program opens no mesh."""
         if self._optimizer is None:
             self._optimizer = optimizer
         if self.mesh is None and optimizer is self._optimizer:
@@ -160,7 +160,7 @@ class ProgramRecorder(Passes, StepRecorder):
         self.events.append(self.part_begins)
 
     def ended(self) -> None:
-        """Record that the program has ended, or its last step."""
+        """Record that the program or its last step has ended."""
         if self.part == _WHOLE:
             self.part_begins = None
         # Only the last "part" event separates the reported part.
@@ -170,16 +170,16 @@ class ProgramRecorder(Passes, StepRecorder):
 def script_step(script: Script, rank: int, world: int) -> RankStep:
     """Run `script` as rank `rank` of `world`, to its end or the end of its last step. Its output is dropped.
 
-    Raises what the script raises; LaunchError where it makes no mesh, or exits with a code.
+    Raises what the script raises, and LaunchError if it creates no mesh or exits with a code.
     """
     recorder = ProgramRecorder(script.steps, objects=script.objects)
     return recorded_step(rank, world, partial(_execute, script, rank, world), recorder)
 
 
 def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings, tuple[list[bytes], ...]]:
-    """Return the layout and the settings of a script's mesh, found by running it as rank 0 until it makes one.
+    """Return the layout and the settings of a script's mesh, found by running the script as rank 0 until it creates one.
 
-    Also returns the objects that it has broadcast to all ranks until then, see `Script`.
+    Also return the objects that the script has broadcast to all ranks until then; see `Script`.
     """
     recorder = ProgramRecorder(0, looks=True)
     try:
@@ -195,7 +195,7 @@ def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings, tuple[
 
 
 def recorded_step(rank: int, world: int, program: Callable[[], None], recorder: ProgramRecorder) -> RankStep:
-    """Call `program`, which makes a mesh, as rank `rank` of `world`. Raises what it raises."""
+    """Call `program`, which creates a mesh, as rank `rank` of `world`. Raises what the program raises."""
     ledger = recorder.ledger(hollow=True)
     with (
         _seeded(rank),
@@ -230,7 +230,7 @@ def _seeded(rank: int) -> Iterator[None]:
 def _inside(
     recorder: ProgramRecorder, rank: int, world: int, mode: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    """A world of which only this rank exists. `_Enough` leaves it silently."""
+    """A world of which only this rank exists. `_Enough` ends it silently."""
     token, trainers = PRETENDED.set(recorder), RECORDER.set(recorder)
     recorder.torch = groups = TorchGroups(recorder, rank, world)
     hook = register_optimizer_step_post_hook(recorder.optimized)

@@ -31,7 +31,7 @@ from meshcomm.transport.torch_private import (
 class TorchGroups:
     """While it is entered, records the calls on every group outside the mesh in `spans`.
 
-    ranks: of the groups with calls, by label. Labels of this rank's groups are unique.
+    ranks: the ranks of each group with calls, by label. Labels of this rank's groups are unique.
     """
 
     def __init__(self, spans: Spans, rank: int, world: int) -> None:
@@ -78,7 +78,7 @@ class TorchGroups:
             self._hooks.append(hooked(group, recorder, _lane(group, range(group.size())), who))
 
     def _recorder(self, name: str) -> FlightRecorder | None:
-        """Return the recorder of a group. It is made at the first call, when the ranks of the group are known."""
+        """Return the recorder of a group. It is created at the first call, when the ranks of the group are known."""
         if name not in self._recorders:
             group = group_named(name)
             ranks = ranks_of(group)

@@ -1,4 +1,4 @@
-"""Private names of torch used by dry runs and emulated backends. Tried on torch 2.11, 2.13, 2.14 and 2.15."""
+"""Private names of torch used by dry runs and emulated backends. Tested on torch 2.11, 2.13, 2.14 and 2.15."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ fake_tensors_on: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch.
 
 
 def schema_of(operator: Any) -> Any:
-    """Return its name, arguments and results."""
+    """Return the operator's name, arguments and results."""
     return operator._schema
 
 
 def decomposes(operator: Any) -> bool:
-    """Return whether torch can decompose it into other operators."""
+    """Return whether torch can decompose the operator into other operators."""
     return bool(operator._can_decompose())
 
 
 def wraps_tensors(types: Iterable[type]) -> bool:
-    """Return whether one of these is a tensor subclass, such as DTensor, that calls operators on its inner tensors."""
+    """Return whether one of these types is a tensor subclass, such as DTensor, that calls operators on its inner tensors."""
     plain = torch._C._disabled_torch_dispatch_impl
     return any(
         each.__torch_dispatch__ != plain and not issubclass(each, FakeTensor)  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ class ToldWork(Work):  # type: ignore[misc]
         return True
 
     def get_future(self) -> Any:
-        """Return a future of the call's tensors, as far as they are flat."""
+        """Return a future of the call's tensors, if these are flat."""
         self.wait()
         future: Future[Any] = Future()
         future.set_result([x for x in leaves_of(self._held) if isinstance(x, torch.Tensor)])
@@ -117,7 +117,7 @@ def _name_of(boxed: Any) -> str:
 
 
 def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor], work: Any) -> bool:
-    """Call the hooks of a group for a collective that a mode keeps from the backend. Returns whether the group has hooks.
+    """Call the hooks of a group for a collective that a mode keeps from the backend. Return whether the group has hooks.
 
     operator: of `c10d`, or a functional collective. outputs: results of a functional collective. work: for the hook.
     """
@@ -175,7 +175,7 @@ def _init_process_group(*args: Any, **given: Any) -> None:
 
 
 def _init_device_mesh(*args: Any, **given: Any) -> DeviceMesh:
-    """Make a DeviceMesh whose grid of ranks has values, which the mode would not give it."""
+    """Create a DeviceMesh whose grid of ranks has values. The mode alone would leave it without values."""
     with without_modes():
         made: DeviceMesh = _MESH(*args, **given)
         return made
@@ -187,13 +187,13 @@ def _init_process_groups(*args: Any, **given: Any) -> Any:
 
 
 def _fake_group(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **given: Any) -> Any:
-    """Make every other group with torch's fake backend too, without backend options."""
+    """Create every other group with torch's fake backend too, without backend options."""
     given = {**given, **({OPTIONS_KEY: None} if OPTIONS_KEY in given else {}), "device_id": None}
     return _HELPER(size, rank, ranks, dist.Backend("fake"), *args, **given)
 
 
 def _broadcasting(known: list[list[bytes]]) -> Callable[..., None]:
-    """Return `broadcast_object_list`: rank 0 records the objects that it broadcasts; the others take them in the
+    """Return `broadcast_object_list`. Rank 0 records the objects that it broadcasts. The others take them in the
     same order of calls.
     """
     following = iter(tuple(known))

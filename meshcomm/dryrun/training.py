@@ -47,7 +47,7 @@ def dry_training(settings: Config, world: int, ranks: Sequence[int] = (), sample
 
 
 def priced(topology: TopologyConfig) -> Callable[..., Replay]:
-    """Return the replay function, with times where it is known which ranks share a node."""
+    """Return the replay function. It computes times if it is known which ranks share a node."""
     links = machine(topology)
     if links is None:
         return replay
@@ -78,7 +78,7 @@ def prices(machine: Machine) -> Seconds:
 
 
 def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, seconds: float) -> Facts:
-    """Return `World` as JSON-serializable data. settings: of the training; None for a script. seconds: duration of
+    """Return `World` as JSON-serializable data. settings: the training's settings; None for a script. seconds: duration of
     the dry run.
     """
     layout, steps = found.layout, list(found.steps.values())
@@ -159,7 +159,7 @@ def _stage(stage: int, ran: Sequence[RankStep]) -> Facts:
 
 
 def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None) -> list[Facts]:
-    """Return the calls and bytes by dim, of the rank that moves the most along it; seconds of the rank that is
+    """Return, for each dim, the calls and bytes of the rank that moves the most along it, and the seconds of the rank that is
     blocked the longest.
 
     link: the slowest link that a group of a rank that was run crosses; None if it is unknown which ranks share a node.
@@ -173,7 +173,7 @@ def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None)
     for step in steps:
         for span in step.calls:
             groups.setdefault(span.lane, set()).add(tuple(step.groups[span.group]))
-    # Without links, calls have no times, and the replay counts none.
+    # Without links, calls have no times, and the replay counts no seconds.
     if links is None:
         met = None
     found = []
@@ -199,7 +199,7 @@ def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None)
 
 
 def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Facts | None:
-    """Return the time of a step; None where calls differ, or where it is unknown which ranks share a node."""
+    """Return the time of a step. Return None if calls differ, or if it is unknown which ranks share a node."""
     met, links = found.replay, machine(topology)
     if met is None or met.stuck or links is None:
         return None

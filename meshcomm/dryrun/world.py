@@ -22,24 +22,24 @@ from meshcomm.layout import Layout
 if TYPE_CHECKING:
     from meshcomm.dryrun.rank import RankStep
 
-# Runs the program as one rank, given (rank, world size). It can be pickled.
+# Runs the program as one rank, given (rank, world size). The function can be pickled.
 Program: TypeAlias = "Callable[[int, int], RankStep]"
 
 # Like the built-in `map`, but may use other processes.
 _Map: TypeAlias = "Callable[..., Iterator[RankStep | MeshcommError]]"
 
-# In worlds of up to this many ranks, all ranks are run.
+# All ranks are run in worlds of up to this many ranks.
 WHOLE: Final = 16
 # Corners are taken along this many of the outermost dims: at most 2 ** 5 ranks.
 _CORNERS: Final = 5
 # A middle rank is taken along dims of at least this size.
 _MIDDLE: Final = 4
-# The most ranks that are run in addition where a rank's calls differ from others of its stage.
+# The most additional ranks to run if a rank's calls differ from those of others in its stage.
 _PEERS: Final = 16
 
 
 class World(NamedTuple):
-    """The results of a dry run. steps: by rank, ascending. findings: predicted failures. unlike: texts on ranks whose calls
+    """The results of a dry run. steps: by rank, ascending. findings: predicted failures. unlike: texts about ranks whose calls
     differ from the first rank of their stage. replay: None where calls differ.
     """
 
@@ -102,7 +102,7 @@ def dry_world(
 
 
 def _unlike(found: World, where: Callable[[int], str]) -> tuple[list[int], list[str]]:
-    """Return additional ranks to run, and texts on ranks whose calls differ from the first rank of their stage that
+    """Return additional ranks to run, and texts about ranks whose calls differ from the first rank of their stage that
     was run.
 
     Each rank represents the ranks of its stage that were not run. Where two ranks of a stage differ, more ranks of the
@@ -134,7 +134,7 @@ def chosen(
 
     They are the first, middle and last coord along each dim of the base and of each view, with the other coords 0; every
     stage of `pipeline`; every corner, which is first or last along each dim; the ranks in `also`; and `sample` more,
-    drawn at random with a fixed seed. In worlds of up to 16 ranks, all ranks. Raises LayoutError for a rank outside the world.
+    chosen at random with a fixed seed. In worlds of up to 16 ranks: all. Raises LayoutError for a rank outside the world.
 
     >>> chosen(Layout({"pp": 4, "dp": 64, "tp": 8}), "pp", sample=0)[:6]
     [0, 4, 7, 256, 504, 511]
@@ -167,7 +167,7 @@ def chosen(
 
 @contextmanager
 def _processes(count: int) -> Iterator[_Map]:
-    """`map` in `count` processes; 0: in this process."""
+    """`map` in `count` processes, or in this process if `count` is 0."""
     if not count:
         yield map
         return
@@ -183,7 +183,7 @@ def _processes(count: int) -> Iterator[_Map]:
 def _steps(run: _Map, program: Program, names: Mapping[int, str], world: int) -> dict[int, RankStep]:
     """Return the steps of the ranks with these names.
 
-    Raises an error that concerns all ranks, or RankFailed for the first.
+    Raises an error that concerns all ranks, or RankFailed for the first rank that failed.
     """
     steps: dict[int, RankStep] = {}
     for rank, made in zip(names, run(partial(_ran, program, world), names.items()), strict=True):
@@ -194,7 +194,7 @@ def _steps(run: _Map, program: Program, names: Mapping[int, str], world: int) ->
 
 
 def _ran(program: Program, world: int, rank: tuple[int, str]) -> RankStep | MeshcommError:
-    """rank: its number, and its name."""
+    """Return the rank's number and its name."""
     try:
         return program(rank[0], world)
     except Exception as error:

@@ -1,1 +1,1 @@
-"""How a command starts processes, and the program of each process. Files are named like those in `meshcomm/cli`."""
+"""How a command starts processes, and the program of each process. Files have the same names as in `meshcomm/cli`."""

@@ -18,7 +18,7 @@ _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 def _reports_in(folder: Path) -> Iterator[tuple[int, Path]]:
-    """The report files of the ranks in a folder, and the rank of each. Copies under other names are ignored."""
+    """Return the report files of the ranks in a folder, and the rank of each. Copies under other names are ignored."""
     for path in folder.glob("rank*.json"):
         if found := re.fullmatch(r"rank(\d+)\.json", path.name):
             yield int(found[1]), path
@@ -28,13 +28,13 @@ def newest_run(folder: Path) -> Path:
     """Return the folder of the last run with reports in `folder`, which may be that run's folder itself."""
     if any(_reports_in(folder)):
         return folder
-    # Their names begin with the time.
+    # The names of the folders begin with the time.
     return max((path for path in folder.glob("*/") if any(_reports_in(path))), default=folder)
 
 
 @contextmanager
 def _reading_report(file: Path) -> Iterator[None]:
-    """Raise a LaunchError for a file whose content the block cannot use, for example from another program."""
+    """Raise a LaunchError for a file whose content the block cannot use, for example a file from another program."""
     try:
         yield
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
@@ -65,7 +65,7 @@ def read_reports(folder: Path) -> dict[int, Any]:
                     expected=_OURS,
                     hint=f"remove {file}",
                 )
-            # Each separately, so that the error names the file.
+            # Check each file separately, so that the error names the file.
             root_cause({rank: status})
             _line(rank, status)
         statuses[rank] = status
@@ -73,7 +73,7 @@ def read_reports(folder: Path) -> dict[int, Any]:
 
 
 def report(folder: Path) -> str:
-    """Return the root cause that the reports in a folder show together, and a line for each rank."""
+    """Return the root cause that the reports in a folder show when combined, and a line for each rank."""
     runs = {path for path in folder.glob("*/") if any(_reports_in(path))}
     folder = newest_run(folder)
     statuses = read_reports(folder)
@@ -98,7 +98,7 @@ def export(
     dtype: str | None = None,
     shard_gb: float | None = None,
 ) -> str:
-    """Write the weights of a checkpoint, or of a run's last one, into a safetensors file or a folder; return a summary as text.
+    """Write the weights of a checkpoint, or of a run's last one, into a safetensors file or a folder. Return a summary.
 
     Raises: ConfigError for options that cannot be combined, TrainingError.
     """

@@ -1,4 +1,4 @@
-"""`meshcomm bench`: operations of a config's mesh, or of processes along one dim, compared with raw torch."""
+"""`meshcomm bench`: compare operations on a config's mesh, or on processes along one dim, with raw torch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from meshcomm.show.page import terminal
 from meshcomm.show.units import count
 
 SIZES: Final = ("4KiB", "64KiB", "1MiB", "16MiB")
-# Without a config, outside a launcher.
+# The defaults without a config, outside a launcher.
 _WORLD: Final = 4
 _ONE_DIM: Final = {"mesh": {"dims": {"dp": -1}, "device": "cpu", "timeout_s": 300.0}}
 
 
 class Output(NamedTuple):
-    """json: print the facts instead of tables. fit: a [topology] to write."""
+    """json: print the facts instead of tables. fit: the file to write a [topology] to."""
 
     json: bool = False
     fit: Path | None = None
@@ -41,7 +41,7 @@ class Output(NamedTuple):
 def bench(
     config: Path | None, overrides: Sequence[str], world: int | None, asked: Asked, output: Output
 ) -> int:
-    """Measure the mesh of `config`, or one dim on the CPU, compared with raw torch.distributed; returns the exit code.
+    """Measure the mesh of `config`, or one dim on the CPU, compared with raw torch.distributed. Return the exit code.
 
     Outside a launcher, starts all ranks here, after all arguments were checked.
     """
@@ -108,7 +108,7 @@ def body(settings: Config, asked: Asked, output: Output) -> None:
 
 
 def _steady(settings: Config) -> Config:
-    """Without the comparison of the first calls, which ends after some calls. "always" stays, as part of the cost of every call."""
+    """Turn off comparing the first calls, which would end during the measurement. Keep "always", a cost of every call."""
     if settings.mesh.validate_calls == "always":
         return settings
     return settings.model_copy(update={"mesh": settings.mesh.model_copy(update={"validate_calls": 0})})

@@ -19,12 +19,12 @@ from meshcomm.mesh.environment import how_many_ranks
 from meshcomm.predict.links import discovered
 from meshcomm.predict.place import Ranking, placed_data
 
-# Names of a dim of stages, if there is no [parallel].
+# Usual names of the dim of stages, if there is no [parallel].
 _STAGES: Final = ("pp", "pipeline", "pipe", "stage")
 
 
 class Exact(NamedTuple):
-    """The result of a dry run for a placement. peak_bytes: of the rank that holds most."""
+    """The result of a dry run for a placement. peak_bytes: peak of the rank that holds the most."""
 
     step_s: float
     peak_bytes: int
@@ -39,7 +39,7 @@ def dryrun(
     ranks: Sequence[int] = (),
     sample: int = 8,
 ) -> dict[str, Any]:
-    """Run the training of `config`, or `script`, on representative ranks of `world`; returns the findings as plain data.
+    """Run the training of `config`, or `script`, on representative ranks of `world`. Return the findings as plain data.
 
     ranks, sample: more ranks, see `chosen`.
     Raises ConfigError, LaunchError, RankFailed; LayoutError for a rank that does not exist.
@@ -90,10 +90,10 @@ def mesh_made_by(script: Path, world: int | None) -> dict[str, Any]:
 
 
 def exactly(settings: Config, ranking: Ranking, topology: TopologyConfig) -> tuple[Ranking, list[Exact]]:
-    """Return the placements of a ranking, fastest first, after a dry run of each with one rank of each stage; and
-    its results.
+    """Return the placements of a ranking, fastest first, after a dry run of each with one rank of each stage, and
+    the results.
 
-    Those that exceed the memory come last.
+    Placements that exceed the memory come last.
     """
     found: list[tuple[bool, float, int, Exact]] = []
     for number, placement in enumerate(ranking.placements):

@@ -1,6 +1,6 @@
 """`meshcomm train`, `run`, `simulate` and `parity`: a config or a script on every rank.
 
-Problems with them are reported before torch is loaded, which takes seconds.
+Problems with the config or script are reported before torch is loaded, which takes seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshcomm.config import Config, load_config
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import ConfigError, LaunchError
 
-# The time that ranks may take to finish a step and save it, once they are asked to end.
+# The time that ranks may take to finish a step and save a checkpoint, once they are asked to end.
 _SAVING_S: Final = 30.0
 
 
@@ -31,7 +31,7 @@ def train(
     max_restarts: int = 0,
     replace: int | None = None,
 ) -> int:
-    """Train by `config`; returns the exit code. Outside a launcher, starts all ranks here.
+    """Train by `config`. Return the exit code. Outside a launcher, start all ranks here.
 
     replace: instead of elastic.replace.
     """
@@ -104,10 +104,10 @@ def run(
     stats: bool = False,
     replace: int | None = None,
 ) -> int:
-    """Run a script on every rank; its `meshcomm.init()` creates the mesh of `config`, if there is one, on `world` ranks.
+    """Run a script on every rank. Its `meshcomm.init()` creates the mesh of `config`, if there is one, on `world` ranks.
 
     replace: instead of elastic.replace. stats: when the default group ends, rank 0 prints its calls on groups that the script
-        created by torch.
+        created with torch.
     """
     if config is not None:
         overrides = _replacing(overrides, replace)
@@ -142,9 +142,9 @@ def parity(
     tolerance: float,
     script: tuple[Path, Sequence[str]] | None = None,
 ) -> dict[str, Any]:
-    """Compare a training on the mesh of `config` with one process; returns `Parity.facts`.
+    """Compare a training on the mesh of `config` with one process. Return `Parity.facts`.
 
-    script: with its arguments, creates the Trainer, on the mesh of meshcomm.init(). If None, the training of `config`.
+    script: the script, with its arguments, that creates the Trainer on the mesh of meshcomm.init(). None: `config` is trained.
     """
     # A script's ranks read the configuration from another folder.
     settings = load_config(config if script is None else config.resolve(), overrides)

@@ -1,4 +1,4 @@
-"""How a command starts processes: one per rank on this host; or, inside a launcher, only this rank."""
+"""How a command starts processes: one per rank on this host or, inside a launcher, only this rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def start_job(
     """Run `body` as this rank if a launcher started this process; otherwise start `meshcomm WORDS` once per rank on this host.
 
     settings: None for a script that defines its mesh itself. world: None to follow `settings`. overrides: of `--set`.
-    elastic: if None, that of `settings`. Returns the exit code.
+    elastic: if None, that of `settings`. Return the exit code.
     """
     here = find_launch(os.environ)
     if elastic is None:
@@ -108,7 +108,7 @@ def world_of(settings: Config | None, world: int | None) -> int:
 
 
 def label_of(settings: Config | None, rank: int, world_size: int) -> str:
-    """Return a rank with its coords, for messages about it; without coords if it has none."""
+    """Return a rank for messages, with its coords if it has any."""
     with suppress(MeshcommError):
         return rank_text(rank, None if settings is None else settings.plan(world_size).layout.coords(rank))
     return rank_text(rank, None)

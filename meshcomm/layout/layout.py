@@ -28,7 +28,7 @@ from meshcomm.layout.sizes import (
 Dims: TypeAlias = str | tuple[str, ...]
 Ranks: TypeAlias = NDArray[np.int64]
 Ints = TypeVar("Ints", int, Ranks)
-# Larger than every rank of any job.
+# Larger than any rank of any job.
 _RANKS: Final = 1 << 31
 
 
@@ -48,7 +48,7 @@ class Digits(tuple[tuple[int, int], ...]):
         return math.prod(size for size, _ in self)
 
     def canonical(self) -> Digits:
-        """Return it without digits of size 1, and with adjacent digits merged if they step evenly."""
+        """Return the digits without those of size 1, and with adjacent digits merged if they step evenly."""
         joined: list[tuple[int, int]] = []
         for size, stride in self:
             if size == 1:
@@ -59,14 +59,14 @@ class Digits(tuple[tuple[int, int], ...]):
         return Digits(joined)
 
     def coord(self, position: Ints) -> Ints:
-        """Return the coord of a position, or of each position of an array."""
+        """Return the coord of a position, or the coords of an array of positions."""
         value = position * 0
         for size, stride in self:
             value = value * size + position // stride % size
         return value
 
     def offset(self, coord: Ints) -> Ints:
-        """Return the distance of the position with this coord from the position with coord 0, or of each coord of
+        """Return the distance between the position with this coord and the position with coord 0, for one coord or for each of
         an array.
         """
         value = coord * 0
@@ -246,7 +246,7 @@ class Layout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that a call accepts: base dims, dims of views, merged dims."""
+        """All names that calls accept: base dims, dims of views, merged dims."""
         return tuple(name for name in self._digits if isinstance(name, str))
 
     def digits(self, dims: Dims) -> Digits:
@@ -271,7 +271,7 @@ class Layout:
         return parts
 
     def home(self, dims: Dims) -> str:
-        """Return the view that contains `dims`; "" for the base. Raises UnknownDim if they belong to no common one."""
+        """Return the view that contains `dims`, or "" for the base. Raises UnknownDim if no view contains all of them."""
         names = self.expand(dims)
         for view, sizes in self._factorisations.items():
             if all(name in sizes for name in names):
@@ -349,7 +349,7 @@ class Layout:
 
     @property
     def ranks(self) -> Ranks:
-        """Every rank of the layout, in grid order; new memory."""
+        """All ranks of the layout, in grid order, as a new array."""
         return np.arange(self.world_size, dtype=np.int64) if self._order is None else self._order.copy()
 
     def __contains__(self, rank: object) -> bool:
@@ -375,7 +375,7 @@ class Layout:
         )
 
     def rank_of(self, position: int) -> int:
-        """Return the rank at a position of the row-major rank grid. Raises LayoutError outside of the grid."""
+        """Return the rank at a position of the row-major rank grid. Raises LayoutError if the position is outside the grid."""
         position = whole(position, "position")
         if not 0 <= position < self.world_size:
             raise LayoutError(
@@ -452,7 +452,7 @@ class Layout:
     @overload
     def neighbor_rank(self, rank: int, dims: Dims, offset: int, *, wrap: bool) -> int | None: ...
     def neighbor_rank(self, rank: int, dims: Dims, offset: int, *, wrap: bool = True) -> int | None:
-        """Return the rank `offset` coords further along `dims`. Without `wrap`, None past the edge."""
+        """Return the rank `offset` coords further along `dims`. Without `wrap`, return None past the edge."""
         digits, position = self.digits(dims), self.position(rank)
         coord = digits.coord(position)
         target = coord + whole(offset, "offset")
@@ -462,7 +462,7 @@ class Layout:
 
 
 def _checked_order(rank_order: Any, dims: Mapping[str, int]) -> Ranks | None:
-    """Return `rank_order` as a read-only array; None if it is 0, 1, 2, ..."""
+    """Return `rank_order` as a read-only array, or None if it is 0, 1, 2, ..."""
     world = math.prod(dims.values())
     listed = rank_order.tolist() if isinstance(rank_order, np.ndarray) else rank_order
     expected = f"a list of {world} different ranks, each 0 or more and below {_RANKS}"

@@ -20,7 +20,7 @@ def check_name(name: object, what: str) -> None:
 
 
 def nearest_name(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name nearest to `word`. None if no name is near, or if several are equally near to a short word.
+    """Return the known name nearest to `word`, or None if no name is near or if several are equally near to a short word.
 
     >>> nearest_name("pt", ["pp", "dp", "tp"]), nearest_name("DP", ["pp", "dp"]), nearest_name("xp", ["pp", "dp"])
     ('tp', 'dp', None)
@@ -28,7 +28,7 @@ def nearest_name(word: str, known: Iterable[str]) -> str | None:
     names = list(known)
     matches = difflib.get_close_matches(word, names, n=1, cutoff=0.55)
     if not matches and 2 <= len(word) <= 3:
-        # One different letter of two is below the cutoff, as are letters in another order or case.
+        # Two letters are below the cutoff if one differs, or if they are in another order or case.
         matches = [name for name in names if sorted(name.lower()) == sorted(word.lower())]
         matches = matches or difflib.get_close_matches(word, names, n=2, cutoff=0.5)
     return matches[0] if len(matches) == 1 else None

@@ -40,7 +40,7 @@ class GroupOptions:
 class Family:
     """All groups along one name: along a dim, a merged dim, or a dim of a view.
 
-    shares: the name of the earlier family whose groups this family uses, or None. If it is set, no
+    shares: the name of the earlier family whose groups this family uses, or None. If a name is set, no
         group is created for this family.
     """
 
@@ -62,7 +62,7 @@ class Family:
 class Group:
     """One group: its ranks, in coord order, and its options.
 
-    index: its index among the family's groups. coords: the coords that its ranks share, by dim.
+    index: the group's index in its family. coords: the coords that all ranks of the group share, by dim.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Group:
 
     @property
     def label(self) -> str:
-        """Name and shared coords, such as `tp[pp=0 dp=1]`; only the name if all ranks are in one group."""
+        """Name and shared coords, such as `tp[pp=0 dp=1]`, or only the name if all ranks are in one group."""
         return f"{self.name}[{coords_text(self.coords)}]" if self.coords else self.name
 
     def facts(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The plan for one rank: its coords, and its group for every name, in order.
+    """The plan for one rank: the rank's coords and its group for every name, in order.
 
     A name of size 1 has no group and is not in `groups`.
     """
@@ -130,7 +130,7 @@ class Plan:
 
     @cached_property
     def families(self) -> tuple[Family, ...]:
-        """Every name with the facts that its groups share, in plan order."""
+        """The families of all names, in plan order. A family is what the groups of one name share."""
         layout = self.layout
         kinds: dict[str, tuple[str, tuple[str, ...]]] = {name: ("dim", (name,)) for name in layout.dims}
         kinds.update((name, ("merged", parts)) for name, parts in layout.merge.items())
@@ -153,7 +153,7 @@ class Plan:
         return next(family for family in self.families if family.name == name)
 
     def covering(self, dims: Dims) -> Family | None:
-        """Return the first family with the groups of `dims`, under any name; None if there is none.
+        """Return the first family with the groups of `dims`, under any name, or None if there is none.
 
         Raises UnknownDim; LayoutError if `dims` is not a name or a tuple of names.
         """
@@ -171,7 +171,7 @@ class Plan:
     def for_rank(self, rank: int) -> RankPlan:
         """Return the coords and groups of `rank`.
 
-        Time and memory grow with the sizes of its groups, not with the world.
+        Time and memory grow with the sizes of the rank's groups, not with the world.
         """
         # A process requests its own plan many times.
         last: RankPlan | None = self.__dict__.get("_last")

@@ -24,7 +24,7 @@ def times(sizes: Mapping[str, int]) -> str:
 
 def toml_dims(sizes: Mapping[str, int]) -> str:
     """Return the sizes as written in a config file: `{ dp = 4, tp = 2 }`."""
-    # Only ASCII letters may stand without quotes in TOML; a dim may have others.
+    # In TOML, only names of ASCII letters need no quotes. Names of dims may contain other letters.
     written = (name if name.isascii() else f'"{name}"' for name in sizes)
     listed = ", ".join(f"{name} = {size}" for name, size in zip(written, sizes.values(), strict=True))
     return f"{{ {listed} }}"
@@ -39,7 +39,7 @@ def divisors(n: int) -> list[int]:
 def whole(value: Any, what: str) -> int:
     """Return `value` as an int.
 
-    Accepts NumPy's integers; rejects bools, floats and everything else. what: its name in the error.
+    Accepts NumPy's integers and rejects bools, floats and everything else. what: the value's name in the error.
     """
     if type(value) is int:
         return value
@@ -57,7 +57,7 @@ def whole(value: Any, what: str) -> int:
 
 
 def check_mapping(given: Any, where: str, holds: str) -> Mapping[str, Any]:
-    """Return `given` itself, if it is a mapping from names to `holds`."""
+    """Return `given` if it is a mapping from names to `holds`. Otherwise raise an error."""
     if isinstance(given, Mapping):
         return given
     raise LayoutError(
@@ -133,7 +133,7 @@ def resolve(
 ) -> dict[str, int]:
     """Fill in the one size that is -1, and check that the sizes multiply to `world`.
 
-    world: None if unknown; then no size may be -1. what, where: names of the sizes and their place in errors.
+    world: None if unknown; then no size may be -1. what, where: the name and the place of the sizes in errors.
     Raises LayoutError with the arithmetic and the nearest sizes that fit.
     """
     given = f"{where} = {toml_dims(sizes)}"
@@ -183,7 +183,7 @@ def check_coord(name: str, coord: int, size: int) -> int:
 
 
 def coords_text(coords: Mapping[str, int]) -> str:
-    """Return text such as `pp=1 tp=0`; also for sizes."""
+    """Return coords or sizes as text such as `pp=1 tp=0`."""
     return " ".join(f"{name}={coord}" for name, coord in coords.items())
 
 

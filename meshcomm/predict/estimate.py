@@ -1,4 +1,4 @@
-"""Memory and traffic of a training step on the rank with the most layers: short formulas, by which `tune` ranks meshes.
+"""Memory and traffic of a training step on the rank with the most layers, by short formulas that `tune` uses to rank meshes.
 
 `meshcomm dryrun` and `meshcomm tune --exact` count both exactly. The formulas leave out messages of a few bytes per token
 (losses, norms, routers), biases, attention windows, the order in which memory is freed, and buffers of a pass.
@@ -22,7 +22,7 @@ from meshcomm.predict.times import Operation
 _BYTES: Final = {"float32": 4, "float64": 8, "bfloat16": 2}
 # The parts that are dims of the base; outermost first unless something else decides the order.
 BASE: Final[tuple[ParallelRole, ...]] = ("pipeline", "data", "shard", "context", "tensor")
-# Parts, or dims, whose ranks make a call together. The copies of experts, edp, are "replica"; with shard they hold
+# Parts, or dims, whose ranks make a call together. The copies of experts (edp) are "replica". With shard, they hold
 # shards of the experts and are "expert shard".
 Along: TypeAlias = tuple[str, ...]
 REPLICA: Final = "replica"
@@ -31,7 +31,7 @@ EXPERT_SHARD: Final = "expert shard"
 
 class Sizes(NamedTuple):
     """Sizes of the dims that have the parts; 1 for a part without a dim. microbatches: per rank and step. expert_copies:
-    copies of the experts' shards.
+    number of copies of the experts' shards.
     """
 
     pipeline: int = 1
@@ -54,11 +54,11 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """The training of a configuration. parts: the parts that it uses. model: with all sizes. expert_layers: layers with
-    experts. counts: the model's parameters, where they were counted.
+    """The training of a configuration. parts: the parts in use. model: with all sizes. expert_layers: layers with
+    experts. counts: the model's parameters, if they were counted.
 
-    activation_bytes: of an element in a message or in memory, and of a weight gathered by FSDP. weight_bytes: of a
-    weight. reduced_bytes: of a gradient reduced by FSDP.
+    activation_bytes: bytes per element in a message or in memory, and per weight gathered by FSDP. weight_bytes: bytes per
+    weight. reduced_bytes: bytes per gradient reduced by FSDP.
     """
 
     parts: tuple[ParallelRole, ...]
@@ -90,16 +90,16 @@ class Workload:
     def with_experts(self, layers: int) -> int:
         """Return the number of layers with experts among `layers`.
 
-        Where only every n-th has them, a rank's share, rounded up.
+        If only every n-th layer has them, this is a rank's share, rounded up.
         """
         return -(-layers * self.expert_layers // self.model.num_layers)
 
     def layers_again(self, sizes: Sizes) -> int:
-        """Return the layers of that rank whose full forward pass is recomputed; 0 for selective recompute."""
+        """Return how many layers of that rank recompute their full forward pass; 0 for selective recompute."""
         every, layers = self.train.activation_checkpointing, self.layers_of_rank(sizes)
         if isinstance(every, bool) or every == "selective":
             return layers if every is True else 0
-        # Which layers of a stage these are depends on their position in the model.
+        # Which layers of a stage are recomputed depends on their position in the model.
         return layers // every if sizes.pipeline == 1 else -(-layers // every)
 
     def shards(self, sizes: Sizes) -> int:
@@ -125,7 +125,7 @@ class Workload:
 
 
 def workload(settings: Config, counts: Counts | None = None) -> Workload:
-    """Return the workload of `settings`. counts: the parameters of its model, where they do not follow from its sizes.
+    """Return the workload of `settings`. counts: the model's parameters, if they cannot be computed from its sizes.
 
     Raises ConfigError if `settings` trains nothing, or fixes the places of ranks.
     """
@@ -134,7 +134,7 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
         raise ConfigError(
             f"{settings.source} says nothing about training",
             given="a mesh without [parallel], [model], [data] and [train]",
-            expected="all four sections: bytes and memory follow from them",
+            expected="all four sections: bytes and memory are computed from them",
             hint="meshcomm new writes a config that has them all",
         )
     model, mesh = model.sized("bytes and memory"), settings.mesh
@@ -146,7 +146,7 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
             expected="a training of all parameters",
             hint=f"meshcomm dryrun {settings.source}, which counts only trained parameters, on one mesh",
         )
-    # Settings that would not fit other sizes, or would undo another order.
+    # Settings that would not fit other sizes, or would override another order.
     fixed = [f"mesh.{name}" for name in ("ranks", "rank_order") if getattr(mesh, name) is not None]
     fixed += [f"mesh.views.{name}" for name in mesh.views if name != settings.expert_view]
     fixed += [f"mesh.dims.{dim}" for dim in mesh.dims if dim not in parallel.parts.values()]
@@ -209,7 +209,7 @@ class Memory(NamedTuple):
 def weights(work: Workload, sizes: Sizes) -> Weights:
     """Return the weights: experts are split along expert and tensor, other weights along tensor.
 
-    A pipeline puts the two tables on two ranks.
+    With a pipeline, the two tables are on two ranks.
     """
     model, layers = work.model, work.layers_of_rank(sizes)
     with_experts, norms = work.with_experts(layers), 2 * model.hidden_size
@@ -237,7 +237,7 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
 
 
 def memory(work: Workload, sizes: Sizes) -> Memory:
-    """Return the bytes of the largest rank. Weights and gradients have one dtype; Adam's two moments have
+    """Return the bytes of the rank with the most. Weights and gradients have one dtype. Adam's two moments have
     train.state_dtype.
 
     With sharding (FSDP, ZeRO-3: Rajbhandari et al. 2020), each is divided by the shards. Gathered weights are two layers,
@@ -262,7 +262,7 @@ def memory(work: Workload, sizes: Sizes) -> Memory:
 
 
 def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float]:
-    """Return the bytes that a layer keeps of a micro-batch for backward: with full recompute, with selective
+    """Return the bytes of a micro-batch that a layer keeps for backward: with full recompute, with selective
     recompute, without.
 
     After Korthikanti et al. 2022. Attention keeps no scores, and experts are evenly loaded.
@@ -282,7 +282,7 @@ def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float
 
 
 def _activations(work: Workload, sizes: Sizes) -> float:
-    """Return the larger of two ranks of a pipeline: the first has the most micro-batches in flight, the last has
+    """Return the bytes of the larger of a pipeline's end ranks. The first has the most micro-batches in flight, the last has
     the logits.
     """
     entry, selective, everything = layer_activations(work, sizes)
@@ -306,7 +306,7 @@ def _activations(work: Workload, sizes: Sizes) -> float:
 class Flow(NamedTuple):
     """One kind of call. along: the parts whose ranks make it. calls: by one rank, in each micro-batch or each step.
 
-    size_bytes: of one call. what: a description. sent: the share of the calls that send; the others receive.
+    size_bytes: bytes of one call. what: a description. sent: the share of the calls that send; the others receive.
     """
 
     part: ParallelRole
@@ -324,7 +324,7 @@ class Flow(NamedTuple):
 
 
 def flows(work: Workload, sizes: Sizes) -> list[Flow]:
-    """Return all calls of the largest rank."""
+    """Return all calls of the rank with the most layers."""
     makers = {
         "tensor": _tensor,
         "context": _context,
@@ -364,7 +364,7 @@ def expected(settings: Config, world: int) -> list[Flow]:
 
 
 def _tensor(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """Two all-reduces forward and two backward in each layer (Shoeybi et al. 2019), or as many all-gathers and
+    """Two all-reduces forward and two backward in each layer (Shoeybi et al. 2019), or equally many all-gathers and
     reduce-scatters (Korthikanti et al. 2022); one for each table. A recomputed pass ends before its last all-reduce.
     """
     layers, again = work.layers_of_rank(sizes), work.layers_again(sizes)
@@ -398,7 +398,7 @@ def _context(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 
 def _expert(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """The rows of each token to its experts and back, twice forward and twice backward."""
+    """The rows of each token, sent to its experts and back, twice forward and twice backward."""
     rows = work.tokens(sizes) * min(work.model.experts_per_token, work.model.experts)
     layers, again = work.layers_of_rank(sizes), work.layers_again(sizes)
     calls = 4 * work.with_experts(layers) + 2 * work.with_experts(again)
@@ -407,7 +407,7 @@ def _expert(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 
 def _pipeline(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """Each stage receives and sends an activation and a gradient. The two end ranks each have only one neighbor."""
+    """Each stage receives and sends an activation and a gradient. The first and last rank each have only one neighbor."""
     stages = work.parallel.options.stages_per_rank
     calls = 4 * stages - (2 if sizes.pipeline == 2 else 0) if sizes.pipeline > 1 else 0
     split = sizes.tensor if work.parallel.options.sequence_parallel else 1
@@ -417,7 +417,7 @@ def _pipeline(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 
 def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """Each layer is gathered forward and backward, or once a step. Gradients are reduce-scattered once a step. The tables
+    """Each layer is gathered forward and backward, or once per step. Gradients are reduce-scattered once per step. The tables
     count as one more layer.
     """
     here, again, piped = weights(work, sizes), work.parallel.reshards(sizes.pipeline), sizes.pipeline > 1

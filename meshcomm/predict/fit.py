@@ -17,7 +17,7 @@ from meshcomm.layout import Plan
 from meshcomm.predict.links import Hop, Machine, Route, span
 from meshcomm.predict.times import Operation, lines
 
-# The algorithm of each operation on a backend, where it is known and its time is linear in the size.
+# The algorithm of each operation on a backend, if the algorithm is known and its time is linear in the size.
 # Gloo: gloo/allreduce.cc, allgather.cc and alltoall.cc (github.com/pytorch/gloo). NCCL chooses rings or
 # trees by its own tables; the model does not cover NCCL's other algorithms.
 _RING_AND_PAIRS: Final[Mapping[Operation, str]] = {
@@ -32,7 +32,7 @@ ASSUMED: Final[Mapping[str, Mapping[Operation, str]]] = {
 }
 # Operations that are one message on every backend.
 _ANY_BACKEND: Final[Mapping[Operation, str]] = {"sendrecv": "message"}
-# A part that is below this share of every measured time cannot be distinguished from noise.
+# Latency or bandwidth cannot be distinguished from noise if its part is below this share of every measured time.
 _SEEN: Final = 0.05
 # The first words of a file that may be overwritten.
 MARK: Final = "# Measured by `meshcomm bench"
@@ -78,7 +78,7 @@ class Fit:
 
 
 class Fitted(NamedTuple):
-    """The results of a fit.
+    """The result of a fit.
 
     dims: one fit for each dim. links: one fit for each link class, over all dims of the class.
     left_out: (dim, operation, reason) of times that were not used.
@@ -92,7 +92,7 @@ class Fitted(NamedTuple):
 def fit_links(times: Sequence[Time], plan: Plan, machine: Machine) -> Fitted:
     """Fit latency and bandwidth of each dim, and of each link class that the dims cross.
 
-    plan: with every backend decided, like the plan of a live mesh. Steps and bytes of a call follow from the
+    plan: with every backend decided, like the plan of a live mesh. Steps and bytes of a call are those of the
     algorithm that `assumed` returns, all on the slowest link that the dim's groups cross.
     Raises ConfigError as `fit` does, and if no measured operation has a known algorithm.
     """
@@ -111,7 +111,7 @@ def fit_links(times: Sequence[Time], plan: Plan, machine: Machine) -> Fitted:
             by_dim.setdefault(time.dim, []).append((time, done))
     if not by_dim:
         raise ConfigError(
-            "latency and bandwidth do not follow from any measured operation",
+            "latency and bandwidth cannot be computed from any measured operation",
             given=", ".join(f"{operation} along {dim}: {why}" for (dim, operation), why in left_out.items()),
             expected="an operation whose algorithm is known on this backend",
             hint="--op all_reduce --op all_gather --op sendrecv",
@@ -129,14 +129,14 @@ def fit_links(times: Sequence[Time], plan: Plan, machine: Machine) -> Fitted:
 
 
 def assumed(backend: str, operation: Operation) -> str | None:
-    """Return the algorithm that the model assumes for `operation` on `backend`; None if it is not fitted."""
+    """Return the algorithm that the model assumes for `operation` on `backend`. Return None if the operation is not fitted."""
     return ASSUMED.get(backend, _ANY_BACKEND).get(operation)
 
 
 def work(backend: str, operation: Operation, size_bytes: int, ranks: int) -> Work:
     """Return steps and bytes of a call, from the same lines that `meshcomm costs` shows.
 
-    Called for operations that `assumed` knows on the backend.
+    Call it only for operations that `assumed` knows on the backend.
 
     >>> work("gloo", "all_reduce", 4096, 4)
     Work(steps=6.0, moved_bytes=6144.0)
@@ -152,7 +152,7 @@ def check_sizes(sizes: Sequence[int]) -> None:
     if len(set(sizes)) < 2:
         raise ConfigError(
             "one size cannot separate latency from bandwidth",
-            given=f"times of {sizes[0]} bytes alone",
+            given=f"times of only {sizes[0]} bytes",
             expected="two sizes or more, far apart",
             hint="--bytes 4KiB --bytes 1MiB --bytes 16MiB",
         )
@@ -209,7 +209,7 @@ def measured_text(settings: Config, topology: TopologyConfig, links: Mapping[str
             f"links.{name}: {found.times} times along {', '.join(found.dims)}; "
             f"the model is {found.error:.0%} off in the median, {found.worst:.0%} at most{notes}"
         )
-    # The file must load back to the measured values before anyone uses it.
+    # Check that the file loads back to the measured values before anyone uses it.
     assert load_config({"mesh": mesh, "topology": whole}).topology == written
     rest = {name: value for name, value in whole.items() if name != "links" and value != {}}
     mesh = {name: value for name, value in mesh.items() if value != {}}

@@ -26,10 +26,10 @@ _LOCAL_SIZES: Final = (
 
 
 class Level(NamedTuple):
-    """One link class. ranks: ranks r with equal r // ranks are joined by this link or a faster one.
+    """One link class. ranks: ranks r with equal r // `ranks` are joined by this link or a faster one.
 
     The outermost level joins all ranks; its `ranks` is 0. alpha_s, beta_s: seconds of a message and of
-    a byte, exactly as written. assumed: its speed was not configured.
+    a byte, exactly as written. assumed: whether its speed is assumed, because it was not configured.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Level(NamedTuple):
 class Machine(NamedTuple):
     """The levels of a cluster, innermost first. call_s: the fixed cost of each call, without its messages.
 
-    places: the place of each rank, see `places_of`, if ranks are not placed in blocks. Levels then join places, not ranks.
+    places: the place of each rank (see `places_of`), if ranks are not placed in blocks. Levels then join places, not ranks.
     """
 
     levels: tuple[Level, ...]
@@ -61,9 +61,9 @@ class Machine(NamedTuple):
 
 @final
 class Placed(TopologyConfig):
-    """A topology whose nodes do not hold equal blocks of ranks, as with `srun -m cyclic`; detected by the ranks of a live mesh.
+    """A topology whose nodes do not hold equal blocks of ranks, as with `srun -m cyclic`. The ranks of a live mesh detect it.
 
-    ranks_per_node: of the largest node.
+    ranks_per_node: the number of ranks on the largest node.
     """
 
     nodes: tuple[int, ...]
@@ -90,7 +90,7 @@ def places_of(topology: TopologyConfig, ranks: Ranks) -> Ranks:
 
 
 def machine(topology: TopologyConfig) -> Machine | None:
-    """Return the levels that `[topology]` describes, unknown speeds assumed; None without ranks_per_node."""
+    """Return the levels that `[topology]` describes. Unknown speeds are assumed. Return None without ranks_per_node."""
     per_node, links = topology.ranks_per_node, topology.links
     if per_node is None:
         return None
@@ -106,7 +106,7 @@ def machine(topology: TopologyConfig) -> Machine | None:
 
 
 def known_machine(topology: TopologyConfig, source: str) -> Machine:
-    """Like `machine`. Raises ConfigError if it is unknown which ranks share a node. source: a file's name."""
+    """Like `machine`, but raises ConfigError if it is unknown which ranks share a node. source: a file's name."""
     found = machine(topology)
     if found is None:
         raise ConfigError(
@@ -177,7 +177,7 @@ class Hop(NamedTuple):
 class Route(NamedTuple):
     """The links that a group's data crosses, innermost first. The time of a call depends on nothing else.
 
-    hops: levels with two units or more. even: whether all units hold equally many ranks, as hierarchical
+    hops: levels with two units or more. even: whether all units hold the same number of ranks, as hierarchical
     algorithms need; otherwise there is one hop over all ranks on the slowest link. call_s: fixed cost of every call.
     """
 
@@ -201,8 +201,8 @@ class Route(NamedTuple):
 class Span(NamedTuple):
     """All groups of one family on a machine.
 
-    size: ranks of a group. fewest, most: the number of nodes that one group spans. route: of its data.
-    crosses: level's name -> number of groups whose slowest link is of that class.
+    size: ranks of a group. fewest, most: the number of nodes that one group spans. route: the route of its data.
+    crosses: name of a level -> number of groups whose slowest link is of that class.
     """
 
     size: int
@@ -239,14 +239,14 @@ def span(groups: Ranks, machine: Machine) -> Span:
 
 
 def slowest_level(found: Span, machine: Machine) -> Level:
-    """Return the level of the slowest link that a group crosses; the innermost for groups of one."""
+    """Return the level of the slowest link that a group crosses, or the innermost level for groups of one."""
     return next((level for level in machine.levels if level.name == found.slowest), machine.levels[0])
 
 
 def strided(dims: Sequence[tuple[int, int]], world: int, machine: Machine) -> Ranks:
     """Return the groups along dims of these (size, stride), in a world whose ranks are in the mesh's row-major order.
 
-    Returns one group of each kind: the placement of a group follows from its first rank modulo the largest unit.
+    Return one group of each kind: the first rank modulo the largest unit determines the placement of a group.
     """
     period = max(level.ranks for level in machine.levels)
     block = max(size * stride for size, stride in dims)
@@ -260,7 +260,7 @@ def strided(dims: Sequence[tuple[int, int]], world: int, machine: Machine) -> Ra
 
 
 def _factors(units: list[Ranks], size: int) -> list[int] | None:
-    """Return the ranks of a group in each unit of each level, as factors: [4, 2, 3] means 4 on each node, 2 nodes
+    """Return the ranks of a group in each unit of each level, as factors. [4, 2, 3] means 4 ranks on each node, 2 nodes
     in each rack, 3 racks. None if one unit holds more ranks of a group than another.
     """
     factors: list[int] = []

@@ -21,7 +21,7 @@ _MEMORY_SHARE: Final = 0.1
 _MEMORY_GB: Final = 80.0
 # Megabytes of one NCCL communicator after its first all_reduce, as a user measured them on four A100
 # with NVLink under PyTorch in 2023: 544 for two ranks, 688 for more (github.com/NVIDIA/nccl, issue 964).
-# It grows with the number of channels (issue 986), so other machines differ.
+# The memory grows with the number of channels (issue 986), so other machines differ.
 NCCL_MB_OF_TWO: Final = 544
 NCCL_MB: Final = 688
 # Descriptors of one idle Gloo group; measured on Linux by tests/doctor.
@@ -125,7 +125,7 @@ def lint(
 
 
 def scattered(plan: Plan, topology: TopologyConfig) -> LintFinding | None:
-    """Return the dims that cross nodes only because the ranks of a node are not consecutive, and the fix."""
+    """Return a finding for dims that cross nodes only because the ranks of a node are not consecutive."""
     where = machine(topology)
     if not isinstance(topology, Placed) or where is None:
         return None
@@ -182,7 +182,7 @@ class _Case(NamedTuple):
 
     @property
     def dims_in_order(self) -> dict[str, int]:
-        """Dims whose order may change; empty if the ranks' order is given."""
+        """Dims whose order may change; empty if the order of the ranks is given."""
         mesh = self.settings.mesh
         return dict(mesh.dims) if mesh.rank_order is None else {}
 
@@ -238,7 +238,7 @@ def _tensor(case: _Case) -> Iterator[LintFinding]:
 
 
 def _moved(case: _Case, dim: str) -> str | None:
-    """Return the dims with `dim` innermost, and smaller where needed to keep it inside a node."""
+    """Return the dims with `dim` innermost. `dim` becomes smaller if it would not fit inside a node."""
     dims = case.dims_in_order
     if dim not in dims:
         return None

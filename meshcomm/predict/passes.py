@@ -67,7 +67,7 @@ class Costs(NamedTuple):
     backward_weight: float = 1
 
     def of(self, each: Pass) -> float:
-        """Return the time of one pass."""
+        """Return the duration of one pass."""
         halves = self.backward_input, self.backward_weight
         return {"F": self.forward, "B": sum(halves), "I": halves[0], "W": halves[1]}[each.kind]
 
@@ -88,7 +88,7 @@ class Timeline:
 
     @property
     def length(self) -> float:
-        """From the first pass of any rank to the end of the last."""
+        """The time from the start of the first pass of any rank to the end of the last."""
         return max(slots[-1].end for slots in self.ranks)
 
     @property
@@ -100,7 +100,7 @@ class Timeline:
     def held(self, rank: int) -> int:
         """Return the most activations, counted as microbatches times stages, that a rank keeps at once.
 
-        They are kept from the forward pass to the end of the backward pass for the weights.
+        An activation is kept from the forward pass to the end of the backward pass for the weights.
         """
         kinds = (slot.work.kind for slot in self.ranks[rank])
         return max(accumulate((kind == "F") - (kind in "BW") for kind in kinds))
@@ -112,7 +112,7 @@ def timeline(orders: Sequence[Sequence[Pass]], costs: Sequence[Costs] | None = N
     A forward pass needs the forward pass of the previous stage; a backward pass needs the backward pass of the next
     stage. The loss is part of the last stage's forward pass. Messages take no time.
 
-    costs: of each stage. If None, 1 slot forward and 2 backward. Raises AssertionError if the orders wait for each other
+    costs: cost of each stage. If None, 1 slot forward and 2 backward. Raises AssertionError if the orders wait for each other
     in a cycle, which no schedule does.
     """
     stages = 1 + max(each.stage for order in orders for each in order)

@@ -33,7 +33,7 @@ from meshcomm.predict.links import Machine, Span, known_machine, span, strided
 from meshcomm.predict.passes import bubble
 from meshcomm.predict.times import Operation, backend_lines, fastest
 
-# Used if [topology] does not set them: the speed of Llama 3 405B on an H100 in bfloat16 (380 to 430,
+# Used if [topology] does not set these values: the speed of Llama 3 405B on an H100 in bfloat16 (380 to 430,
 # Grattafiori et al. 2024), and the memory of that device.
 ASSUMED_TFLOPS: Final = 400.0
 ASSUMED_MEMORY_GB: Final = 80.0
@@ -50,7 +50,7 @@ _Order: TypeAlias = tuple[ParallelRole, ...]
 
 
 class Share(NamedTuple):
-    """The share of a step taken by one kind of call. link: the slowest link that its group of `ranks` crosses. calls: by
+    """The share of a step taken by one kind of call. link: the slowest link that a group of `ranks` crosses. calls: number by
     one rank in a step. algorithm: as in meshcomm.predict.times.
     """
 
@@ -65,8 +65,8 @@ class Share(NamedTuple):
 class Placement(NamedTuple):
     """One mesh. dims: part -> size of the base, outermost first; expert: size of the dim of experts, inside its copies.
 
-    step_s = compute_s + bubble_s + the seconds of all shares. microbatches: per rank in a step.
-    memory_bytes: weights, gradients, optimizer, activations of the largest rank. also: the number of other
+    step_s = compute_s + bubble_s + the seconds of all shares. microbatches: number per rank and step.
+    memory_bytes: weights, gradients, optimizer and activations of the rank with the most. also: the number of other
     orders of the same sizes with the same predicted time.
     """
 
@@ -99,7 +99,7 @@ class Ranking(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A mesh without its details. Sorts by time, then by the order of its dims."""
+    """A mesh without its details. Sorted by time, then by the order of its dims."""
 
     step_s: float
     order: tuple[int, ...]
@@ -115,7 +115,7 @@ def rank_placements(
 ) -> Ranking:
     """Return the `top` meshes with the shortest predicted step among all legal ones.
 
-    topology: with ranks_per_node; missing properties of a rank default to an H100's. keep: sizes that do not change.
+    topology: has ranks_per_node; missing properties of a rank default to an H100's. keep: sizes that do not change.
     Raises ConfigError if no mesh of `world` ranks can train this, or if no such mesh fits in memory.
     """
     machine = known_machine(topology, "[topology]")
@@ -234,7 +234,7 @@ def place_config(
 ) -> Ranking:
     """Rank the meshes of `world` ranks for the training of `settings`.
 
-    topology: as `discovered` returns it. keep: dims that keep their size in the file. counts: see `workload`. Raises ConfigError.
+    topology: as `discovered` returns it. keep: dims that keep the file's size. counts: see `workload`. Raises ConfigError.
     """
     work = workload(settings, counts)
     known_machine(topology, settings.source)
@@ -256,7 +256,7 @@ def place_config(
 
 
 def trainable(work: Workload, world: int) -> Iterator[Sizes]:
-    """All sizes of the used parts whose product is `world` and that pass the checks of a configuration, with their
+    """Yield all sizes of the used parts whose product is `world` and that pass the checks of a configuration, and their
     microbatches. The size of expert divides the ranks outside pipeline and tensor.
     """
     played = [part for part in BASE if part in work.parts]
@@ -274,9 +274,9 @@ def trainable(work: Workload, world: int) -> Iterator[Sizes]:
 
 
 def orders(work: Workload, sizes: Sizes) -> Iterator[_Order]:
-    """Every distinct order of the base's dims that a configuration may have.
+    """Yield every distinct order of the base's dims that a configuration may have.
 
-    A dim of size 1 changes no group in any position: it is outermost, in BASE's order. Experts share the block
+    A dim of size 1 changes no group in any position, so it is outermost, in BASE's order. Experts share the block
     of ranks that data, shard and context form, so no other dim is between these.
     """
     played = [part for part in BASE if part in work.parts]
@@ -300,7 +300,7 @@ def strides(work: Workload, sizes: Sizes, order: _Order) -> dict[str, tuple[int,
         shared = [found[part] for part in _BLOCK if part in found]
         block = min((stride for size, stride in shared if size > 1), default=1)
         copies = prod(size for size, _ in shared) // sizes.expert
-        # All copies of experts are shards of them.
+        # All copies of experts are shards of the experts.
         beside = EXPERT_SHARD if "shard" in work.parts else REPLICA
         found |= {"expert": (sizes.expert, block), REPLICA: (1, 1), beside: (copies, block * sizes.expert)}
     return found
@@ -328,7 +328,7 @@ def _splits(work: Workload, sizes: Sizes) -> bool:
         or work.seq_len % (context * (1 + ring))
         or (options.sequence_parallel and work.seq_len // context % tensor)
         or (ring and any(window is not None and window < work.seq_len for window in model.windows))
-        # Heads are split evenly; kv heads too, or each is repeated equally often.
+        # Heads are split evenly. kv heads are also split evenly, or each is repeated equally often.
         or (work.ulysses and model.num_heads // tensor % context)
         or (work.ulysses and kv_heads % context and context % kv_heads)
     )
@@ -345,7 +345,7 @@ def write_placement(settings: Config, ranking: Ranking, path: Path) -> Config:
     check_ending(path, "--write", ".toml")
     data = placed_data(settings, ranking.placements[0])
     text = toml_text([f"{settings.source} on {ranking.world} ranks, by `meshcomm tune`"], data)
-    # The file must contain the chosen dims before anyone trains with it.
+    # Check that the file contains the chosen dims before anyone trains with it.
     assert parse_toml(text, str(path))["mesh"]["dims"] == data["mesh"]["dims"]
     load_config(data).resolved(ranking.world)
     write_whole(path, text, given=f"--write {path}")

@@ -23,12 +23,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """It takes the batch's inputs."""
+        """Whether the stage takes the batch's inputs."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """It computes the loss."""
+        """Whether the stage computes the loss."""
         return self.index == self.count - 1
 
 
@@ -49,14 +49,14 @@ def split_layers(
     first: float = 0.0,
     last: float = 0.0,
 ) -> list[range]:
-    """Return the layers of each stage: contiguous, and no other split has a cheaper largest stage.
+    """Return the layers of each stage. Stages are contiguous, and no other split has a cheaper largest stage.
 
     Ties are decided by the most even split (least sum of squares), then by the cheapest last stage, then by the
     cheapest first stage. The last stage also computes the loss, and the first keeps the most microbatches in flight.
 
     Args:
-        layers, stages: their numbers; every stage gets a layer.
-        costs: of each layer, in any unit. If None, 1 each.
+        layers, stages: the numbers of layers and of stages; every stage gets a layer.
+        costs: cost of each layer, in any unit. If None, 1 each.
         first: cost of stage 0 in addition to its layers, in the same unit (the embedding).
         last: cost of the last stage in addition to its layers (the head and the loss).
 
@@ -77,7 +77,7 @@ def split_layers(
         )
     each = _exact_costs(layers, [1] * layers if costs is None else costs, first, last)
     sums = [0, *accumulate(each)]
-    # The least possible cost of the largest stage, for the first `stop` layers; one more stage in each round.
+    # The least possible cost of the largest stage, for the first `stop` layers. Each round adds a stage.
     least: list[float] = [0, *[math.inf] * layers]
     for _ in range(stages):
         least = [math.inf] + [
@@ -110,7 +110,7 @@ class PartCosts(NamedTuple):
     head: int
 
     def of_stages(self, parts: list[range]) -> list[int]:
-        """Return the cost of each stage; the embedding counts with the first, the head with the last."""
+        """Return the cost of each stage. The first includes the embedding, the last includes the head."""
         costs = [sum(self.layers[layer] for layer in part) for part in parts]
         costs[0] += self.embedding
         costs[-1] += self.head
@@ -118,10 +118,10 @@ class PartCosts(NamedTuple):
 
 
 def part_costs(model: ModelConfig, seq_len: int) -> PartCosts:
-    """Return the cost of the matrices of each part; norms, rotations and the loss are not counted.
+    """Return the cost of the matrices of each part. Norms, rotations and the loss are not counted.
 
-    seq_len: tokens of a sample. Each query is multiplied with all of their keys, including keys that the causal mask
-    hides. A window is computed a few queries at a time, so it counts twice its keys.
+    seq_len: tokens of a sample. Each query is multiplied with the keys of all tokens, including keys that the causal mask
+    hides. A window is computed a few queries at a time, so twice its keys are counted.
     The embedding looks up rows and multiplies nothing.
     """
     projections = 2 * model.hidden_size * model.head_size * (model.num_heads + model.num_kv_heads)
@@ -135,7 +135,7 @@ def part_costs(model: ModelConfig, seq_len: int) -> PartCosts:
 
 
 def attention_costs(model: ModelConfig, seq_len: int) -> list[int]:
-    """Return the multiply-adds per token of each layer's queries with keys, and of scores with values; see
+    """Return the multiply-adds per token of each layer for queries times keys and scores times values; see
     `part_costs`.
     """
     windows = model.windows or (None,) * model.num_layers

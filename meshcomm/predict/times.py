@@ -1,6 +1,6 @@
 """The time of a collective on its links, by algorithm, and the bytes that it moves.
 
-Times follow the alpha-beta model for every applicable algorithm, computed exactly. Sizes are counted as in nccl-tests:
+Times are computed exactly by the alpha-beta model, for every applicable algorithm. Sizes are counted as in nccl-tests:
 the full data for all_gather and reduce_scatter; all bytes of one rank, including its own part, for all_to_all; the
 tensor for the others.
 """
@@ -40,7 +40,7 @@ DTYPE_BYTES: Final = 4
 
 
 class Line(NamedTuple):
-    """One algorithm: fixed_s seconds, plus byte_s for every byte; exact.
+    """One algorithm: fixed_s seconds, plus byte_s seconds for every byte; exact.
 
     chunks: the number of pieces of the data; 1 for algorithms without this choice.
     """
@@ -83,7 +83,7 @@ def best(lines: Sequence[Line], size_bytes: float) -> Line:
 
 
 def backend_lines(operation: Operation, route: Route) -> list[Line]:
-    """Return the `lines` that a backend chooses from, where that is known; otherwise all."""
+    """Return the `lines` that a backend chooses from, or all if these are unknown."""
     every = lines(operation, route)
     return [line for line in every if line.name in BACKENDS_OWN] or every
 
@@ -99,7 +99,7 @@ def fastest(operation: Operation, route: Route, size_bytes: float) -> Line:
 def bus_factor(operation: Operation, ranks: int) -> Fraction:
     """Return busbw / algbw. algbw is size / time; the size is the whole data for all_gather and reduce_scatter.
 
-    One for a single rank, where nothing moves. Source: nccl-tests, doc/PERFORMANCE.md (github.com/NVIDIA/nccl-tests).
+    It is one for a single rank, where nothing moves. Source: nccl-tests, doc/PERFORMANCE.md (github.com/NVIDIA/nccl-tests).
 
     >>> bus_factor("all_reduce", 8), bus_factor("all_gather", 8)
     (Fraction(7, 4), Fraction(7, 8))
@@ -144,7 +144,7 @@ def named_operations(names: Sequence[str]) -> tuple[Operation, ...]:
 
 
 def _flat(operation: Operation, n: int) -> Iterator[tuple[str, int, int, Any]]:
-    """Return the algorithms without levels: name, chunks, steps, and bytes moved for each byte of the size, exact."""
+    """Return the algorithms without levels: name, chunks, steps, and the exact number of bytes moved per byte of the size."""
     one: Any = Fraction(1)
     match operation:
         case "all_reduce":
@@ -189,7 +189,7 @@ def _hierarchical(route: Route, rounds: int) -> Line:
 
 
 def _pairwise(route: Route) -> Line:
-    """Each rank sends to all others, one after the other, over the link that joins the two."""
+    """Each rank sends to all others, one after the other, over the link that joins the sender and the receiver."""
     fixed = byte = Fraction(0)
     inner = 1
     for hop in route.hops:

@@ -89,9 +89,9 @@ def row_facts(
     calls: int,
     seconds: tuple[Sequence[float], Sequence[float]],
 ) -> Facts:
-    """Return one row. seconds: per call of each round, of the slowest rank, for meshcomm and for torch.
+    """Return one row. seconds: for meshcomm and for torch, the slowest rank's seconds per call in each round.
 
-    Times are medians over the rounds, ratio is the median of the rounds' ratios, and bandwidths follow from the median times.
+    Times are medians over the rounds, ratio is the median of the rounds' ratios, and bandwidths are computed from the medians.
     """
     ratio = median(a / b for a, b in zip(*seconds, strict=True))
     facts: Facts = {"dim": dim, "operation": operation, "bytes": size_bytes, "calls": calls, "ratio": ratio}
@@ -103,7 +103,7 @@ def row_facts(
 
 
 def fit_facts(fitted: Fitted, notes: Sequence[str] = ()) -> Facts:
-    """Return latency, bandwidth and the error of the model, by dim and by link class, with notes to show."""
+    """Return the latency, the bandwidth and the model's error by dim and by link class, with notes to show."""
     left = [dict(zip(("dim", "operation", "why"), each, strict=True)) for each in fitted.left_out]
     return {
         "dims": {name: _fit_facts(found) for name, found in fitted.dims.items()},

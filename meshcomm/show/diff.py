@@ -13,7 +13,7 @@ from meshcomm.layout import Layout, Plan, Ranks
 from meshcomm.layout.sizes import coords_text, fold
 from meshcomm.show.page import Cells, Facts, Line, PagePart
 
-# The number of ranks, and of groups of one name, listed as examples.
+# How many ranks, and how many groups of one name, are listed as examples.
 _RANKS: Final = 8
 _GROUPS: Final = 3
 
@@ -77,7 +77,7 @@ def _groups(a: Plan, b: Plan) -> list[Facts]:
 
 
 def _changed(name: str, a: Ranks | None, b: Ranks | None) -> Facts:
-    """Return the change of the groups of one name. None: that side does not have the name."""
+    """Return the change of the groups of one name. A side that does not have the name is None."""
     ours, theirs = _by_members(a), _by_members(b)
     common = ours.keys() & theirs.keys()
     same = sum(bool((ours[key] == theirs[key]).all()) for key in common)
@@ -130,7 +130,7 @@ def _ranks(a: Layout, b: Layout) -> Facts:
 
 
 def _coords(layout: Layout, names: list[str], ranks: Ranks) -> Ranks:
-    """Return a row for each rank, a column for each name: coords; 0 where the layout has no such dim."""
+    """Return coords, with a row for each rank and a column for each name; 0 if the layout has no such dim."""
     places = np.argsort(layout.ranks)
     positions = places[np.searchsorted(layout.ranks, ranks, sorter=places)]
     coords = np.zeros((len(ranks), len(names)), dtype=np.int64)

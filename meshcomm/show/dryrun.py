@@ -13,7 +13,7 @@ from meshcomm.show.page import Cells, Column, Facts, Line, PagePart, View, page_
 from meshcomm.show.place import assumed_text
 from meshcomm.show.units import bytes_text, count, decimal_unit, seconds_text
 
-# The number of findings shown with their lines; the rest is counted.
+# The number of findings shown with their lines; the rest are only counted.
 _SHOWN: Final = 12
 
 
@@ -66,7 +66,7 @@ def _memory(memory: Facts) -> Iterator[PagePart]:
     for _, (first, *others) in groupby(stages, itemgetter("parts")):
         last = f"-{others[-1]['stage']}" if others else ""
         rows.append({**first, "stages": f"{first['stage']}{last}"})
-    # All cells use one unit, so that a column is no wider than its name.
+    # All cells use one unit, so that no column is wider than its name.
     unit, size = decimal_unit(top["peak_bytes"])
     columns: dict[str, Column] = {">stage": "stages"} if len(stages) > 1 else {}
     columns |= {">rank": "rank", ">peak": ("peak_bytes", partial(_in_unit, size))}
@@ -108,7 +108,7 @@ def _calls(calls: list[Facts], timed: bool) -> Cells:
 
 
 def _seconds(key: str, row: Facts) -> str:
-    """Of a dim, in its first row."""
+    """Return the seconds of a dim in its first row, and nothing in its other rows."""
     return "" if not row["first"] else "-" if row[key] is None else seconds_text(row[key])
 
 

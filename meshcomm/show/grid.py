@@ -1,7 +1,7 @@
-"""The rank grid: the place of every rank, and its group along one dim.
+"""The rank grid: the place of every rank, and the rank's group along one dim.
 
 Two inner dims make a block of rows and columns; the outer dims arrange the blocks. `grid_facts` is the data, and
-`RankGrid` draws it for a rich console. All other forms are made from that drawing.
+`RankGrid` draws it for a rich console. All other output formats are made from that drawing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Numbers = npt.NDArray[np.int64]
 # readers can distinguish.
 PALETTE: Final = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#0072b2", "#d55e00", "#b3b3b3")
 _OUTSIDE, _LEFT_OUT = -1, -2
-# Index: which of up, down, left, right have a line, as bits 1, 2, 4, 8.
+# The index tells which of up, down, left, right have a line, as bits 1, 2, 4, 8.
 _NODE_LINES: Final = " ┃┃┃━┛┓┫━┗┏┣━┻┳╋"
 _ASCII: Final = str.maketrans(_NODE_LINES + "…⋮", " |||-+++-+++-+++.:")
 # The most groups in the legend.
@@ -52,8 +52,8 @@ def grid_facts(
 
     by: a dim, a merged dim, a view's dim, or a tuple of them. If None, the innermost dim of the base. rank: a rank to mark.
 
-    ranks, group and node have an entry for each place of the grid, row-major over `dims` (the dims of `view`): its rank,
-    the index of the rank's group, its node. ranks_per_node, nodes and node are None if unknown.
+    ranks, group and node have an entry for each place of the grid, row-major over `dims` (the dims of `view`): the rank,
+    the index of the rank's group, and the rank's node. ranks_per_node, nodes and node are None if unknown.
     Raises UnknownDim, and LayoutError if the mesh does not have `rank`.
     """
     layout = plan.layout
@@ -83,7 +83,7 @@ def grid_facts(
 
 
 class Room(NamedTuple):
-    """Columns or lines: in total, for one rank, between ranks of a block, between blocks."""
+    """Numbers of columns or lines: in total, for one rank, between ranks of a block, between blocks."""
 
     total: int
     cell: int
@@ -92,10 +92,10 @@ class Room(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """One direction of the picture: a dim, several merged ones, or none (size 1).
+    """One direction of the picture: a dim, several merged dims, or none (size 1).
 
     sizes: its dims, outermost first. stride: places from one coord to the next.
-    coords: the drawn ones, in order, with None where coords are left out.
+    coords: the drawn coords, in order, with None where coords are left out.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Axis(NamedTuple):
 class Slot(NamedTuple):
     """One row or column of the picture.
 
-    offset: its part of the place of a cell; negative where coords are left out. coord, block: labels.
+    offset: the row's or column's part of the place of a cell; negative where coords are left out. coord, block: labels.
     """
 
     at: int
@@ -122,7 +122,7 @@ class Slot(NamedTuple):
 def _between(slots: Sequence[Slot]) -> list[int]:
     """Return the positions of lines between slots: in the middle of each gap, and next to both ends."""
     middles = [after.at - (after.at - before.at - before.size + 1) // 2 for before, after in pairwise(slots)]
-    # A cell ends with a blank: the last line is there.
+    # A cell ends with a blank, which holds the last line.
     return [slots[0].at - 1, *middles, slots[-1].at + slots[-1].size]
 
 
@@ -152,7 +152,7 @@ def _directions(facts: Facts) -> list[dict[str, int]]:
 
 
 def _axes(facts: Facts, width: Room, height: Room) -> tuple[Axis, Axis, Axis, Axis]:
-    """Return blocks downwards, blocks across, rows, columns: as many coords as fit, including the marked rank's."""
+    """Return blocks downwards, blocks across, rows and columns, with as many coords as fit, including the marked rank's."""
     down, across, rows, columns = _directions(facts)
     sizes = prod(columns.values()), prod(across.values())
     if not down and _drawn(*sizes, width, 1) != sizes:
@@ -182,7 +182,7 @@ def _axis(sizes: dict[str, int], stride: int, drawn: int, place: int) -> Axis:
 
 
 def _drawn(inside: int, blocks: int, room: Room, gaps: int) -> tuple[int, int]:
-    """Return the number of coords inside a block, and of blocks, to draw: as many ranks as fit, at least one.
+    """Return how many coords per block, and how many blocks, to draw: as many ranks as fit, at least one.
 
     gaps: the number of marks for omitted coords, one column or line each.
     """
@@ -190,7 +190,7 @@ def _drawn(inside: int, blocks: int, room: Room, gaps: int) -> tuple[int, int]:
     limit = max(1, room.total // room.cell)
     for inner, outer in product(range(1, min(inside, limit) + 1), range(1, min(blocks, limit) + 1)):
         block = _length(inner, inside - inner, room.cell, room.inner, gaps)
-        # Prefer the first and last of both directions over more of one.
+        # Prefer the first and last coords of both directions over more coords of one.
         found = (min(inner, 2) + min(outer, 2), inner * outer, inner)
         if found > score and _length(outer, blocks - outer, block, room.outer, gaps) <= room.total:
             best, score = (inner, outer), found
@@ -237,7 +237,7 @@ class RankGrid:
         self.facts = facts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield headlines, the picture, a legend, and a note on omitted ranks."""
+        """Yield headlines, the picture, a legend, and a note about omitted ranks."""
         from rich.text import Text
 
         facts = self.facts
@@ -279,14 +279,14 @@ class RankGrid:
     _repr_svg_ = svg
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it as .svg. Raises ConfigError for another suffix or an unwritable path; the file is then unchanged."""
+        """Write the grid as .svg. Raises ConfigError for another suffix or an unwritable path; the file is then unchanged."""
         where = Path(fspath(path))
         check_ending(where, "--export", ".svg")
         write_whole(where, self.svg())
 
 
 class _Picture:
-    """Labels in the margin, ranks, and lines between nodes, within a width; long dims are folded."""
+    """Labels in the margin, ranks, and lines between nodes, within a given width. Long dims are folded."""
 
     def __init__(self, facts: Facts, width: int, coloured: bool) -> None:
         self.facts = facts
@@ -320,7 +320,7 @@ class _Picture:
         return f"{ink} on {colour}" if self.coloured else "default"
 
     def lines(self) -> Iterator[Text]:
-        """Heads, then every row with the line above it, then the line below all."""
+        """Yield the headings, then every row with the line above it, then the bottom line."""
         if self.across.size > 1:
             blocks = [(slot.at, f"{slot.block} ", "bold") for slot in self.columns if slot.starts_block]
             yield self._line(self.across.name, blocks)
@@ -343,7 +343,7 @@ class _Picture:
             yield self._border("", crossings[-1], above[-1])
 
     def legend(self) -> tuple[list[tuple[int, str]], list[str]]:
-        """Return index, name and ranks in coord order of the first drawn groups, and notes on omissions."""
+        """Return index, name and ranks (in coord order) of each of the first drawn groups, and notes about omissions."""
         facts = self.facts
         drawn = {facts["group"][place]: place for place in self.places[self.places >= 0].tolist()}
         ranks, groups = np.array(facts["ranks"]), np.array(facts["group"])
@@ -384,7 +384,7 @@ class _Picture:
     def _node_lines(self) -> tuple[Lines, Lines]:
         """Return whether there is a line left of [row + 1, column], and above [row, column + 1].
 
-        Lines separate ranks of different nodes, and surround the grid. There are none if nodes are not known.
+        Lines separate ranks of different nodes, and surround the grid. There are no lines if nodes are not known.
         Next to omitted coords, lines are only at the edge of the picture.
         """
         known = self.facts["node"]
@@ -395,7 +395,7 @@ class _Picture:
         return _parted(nodes[:, :-1], nodes[:, 1:]), _parted(nodes[:-1], nodes[1:])
 
     def _border(self, label: str, crossings: Numbers, above: Lines) -> Text:
-        """Return the line above a row."""
+        """Return the border line above a row."""
         drawn = ""
         for at, crossing, before in zip(self.bars, crossings, above, strict=False):
             drawn = drawn.ljust(at - self.bars[0], _NODE_LINES[12 * before]) + _NODE_LINES[crossing]

@@ -20,7 +20,7 @@ _WIDTH: Final = 100
 _PICTURE: Final = 150
 # A table that would be folded to less than its width divided by this is shown as records.
 _SQUEEZE = 1.4
-# rich's picture of a console, without the window frame, light or dark as the reader's system.
+# rich's picture of a console, without the window frame, light or dark like the reader's system.
 _SVG: Final = """\
 <svg xmlns="http://www.w3.org/2000/svg" class="{unique_id}" role="img" width="{width}" height="{height:.0f}" viewBox="0 0 {width} {height:.0f}">
 <style>
@@ -34,7 +34,7 @@ _SVG: Final = """\
 </svg>
 """
 
-# Shown data, JSON-serializable.
+# Data to show, JSON-serializable.
 Facts: TypeAlias = dict[str, Any]
 # A column of a table: the key of a cell in its item ("a.b" is inside "a"), a template with keys in braces, a key with
 # a formatter, or a function from the item to the cell.
@@ -48,7 +48,7 @@ _LABEL: Final = re.compile(r" *(?:(?:given|expected|try): +)?")
 class Line:
     """Text that is wrapped between words on a narrow console; continuation lines keep the indentation.
 
-    drawing: not folded; blanks and line breaks are kept.
+    drawing: if True, the text is not folded, and blanks and line breaks are kept.
     """
 
     text: str
@@ -75,11 +75,11 @@ class Line:
 @final
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """A table: the names of columns, rows of as many texts, and the columns that hold numbers.
+    """A table: the names of columns, rows with one text per column, and the columns that hold numbers.
 
     A rich console shows a table if it fits without breaking a word. Otherwise it shows a record for each row: the
     first column as the record's name, then the other columns, without cells that are "-".
-    once: the number of first columns that are left blank where they repeat the row above.
+    once: how many of the first columns are left blank where they repeat the row above.
     """
 
     columns: tuple[str, ...]
@@ -107,7 +107,7 @@ class Cells:
 
         columns = list(zip(self.columns, *self.rows, strict=True))
         widths = [max(map(cell_len, column)) for column in columns]
-        # Numbers stay with their units.
+        # Do not separate numbers from their units.
         words = [texts if texts[0] in self.right else " ".join(texts).split() for texts in columns]
         least = [max(map(cell_len, column), default=0) for column in words]
         gaps = 2 * (len(columns) - 1)
@@ -120,7 +120,7 @@ class Cells:
                 for line in _packed(items, options.max_width - 2):
                     yield Padding(Text(line), (0, 0, 0, 2), expand=False)
             return
-        # Narrow the widest columns first, but none below its longest word.
+        # Narrow the widest columns first, but no column below its longest word.
         for _ in range(sum(widths) - room):
             widths[max((i for i, w in enumerate(widths) if w > least[i]), key=widths.__getitem__)] -= 1
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
@@ -196,7 +196,7 @@ def svg_of(what: RenderableType) -> str:
 
     lines = as_text(what, _PICTURE).splitlines()
     widest = max(map(cell_len, lines))
-    # A picture has colors whatever the environment.
+    # A picture has colors in every environment.
     options: dict[str, Any] = {"color_system": "truecolor", "no_color": False, "force_jupyter": False}
     console = Console(width=widest, file=StringIO(), record=True, **options)
     console.print(what)

@@ -12,10 +12,10 @@ _ROWS = 10
 
 
 def parity_view(facts: Mapping[str, Any]) -> View:
-    """Return the worst of each quantity, the ten worst parameters, the verdict. facts: as of `Parity.facts`."""
+    """Return the worst value of each quantity, the ten worst parameters, and the verdict. facts: see `Parity.facts`."""
     worst = sorted(facts["differences"], key=_size, reverse=True)
     rows = [next(one for one in worst if one["kind"] == kind) for kind in ("loss", "gradient norm")]
-    # Each parameter once, by the worse of its weight and its gradient.
+    # Show each parameter once, by the worse of its weight and its gradient.
     of: dict[str, Mapping[str, Any]] = {}
     for one in worst:
         if one["kind"] in ("weight", "gradient"):

@@ -13,7 +13,7 @@ from meshcomm.show.units import bytes_text, count, seconds_text
 
 
 def place_facts(ranking: Ranking, names: Mapping[ParallelRole, str], device: str = "auto") -> Facts:
-    """Return the output of `meshcomm tune`, as JSON-serializable data. names: the dim of each part. device:
+    """Return the output of `meshcomm tune`, as JSON-serializable data. names: name of the dim of each part. device:
     mesh.device.
     """
     return {
@@ -96,7 +96,7 @@ def place_view(facts: Facts) -> View:
 
 
 def assumed_text(facts: Facts, key: str) -> str:
-    """Behind a figure of a rank: that it is an H100's where the setting is not there. Of a CPU it is not."""
+    """Return a note that a rank's figure is that of an H100 if it was not set. For a CPU, the note says so."""
     if key not in facts["assumed"]:
         return ""
     other = "not of mesh.device cpu, " if facts["device"] == "cpu" else ""

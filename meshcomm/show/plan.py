@@ -24,7 +24,7 @@ def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | N
     dims: one entry for each dim, merged dim and view's dim, in plan order. With ranks_per_node it has nodes (the fewest and
     most nodes that one of its groups spans), crosses (link class -> number of groups whose slowest link it is) and link,
     the slowest of all. backend is "auto" only if the device is too: each process then decides.
-    Time and memory grow like one array of integers over the ranks, independent of the number of groups.
+    Time and memory grow like one array of integers over the ranks, independently of the number of groups.
     Raises LayoutError if the mesh does not have `rank`.
     """
     plan = _on_its_device(plan)
@@ -96,7 +96,7 @@ def read_rank(text: str, layout: Layout) -> int:
         match = re.fullmatch(r"(\w+)=(\d+)", part)
         if match is None or match[1] in coords:
             raise LayoutError(
-                f"{part!r} is not a coord" if match is None else f"{match[1]} is there twice",
+                f"{part!r} is not a coord" if match is None else f"{match[1]} is given twice",
                 given=repr(text),
                 expected="a rank, or DIM=COORD pairs, each dim once, with commas between",
                 hint="5, or pp=1,dp=0,tp=1",
@@ -110,7 +110,7 @@ def read_rank(text: str, layout: Layout) -> int:
 def rank_facts(plan: Plan, rank: int, topology: TopologyConfig | None = None) -> Facts:
     """Return the part of `plan_facts` for one rank: its coords, and its group for each name.
 
-    machine: its node, rack, local_rank and the ranks on its node; None without ranks_per_node.
+    machine: the rank's node, rack, local_rank and the ranks on its node; None without ranks_per_node.
     Raises LayoutError if the mesh does not have `rank`.
     """
     layout, seen = plan.layout, _on_its_device(plan).for_rank(rank)
@@ -166,7 +166,7 @@ def plan_view(
     topology: TopologyConfig | None = None,
     existing: Mapping[str, Facts] = MappingProxyType({}),
 ) -> View:
-    """Return `plan_facts` for a rich console. existing: backend and timeout_s of groups made by the program, by
+    """Return `plan_facts` for a rich console. existing: backend and timeout_s of groups created by the program, by
     name.
     """
     facts = plan_facts(plan, rank, topology)
@@ -192,7 +192,7 @@ def plan_page(facts: Facts) -> list[PagePart]:
 
 
 def _rank_page(rank: Facts) -> list[PagePart]:
-    """Return one rank's coords, in the base and in every view; its node; a row for each name with its group and
+    """Return one rank's coords in the base and in every view, its node, and a row for each name with the rank's group and
     ring neighbors.
     """
     text = f"rank {rank['rank']}: {coords_text(rank['coords'])}"
@@ -243,7 +243,7 @@ def _dims_table(dims: list[Facts]) -> Cells:
 
 
 def _backend(dim: Facts) -> str:
-    """Return the backend's name and options: first options with a value, then the names of enabled options."""
+    """Return the backend's name and options: options with a value first, then the names of enabled options."""
     extra = dim["extra"].items()
     valued = [f"{name}={value}" for name, value in extra if value is not True]
     return " ".join([dim["backend"], *valued, *(name for name, value in extra if value is True)])
@@ -267,6 +267,6 @@ def _link_text(link: Facts | None, crosses: dict[str, int]) -> str | None:
 
 
 def _percent(part: int, whole: int) -> str:
-    """Shows 0 and 100 only for exactly none and all."""
+    """Return a percentage that is 0 or 100 only for exactly none or all."""
     share = 100 * part / whole
     return "below 1%" if share < 1 else "above 99%" if share > 99 else f"{share:.0f}%"

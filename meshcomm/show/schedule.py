@@ -1,4 +1,4 @@
-"""A pipeline's schedule as plain facts, and the facts as a picture: a row per rank, time to the right."""
+"""A pipeline's schedule as plain facts, and the facts as a picture with a row per rank and time to the right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
-# The number of bands drawn of a long schedule.
+# How many bands of a long schedule are drawn.
 _BANDS: Final = 6
 # The most passes of a step that are computed one by one.
 _PASSES: Final = 1_000_000
@@ -28,7 +28,7 @@ def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
     """Return one step of the pipeline, as JSON-serializable data.
 
     Times are in slots: 1 for a forward pass, 1 for each half of a backward pass, messages free. slots: length of the
-    step; bubble: share of it in which a rank waits; held: the most activations that each rank keeps, in microbatches of
+    step; bubble: share of the step in which a rank waits; held: the most activations that each rank keeps, in microbatches of
     one stage; passes: for each rank [kind, stage, microbatch, start, end], kind F forward, B backward, I backward for
     inputs, W for weights.
 
@@ -94,7 +94,7 @@ class ScheduleView:
         self._facts = facts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield headline, bands, legend."""
+        """Yield the headline, the bands and the legend."""
         from rich.text import Text
 
         facts = self._facts
@@ -123,7 +123,7 @@ class ScheduleView:
         yield from self._legend()
 
     def _cells(self, rank: int, width: int) -> list[tuple[str, str]]:
-        """Return text and style of each slot of the step."""
+        """Return the text and the style of each slot of the step."""
         facts = self._facts
         cells = [(".".ljust(width), "dim")] * facts["slots"]
         for kind, stage, microbatch, start, end in facts["passes"][rank]:

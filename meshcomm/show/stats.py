@@ -13,7 +13,7 @@ Facts = Mapping[str, Any]
 
 
 def stats_page(facts: Facts, steps: int | None = None) -> list[PagePart]:
-    """Return a line for each call of each dim of one rank, from `Stats.facts`.
+    """Return a line for each call along each dim by one rank, from `Stats.facts`.
 
     steps: divide calls, bytes and seconds by this number of steps.
     """
@@ -44,7 +44,7 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[PagePart]:
 
 
 def spread_page(facts: Facts) -> list[PagePart]:
-    """Return a line for each call of each dim over all ranks, from `StatsOfAll.facts`."""
+    """Return a line for each call along each dim over all ranks, from `StatsOfAll.facts`."""
     columns: dict[str, Column] = {
         ">ranks": ("ranks", str),
         ">calls": ("calls", _number),

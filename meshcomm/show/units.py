@@ -17,7 +17,7 @@ def decimal_unit(number: float) -> tuple[str, float]:
 
 
 def bytes_text(number: float) -> str:
-    """Decimal units.
+    """Return a size in decimal units.
 
     >>> bytes_text(512), bytes_text(3_200_000)
     ('512 B', '3.2 MB')
@@ -27,7 +27,7 @@ def bytes_text(number: float) -> str:
 
 
 def size_text(number: int) -> str:
-    """Return a size as people write it: in binary units if it is an integer number of up to 1,023 of them, otherwise as
+    """Return a size as people write it: in binary units if it is an integer from 1 to 1,023 in such a unit, otherwise as
     `bytes_text`.
 
     >>> size_text(65536), size_text(64_000_000), size_text(4092)
@@ -40,7 +40,7 @@ def size_text(number: int) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """Return a number and a noun, in the plural where needed.
+    """Return a number and a noun, in the plural if needed.
 
     >>> count(1, "rank"), count(1024, "rank")
     ('1 rank', '1,024 ranks')
@@ -49,7 +49,7 @@ def count(number: int, what: str) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds, or milliseconds and microseconds where shorter.
+    """Return a duration in seconds, or in milliseconds or microseconds if shorter.
 
     >>> seconds_text(0.00025), seconds_text(12.0)
     ('250 us', '12 s')

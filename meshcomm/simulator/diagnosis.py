@@ -1,4 +1,4 @@
-"""Explains why no rank can run, or why a run has ended wrongly: which ranks wait for which, and why."""
+"""Explains why no rank can run, or why a run has ended wrongly: which ranks wait for which others, and why."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def diagnose(shared: SharedState) -> MeshcommError | None:
 
 
 def unyielding(shared: SharedState, actor: Actor) -> MeshcommError | None:
-    """Return the error if `actor` has run for the mesh's timeout, during which other ranks would have waited for it."""
+    """Return the error if `actor` has run for the mesh's timeout while other ranks would have waited for it."""
     others = [each.rank for each in shared.scheduler.actors if not each.ended and each is not actor]
     if not others:
         return None
@@ -72,7 +72,7 @@ def at_the_end(shared: SharedState) -> MeshcommError | None:
     return _failed(shared, {}) or _left_over(shared) or _not_waited(shared)
 
 
-# -- one error each; None if it does not apply ----------------------------------------------
+# -- each returns one error, or None if it does not apply -----------------------------------
 
 
 def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | None:
@@ -134,7 +134,7 @@ def _circular(waiting: Mapping[int, Actor], circle: Sequence[int]) -> DeadlockEr
 
 
 def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
-    """For ranks that wait in a cycle or, if only indirectly, for ranks that have returned or for a key."""
+    """Return the error for ranks that wait in a cycle or, maybe indirectly, for ranks that have returned or for a key."""
     needs = {rank: _needs(shared, actor) for rank, actor in waiting.items()}
     if circle := find_circle(needs):
         return _circular(waiting, circle)
@@ -276,7 +276,7 @@ def _count(things: Sequence[object], name: str) -> str:
 
 
 def _shortened(lines: Sequence[str]) -> list[str]:
-    """Return the first lines, and the number of the others."""
+    """Return the first lines, and the number of omitted lines."""
     more = len(lines) - _SHOWN
     return [*lines] if more <= 1 else [*lines[:_SHOWN], f"and {more} more"]
 

@@ -1,4 +1,4 @@
-"""Sums in Gloo's order of additions, so that results are bit-identical."""
+"""Sums in Gloo's order of additions, so that results are bit-identical to Gloo's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SEGMENT_BYTES: Final = 1024 * 1024
 
 
 def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
-    """Return `parts[0]` op `parts[1]` op ..., element by element; flat tensors of one length and dtype.
+    """Return `parts[0]` op `parts[1]` op ..., element by element. The parts are flat tensors of one length and dtype.
 
     Gloo reduces around a ring: the elements are split into one chunk per rank; chunk c begins at rank c-1 and meets c-2,
     c-3, and so on. Tested with torch 2.13; all_reduce, reduce and reduce_scatter use the same order, and their average
@@ -55,7 +55,7 @@ def _up(value: int, unit: int) -> int:
 
 @cache
 def _order(size: int) -> tuple[Tensor, Tensor]:
-    """Return an array with element (k, c): the rank of the k-th term of chunk c; and c itself."""
+    """Return an array whose element (k, c) is the rank of the k-th term of chunk c, and an array of the values c."""
     # Cached for all ranks: a rank inside torch.device("meta") must not decide its device.
     own = torch.arange(size, device="cpu")
     return (own - 1 - own[:, None]) % size, own

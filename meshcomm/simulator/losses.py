@@ -25,9 +25,9 @@ _SEES_ONE_IN: Final = 8
 
 @final
 class Losses:
-    """Decides which processes are lost when, and which take their places.
+    """Decides when which processes are lost, and which processes take their places.
 
-    lose: by process, the number of the operation at which it is lost. elastic, sizes: as for Replacing, whose clock counts
+    lose: by process, the number of its operation at which it is lost. elastic, sizes: as for Replacing, whose clock counts
     operations. replacement: creates the actor that takes the place of a process.
     """
 
@@ -78,9 +78,9 @@ class Losses:
         return bool(self._unseen or replacing.due or replacing.coming)
 
     def look(self, patient: bool = True) -> MeshcommError | None:
-        """Act as a launcher does when it looks at its processes. patient: if False, time passes until something is due.
+        """Act as a launcher does when it checks its processes. patient: if False, time passes until something is due.
 
-        Returns the error if the job cannot continue.
+        Return the error if the job cannot continue.
         """
         replacing = self.replacing
         actors = self._shared.scheduler.actors
@@ -184,7 +184,7 @@ class SimulatedGenerations(Generations):
 
 @final
 class LaunchersStore:
-    """The shared values of a simulation, as its launcher uses them: no operation of a rank."""
+    """The shared values of a simulation, as its launcher uses them. Its accesses are not operations of a rank."""
 
     def __init__(self, values: dict[str, bytes]) -> None:
         self._values = values

@@ -59,7 +59,7 @@ def simulate(
         keys: the keys of `[mesh]` in place of a config: dims, merge, views, options, rank_order, ranks, ...
         world_size: number of ranks; required if a size is -1.
         schedule_seed: selects which rank runs when several could. The same seed gives the same schedule.
-        lose: rank -> the number of its first operation that is not made; the rank is lost there, once.
+        lose: rank -> the number of the first operation that the rank does not make. It is lost there, once.
             Operations are calls on a group or on the store, counted from 1. A new rank takes its place and
             calls `fn` from the start. The other ranks raise RankLost, as under `meshcomm run --replace`: see
             docs/guide/elastic.md. As there, a lost rank cannot be replaced once another rank has ended.
@@ -101,7 +101,7 @@ def simulate_script(
     world: int | None,
     seed: int,
 ) -> int:
-    """Run `script` as every rank; returns the number of ranks.
+    """Run `script` as every rank. Return the number of ranks.
 
     Each rank has its own `__main__`, sys.argv, RANK and LOCAL_RANK. Modules that the script imports are shared.
     Raises the errors of `simulate`; an exit with a code other than 0 raises RankFailed.
@@ -150,9 +150,9 @@ def run_ranks(
     elastic: ElasticConfig | None = None,
     sizes: Sizes | None = None,
 ) -> list[Any]:
-    """Call `body` as each of `size` ranks; returns the results, None for a rank that is lost or waits at the end.
+    """Call `body` as each of `size` ranks. Return the results, with None for a rank that is lost or waits at the end.
 
-    timeout_s: of the mesh; see `diagnose`. argv: as for `RankLocals`. lose: as for `simulate`. elastic, sizes: as for `Losses`.
+    timeout_s: the mesh's; see `diagnose`. argv: as for `RankLocals`. lose: as for `simulate`. elastic, sizes: as for `Losses`.
     """
 
     def replacement(process: int) -> Actor:

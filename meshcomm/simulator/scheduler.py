@@ -1,4 +1,4 @@
-"""Ranks as threads of which exactly one runs: which one is next, with which state, and what happens when none can run."""
+"""Runs ranks as threads, exactly one at a time: chooses the next one, restores its state, and acts when none can run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RankLocals:
 
     @classmethod
     def present(cls) -> RankLocals:
-        """Return the present state of the process; `enter` restores it."""
+        """Return the current state of the process. `enter` restores it."""
         found = cls(0)
         found._variables = {name: os.environ.get(name) for name in _PER_RANK}
         found.leave()
@@ -110,14 +110,14 @@ class Unwound(BaseException):
 @final
 @dataclass(slots=True, eq=False)
 class Actor:
-    """One simulated process. process: its number. rank: in the mesh; they are equal until ranks are lost.
+    """One simulated process. process: its number. rank: its rank in the mesh. Both are equal until ranks are lost.
 
     saved:    its state while it does not run. coords: by dim, in the first mesh that it was a member of.
-    wait:     the SimulatedWork or StoreWait that it waits for, None while it runs or could run.
+    wait:     the SimulatedWork or StoreWait that the process waits for, None while it runs or could run.
     unwaited: the works of asynchronous calls and messages that were not waited for yet, in order.
     ended:    its program is over, with `result` or `error`. lost: another actor takes its place, if one can.
-    replaces: the generation that it was started for, as the replacement of a lost process; 0 for none.
-    operations: of the store and of groups, so far.
+    replaces: the generation that the process was started for, as the replacement of a lost one; 0 if it replaces none.
+    operations: the number of operations on the store and on groups, so far.
     """
 
     process: int
@@ -138,7 +138,7 @@ class Actor:
 
     @property
     def ended_well(self) -> bool:
-        """Whether its program has returned."""
+        """Whether the rank's program has returned."""
         return self.ended and not self.lost and self.error is None
 
     @property
@@ -151,7 +151,7 @@ class Actor:
 class Scheduler:
     """Passes one baton. A rank runs until it has to wait, or sleeps; then a seeded choice selects the next one.
 
-    limit_s: how long a rank may run while others could: after that, their calls would have timed out.
+    limit_s: how long a rank may run while others could run. After that time, the others' calls would have timed out.
     """
 
     def __init__(self, actors: list[Actor], seed: int, limit_s: float = math.inf) -> None:
@@ -172,7 +172,7 @@ class Scheduler:
         self._context = contextvars.copy_context()
         # Called at each operation.
         self.loses: Callable[[Actor], bool] = lambda actor: False
-        # Whether another actor will take the place of a lost one; and whether waiting actors need not end.
+        # Whether another actor will take the place of a lost one, and whether actors may still wait at the end.
         self.expects: Callable[[], bool] = lambda: False
         self.is_over: Callable[[], bool] = lambda: False
         # Called when a rank has ended: the error if new ranks can no longer meet all others.
@@ -184,11 +184,11 @@ class Scheduler:
         diagnose: Callable[[], BaseException | None],
         unyielding: Callable[[Actor], BaseException | None],
     ) -> None:
-        """Call `body` for every actor, each in its own thread; return when all have ended.
+        """Call `body` for every actor, each in its own thread. Return when all have ended.
 
         diagnose: called when no rank can run and not all have ended. It wakes a rank and returns None, or
                   returns the error that ends the simulation.
-        unyielding: called when a rank has run for longer than the limit; returns the error, if it is one.
+        unyielding: called when a rank has run for longer than the limit. It returns an error if that is one, or None.
         """
         self._body, self._diagnose = body, diagnose
         present = RankLocals.present()
@@ -204,7 +204,7 @@ class Scheduler:
                 except BaseException as error:
                     if self._interrupt is not None:
                         raise
-                    # The running rank finds it when it next passes the baton.
+                    # The running rank finds the error when it next passes the baton.
                     self._interrupt = error
                 else:
                     if self._interrupt is not None:
@@ -243,7 +243,7 @@ class Scheduler:
             self._let_others_run(actor)
 
     def sleeps(self) -> None:
-        """Record that a rank is about to sleep: it may wait for an action of another rank outside the mesh. No effect in other threads."""
+        """Record that a rank is about to sleep: it may wait for another rank outside the mesh. No effect in other threads."""
         running = self._running
         if running is None or threading.get_ident() != running.ident or _importing() is not None:
             return
@@ -254,7 +254,7 @@ class Scheduler:
         self._let_others_run(running)
 
     def maybe_pause(self, actor: Actor) -> None:
-        """Let others run now and then: if ranks meet in no fixed order, other schedules show other orders."""
+        """Let others run now and then. If ranks meet in no fixed order, different schedules then show different orders."""
         if self._ready and self._random.random() < 0.25 and _importing() is None:
             self.check()
             self._let_others_run(actor)
@@ -274,7 +274,7 @@ class Scheduler:
         self._ready.append(actor)
 
     def add(self, actor: Actor) -> None:
-        """A new process takes the place of one that has ended."""
+        """Add a process that takes the place of one that has ended."""
         self.actors[actor.process] = actor
         self._ready.append(actor)
 
@@ -401,7 +401,7 @@ class Scheduler:
 
 
 def _importing() -> str | None:
-    """Return the module that the caller's thread is importing, if it is."""
+    """Return the module that the caller's thread is importing, if any."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "_find_and_load" and "importlib" in frame.f_code.co_filename:

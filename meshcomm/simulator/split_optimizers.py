@@ -1,7 +1,7 @@
 """Detects optimizers that combine several elements of a parameter that ranks split.
 
-On processes such a parameter is a DTensor: its norm or mean is that of the full tensor, or is refused. In the simulator
-it is a plain tensor, this rank's part, and its norm would silently be a different number.
+On processes such a parameter is a DTensor. Its norm or mean is that of the full tensor, or is refused. In the simulator
+the parameter is a plain tensor, this rank's part, whose norm would silently be a different number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 from meshcomm.errors import UnsupportedOp
 from meshcomm.transport.torch_private import DispatchMode, leaves_of, storage_id
 
-# Operators that mix elements and return as many.
+# Operators that mix elements and return as many elements as they take.
 _MIXES: Final = frozenset((
     "mm", "bmm", "addmm", "addmm_", "baddbmm", "mv", "addmv", "cumsum", "cumprod", "sort", "topk", "_softmax",
 ))  # fmt: skip
@@ -75,13 +75,13 @@ class _Elementwise(DispatchMode):  # type: ignore[misc]
         return self
 
     def leave(self) -> None:
-        """End, once. Not after a refusal, as torch's stack of modes keeps the mode then; it checks nothing any more."""
+        """End, once. After a refusal, torch's stack of modes keeps the mode, which then checks nothing any more."""
         if self._inside and not self._refused:
             self._inside = False
             self.__exit__(None, None, None)
 
     def outside(self, given: Any) -> Any:
-        """Return an argument of `step`; a closure, which computes the loss, is not part of the step."""
+        """Return an argument of `step`. A closure, which computes the loss, is not treated as part of the step."""
         if isinstance(given, Optimizer) or not callable(given):
             return given
         closure: Callable[..., Any] = given

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeAlias, final
 from meshcomm.comm.diagnosis import shortest_way
 from meshcomm.errors import DeadlockError
 
-# A collective: its group, and its number there. A message: also the coords of its ends.
+# A collective is identified by its group and its number there, a message also by the coords of its ends.
 Call: TypeAlias = tuple[int, ...]
 
 _GROUPS: Final = (
@@ -41,10 +41,10 @@ class StartOrder:
     Calls on one communicator are matched by their order. NCCL defines no order between communicators, and a kernel that
     waits for its peers may keep those of other communicators from running: torch's documentation calls concurrent groups
     unsafe for that reason. If one rank starts A before B and another B before A, the program may hang or not, depending on
-    timing. That is a cycle in the graph of starts. A call that all its ranks have started, with no call left before it, is
+    timing. Such a pair is a cycle in the graph of starts. A call that all its ranks have started, with none left before it, is
     in no cycle and is dropped, so that only calls under way are kept.
 
-    messages: if true, follows the messages and collectives of one group, which are queued one after the other: then such
+    messages: if True, follows the messages and collectives of one group, which are queued one after the other. Then such
     a program always hangs.
     """
 
@@ -56,7 +56,7 @@ class StartOrder:
         self._after: dict[Call, dict[Call, tuple[Start, Start]]] = {}
 
     def start(self, calls: Sequence[Call], size: int, own: Start) -> DeadlockError | None:
-        """A rank starts these calls as one, each made by `size` ranks; the error if that closes a cycle."""
+        """Record that a rank starts these calls as one, each made by `size` ranks. Return the error if that closes a cycle."""
         for call in calls:
             if call not in self._left:
                 self._left[call], self._before[call], self._after[call] = size, set(), {}

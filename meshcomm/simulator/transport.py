@@ -1,4 +1,4 @@
-"""A Transport whose other ranks are threads of this process: the last rank to arrive at a call moves the data of all."""
+"""A Transport whose other ranks are threads of this process. The last rank to arrive at a call moves the data of all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshcomm.transport import Transport, Work
 from meshcomm.transport.base import P2P
 from meshcomm.transport.support import name_of
 
-# The user's call: dim, call and facts.
+# The user's call: its dim, name and facts.
 Told: TypeAlias = tuple[str, str, dict[str, Any]]
 
 
@@ -76,7 +76,7 @@ def _walk(frame: Any) -> Callsite:
 @final
 @dataclass(slots=True, eq=False)
 class SimulatedWork:
-    """One operation that a rank has started; done when its peers have made theirs.
+    """One operation that a rank has started. It is done when the rank's peers have made theirs.
 
     call:   the operation, as in `all_reduce`. label: the group, as in `tp[dp=0]`.
     absent: returns the global ranks that the operation needs and that have not arrived.
@@ -105,7 +105,7 @@ class SimulatedWork:
             self.actor.unwaited[self] = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let the other ranks run until it is done. No time passes meanwhile, so no timeout ends it."""
+        """Let the other ranks run until the operation is done. No time passes meanwhile, so no timeout ends the wait."""
         if self.site is not None:
             self.actor.unwaited.pop(self, None)
         if not self.done and not self.gone():
@@ -115,13 +115,13 @@ class SimulatedWork:
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is done; if not, other ranks run first, so that asking again may help."""
+        """Return whether the operation is done. If not, let other ranks run first, so that asking again may help."""
         if not self.done and not self.gone():
             self.scheduler.poll(self.actor, self)
         return self.done or self.gone()
 
     def complete(self) -> None:
-        """Record that it is done; wake the rank if it waits for it."""
+        """Record that the operation is done. Wake the rank if it waits for it."""
         self.done = True
         # `absent` refers to the tensors of all ranks: release them.
         self.absent = list
@@ -194,7 +194,7 @@ class PendingCollective:
         return [rank for coord, rank in enumerate(self.group.ranks) if coord not in self.contributions]
 
     def error(self) -> CallMismatchError:
-        """Return the error for ranks that arrived with different calls; it names ranks that did not arrive."""
+        """Return the error for ranks that arrived with different calls. It also names ranks that did not arrive."""
         came = sorted(self.contributions.items())
         calls = [
             [each.work.call, each.facts(), (each.work.site or callsite_of(each.work.actor)).line]
@@ -210,7 +210,7 @@ class PendingCollective:
 @final
 @dataclass(slots=True, eq=False)
 class PendingMessage:
-    """One unmatched end of a message. Coords; src is None for any source. order: of posting."""
+    """One unmatched end of a message. src, dst: coords; src is None for any source. order: place in the order of posting."""
 
     x: Tensor
     src: int | None
@@ -367,7 +367,7 @@ class SimulatedGroup:
 
 
 def _lengths_fit(calls: list[Call]) -> bool:
-    """Return whether each coord sends every other one the sizes that it expects. The calls: by coord."""
+    """Return whether each coord sends every other coord the sizes that the receiver expects. calls: by coord."""
     lengths = [call.lengths for call in calls if call.lengths]
     return all(
         sends == lengths[theirs][0][mine]
@@ -381,7 +381,7 @@ class SimulatorTransport(Transport):
     """One rank's end of a simulated group. Every call is compared with those of the other ranks.
 
     backend: the plan's backend, so that the same operations are refused here.
-    start_order: of all NCCL groups; None if the backend is another one.
+    start_order: the order of starts of all NCCL groups; None for other backends.
     """
 
     device = torch.device("cpu")

@@ -46,12 +46,12 @@ class StoreWait:
 class SharedState:
     """The state that the ranks of one simulation share.
 
-    timeout_s: of the mesh.
+    timeout_s: the mesh's timeout.
     values:    of the store. writers: the ranks that wrote a key. waits: the waiting ranks, by a missing key.
     groups:    by prefix of the mesh, name and ranks; in the order of their first use.
     recorders: coords and recorder of each rank, by prefix and group.
-    losses:    by rank, the number of the operation at which it is lost; None if no rank is ever lost.
-    announced: each generation. unannounced: the ranks that were lost since then.
+    losses:    by rank, the number of the operation at which the rank is lost; None if no rank is ever lost.
+    announced: every announced generation. unannounced: the ranks that were lost since the latest one.
     """
 
     scheduler: Scheduler
@@ -91,7 +91,7 @@ class SharedState:
         return None if self.losses is None else self.losses.generations.get(actor.process)
 
     def has_to_wait(self, wait: StoreWait) -> bool:
-        """Register `wait` under a missing key; False if all keys are set."""
+        """Register `wait` under a missing key. Return False if all keys are set."""
         key = next((key for key in wait.keys if key not in self.values), None)
         if key is not None:
             self.waits.setdefault(key, []).append(wait)
@@ -204,7 +204,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
 
     @property
     def timeout(self) -> timedelta:
-        """The duration of a wait."""
+        """The longest duration of a wait."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -1,6 +1,6 @@
 """Run tests on every rank without starting processes for each: a pool of warm ranks, and a pytest plugin.
 
-The plugin is `meshcomm.testing.plugin`; pytest loads it by its entry point.
+The plugin is `meshcomm.testing.plugin`. pytest loads it by its entry point.
 """
 
 from __future__ import annotations

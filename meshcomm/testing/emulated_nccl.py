@@ -1,8 +1,8 @@
-"""A test backend with the ordering and the asynchronous calls of NCCL, for CPU tensors, with Gloo as the transport.
+"""A test backend for CPU tensors that orders calls and runs them asynchronously like NCCL, with Gloo as the transport.
 
     with emulated_nccl(), meshcomm.init(dims={"dp": 4}, backend=NAME, device="cpu") as mesh: ...
 
-It behaves like a GPU as follows (docs/design/emulated_nccl.md has every rule with its source). A communicator is a
+It behaves like a GPU as follows (docs/design/emulated_nccl.md gives every rule and its source). A communicator is a
 queue that runs its calls in order, and a call returns when it is queued. `wait` orders later work after the call and
 does not block the host; reading a value does. A message is complete when its peer has arrived. Messages outside a
 group run one after the other. A dead peer is not detected, except over a network. A watchdog detects a queue that makes no progress, and ends
@@ -77,7 +77,7 @@ _LACKING: Final = tuple(
     getattr(dist.ReduceOp, op.reduce_op) for op in WIRE_OPS.values() if "nccl" in op.lacking
 )
 
-# Seconds for which torch's watchdog handles the loss of a peer: it reads the stack of the failed call, then waits for the
+# Seconds that torch's watchdog takes to handle a lost peer: it reads the stack of the failed call, then waits for the
 # dumps of all ranks.
 STACK_S: Final = 6.5
 PEERS_DUMP_S: Final = 60.0
@@ -102,7 +102,7 @@ class HostSync(RuntimeError):
 
 
 class _Call(NamedTuple):
-    """A call of a method of the group. in_place: it writes its inputs. blocking: the caller gets no Work."""
+    """A call of a method of the group. in_place: the call writes its inputs. blocking: the caller gets no Work."""
 
     kind: str
     run: Callable[[], Any]
@@ -114,13 +114,13 @@ class _Call(NamedTuple):
 
     @property
     def memory(self) -> list[tuple[Tensor, bool]]:
-        """The call's tensors, each with whether the call writes it."""
+        """The call's tensors, each with a flag that tells whether the call writes it."""
         return [*((x, True) for x in self.outputs), *((x, self.in_place) for x in self.inputs)]
 
 
 @final
 class _Item:
-    """One call in a queue. over: set when it has run or abort has dropped it."""
+    """One call in a queue. over: set when the call has run, or when `abort` has dropped it."""
 
     def __init__(
         self, queue: EmulatedNCCL, name: str, run: Callable[[], Any], tensors: Sequence[tuple[Tensor, bool]]
@@ -191,7 +191,7 @@ class EmulatedWork(Work):  # type: ignore[misc]
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        # Completed when queued, as with NCCL: the value is used after the call on the current stream.
+        # Completed when the call is queued, as with NCCL: the value is used after the call on the current stream.
         self.wait()
         future.set_result(self.result())
         return future
@@ -229,7 +229,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._ends_process, self._dumps = handled[0] != "0", os.environ.get(handled[1], "1") != "0"
         _emulation().queues.append(self)
 
-    # -- what torch asks of a group ---------------------------------------------------------------------
+    # -- what torch requires of a group -----------------------------------------------------------------
 
     def name(self) -> str:
         return NAME
@@ -287,7 +287,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             time.sleep(0.01)
 
     def shutdown(self) -> None:
-        """Wait for all queued calls without a limit, like ncclCommFinalize, and for graphs; then close."""
+        """Wait without a limit for all queued calls, like ncclCommFinalize, and for graphs. Then close."""
         while _active and any(graph.holds(self) for graph in list(_emulation().graphs)):
             time.sleep(0.05)
         if not self.aborted.is_set():
@@ -298,7 +298,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         if self._watchdog is not None:
             self._watchdog.join()
         if self.aborted.is_set():
-            # Its destructor would wait forever for a call that Gloo has dropped.
+            # The destructor would wait forever for a call that Gloo has dropped.
             keep_for_good([self._connected])
         self._connected = None
         if self in _emulation().queues:
@@ -398,7 +398,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
         def run() -> None:
             begun = [(sends, start()) for sends, start in runs]
-            # Wait for receives first: a sender waits until its peer has requested the data.
+            # Wait for receives first, because a sender waits until its peer has requested the data.
             for _, work in sorted(begun, key=itemgetter(0)):
                 if work is not None:  # a message
                     work.wait()
@@ -409,7 +409,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         return EmulatedWork([whole])
 
     def _call(self, call: _Call) -> EmulatedWork | None:
-        """Queue a call, or keep it for `_end_coalescing`, and call the hooks around it as torch does. A blocking call has no Work."""
+        """Queue a call, or keep it for `_end_coalescing`. Call the hooks as torch does. A blocking call has no Work."""
         number = HOOK_NUMBERS.get(call.kind, -1)
         told = SimpleNamespace(
             name=number,
@@ -468,7 +468,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             return
         # Dead and slow peers cannot be distinguished, so Gloo's timeout must not apply.
         # Wait here, because a large group of Gloo would wait for its peers later, in its thread.
-        # NCCL's ranks wait for each other without the store, so that its end does not end the wait.
+        # NCCL's ranks wait for each other without the store, so the end of the store does not end the wait.
         self._meets.set(f"connects/{self._rank}", "")
         self._meets.wait([f"connects/{rank}" for rank in range(self._size)], timedelta(days=1))
         with self._sockets.making():
@@ -514,7 +514,7 @@ for _method in _METHODS:
 
 @final
 class Graph:
-    """The calls of one capture; `replay` queues them again. Their communicators do not close before `reset` or the end."""
+    """The calls of one capture. `replay` queues them again. Their communicators do not close before `reset` or the end."""
 
     def __init__(self) -> None:
         self.items: list[_Item] = []
@@ -541,7 +541,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
     def __init__(self, dump_s: float, network: bool) -> None:
         super().__init__()
         self.network = network
-        # Of this thread, as in NCCL: a group that is not ended holds back the calls of every communicator.
+        # The open group of this thread. As in NCCL, it holds back the calls of every communicator until it is ended.
         self.depth, self.together = 0, list[_Item]()
         self.queues: list[EmulatedNCCL] = []
         self.pending: list[_Item] = []
@@ -603,7 +603,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compile functions as if this mode were off; the compiled code runs under the mode."""
+        """Compile functions as if this mode were off. The compiled code runs under the mode."""
         return True
 
     def _touch(self, argument: Any, writes: bool, name: str) -> None:
@@ -625,7 +625,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
     def check(self, item: _Item) -> None:
         """Note that a call is about to be queued. It runs after the calls on other communicators that it is ordered after.
 
-        These are all calls that the program's stream runs or has waited for, because a call follows all earlier work of its stream.
+        These are all calls that the program's stream runs or has waited for: a call runs after all earlier work of its stream.
         """
         for other in list(self.pending):
             if other.queue is item.queue:
@@ -662,7 +662,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         self.syncs += 1
 
     def is_over(self, item: _Item) -> None:
-        """Note that `item` is over: nothing needs to wait for it."""
+        """Note that `item` is over, so nothing needs to wait for it."""
         with suppress(ValueError):  # abort comes from another thread
             self.pending.remove(item)
         item.over.set()
@@ -722,8 +722,8 @@ def _emulation() -> _Emulation:
 def emulated_nccl(dump_s: float = 1.0, *, network: bool = False) -> Iterator[None]:
     """Make the backend "emulated_nccl" usable, and order this thread's operators after its calls.
 
-    dump_s:  seconds between the watchdog's message and SIGABRT; torch's own takes up to 60.
-    network: whether each rank is on a host of its own, so that a dead peer is detected.
+    dump_s:  seconds between the watchdog's message and SIGABRT; torch's own watchdog takes up to 60.
+    network: if True, each rank counts as a separate host, so that a dead peer is detected.
     """
     if not has_backend(NAME):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
@@ -741,7 +741,7 @@ def emulated_nccl(dump_s: float = 1.0, *, network: bool = False) -> Iterator[Non
 
 @contextmanager
 def capture() -> Iterator[Graph]:
-    """Capture the calls of the block, as torch.cuda.graph does; they run by `Graph.replay` only."""
+    """Capture the calls of the block, as torch.cuda.graph does. They run only by `Graph.replay`."""
     emulation = _emulation()
     emulation.graph = Graph()
     emulation.graphs.add(emulation.graph)
@@ -776,7 +776,7 @@ def _create(given: Any, options: Any = None) -> EmulatedNCCL:
 
 
 def _reads(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that reads a tensor's memory without an operator."""
+    """Return a method that reads a tensor's memory without calling an operator."""
 
     def read(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if _active:

@@ -19,7 +19,7 @@ _EXAMPLE = "@pytest.mark.mesh(dp=2, tp=2)"
 @final
 @dataclass(frozen=True)
 class MeshRequest:
-    """The contents of a marker. Fixtures get it instead of the mesh, which exists only on the ranks.
+    """The contents of a marker. Fixtures get this object instead of the mesh, which exists only on the ranks.
 
     config: for `meshcomm.init`. world_size: the number of ranks that run the test's body. skip: the reason if the marker
     excludes the test from `via`.
@@ -39,12 +39,12 @@ class MeshRequest:
             f"mesh.{name} is used in the main process, where no mesh is open",
             given=f"mesh.{name} in a fixture or a hook",
             expected="mesh used in the body of the test, which runs on every rank",
-            hint="move it into the test; a fixture's value is made once and given to every rank",
+            hint="move it into the test; a fixture's value is created once and given to every rank",
         )
 
 
 def vias(marker_via: object, override: str | None) -> tuple[str, ...]:
-    """Return the ways to run a test, one after the other. Raises MeshTestError for an unknown one.
+    """Return the ways to run a test, in order. Raises MeshTestError for an unknown one.
 
     marker_via: the marker's `via`, or None. override: `--mesh-via`.
     """
@@ -88,7 +88,7 @@ def read(args: Sequence[Any], keywords: Mapping[str, Any], via: str) -> MeshRequ
         )
     mesh = {
         "device": "cpu",
-        # A test that hangs must not leave a folder of reports. The test's report has the same information.
+        # A test that hangs must not leave a folder of reports. The test's own report contains the same information.
         "reports": "",
         **{name: value for name, value in keywords.items() if name in keys},
         "dims": dims,
@@ -114,7 +114,7 @@ def read(args: Sequence[Any], keywords: Mapping[str, Any], via: str) -> MeshRequ
 
 
 def _not_via(keywords: Mapping[str, Any], via: str) -> str:
-    """Return the reason why the test is not run through `via`; "" if it is run."""
+    """Return the reason why the test is not run through `via`, or "" if it is run."""
     refused = keywords.get("not_via", {})
     named = keywords.get("via")
     wanted = (named,) if isinstance(named, str) else named or (VIAS[0],)

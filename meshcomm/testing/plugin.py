@@ -1,6 +1,6 @@
 """The pytest plugin: tests marked `mesh` run on every rank of a mesh. docs/guide/simulator.md shows the use.
 
-pytest loads this file for every suite where meshcomm is installed. So it imports only pytest, and does not affect
+pytest loads this file for every suite where meshcomm is installed. So this file imports only pytest, and does not affect
 tests that do not use the fixture `mesh` of this file.
 """
 
@@ -22,7 +22,7 @@ _MARKER = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--mesh-via, and the setting mesh_preload."""
+    """Add the option --mesh-via and the setting mesh_preload."""
     parser.getgroup("meshcomm").addoption(
         "--mesh-via",
         choices=("simulator", "gloo", "emulated_nccl"),
@@ -51,7 +51,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def mesh_pool(pytestconfig: pytest.Config) -> Pool:
-    """Return the run's warm ranks, a meshcomm.testing.Pool: for tests that call meshcomm.init themselves."""
+    """Return the run's warm ranks, a meshcomm.testing.Pool, for tests that call meshcomm.init themselves."""
     from meshcomm.testing.processes import pool_of
 
     return pool_of(pytestconfig)
@@ -59,7 +59,7 @@ def mesh_pool(pytestconfig: pytest.Config) -> Pool:
 
 @pytest.fixture
 def mesh(request: pytest.FixtureRequest) -> MeshRequest:
-    """In a test marked `mesh`, on each of its ranks: that rank's Mesh."""
+    """Return the rank's Mesh, on each rank of a test marked `mesh`."""
     from meshcomm.errors import MeshcommError
     from meshcomm.testing.marker import read, vias
 
@@ -76,7 +76,7 @@ def mesh(request: pytest.FixtureRequest) -> MeshRequest:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each entry of via, such as via=("simulator", "gloo")."""
+    """Create one test for each entry of via, such as via=("simulator", "gloo")."""
     marker = metafunc.definition.get_closest_marker("mesh")
     if marker is None or "mesh" not in metafunc.fixturenames:
         return

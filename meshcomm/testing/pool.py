@@ -33,7 +33,7 @@ _STACKS_S: Final = 2.0
 
 @final
 class RankFailure(AssertionError):
-    """One or more ranks raised, died, or did not return in time. `by_rank` has the text of each rank."""
+    """One or more ranks raised, died, or did not return in time. `by_rank` contains the text of each rank."""
 
     def __init__(self, by_rank: Mapping[int, str], world_size: int) -> None:
         self.by_rank = dict(by_rank)
@@ -52,8 +52,8 @@ class RankFailure(AssertionError):
 class Ended:
     """How one rank's call ended.
 
-    value: its result or exception. text: the failure; empty for "returned".
-    stack: of the main thread when the time was up, or of all threads at a fault such as SIGSEGV, as faulthandler
+    value: the call's result or exception. text: the failure; empty for "returned".
+    stack: stack of the main thread when the time was up, or of all threads at a fault such as SIGSEGV, as faulthandler
         writes it; empty if not requested.
     reusable: whether the rank may take another call.
     """
@@ -78,9 +78,9 @@ class Held:
 
 
 class Limits(NamedTuple):
-    """Seconds of one call.
+    """Time limits of one call, in seconds.
 
-    timeout_s: of the whole call. settle_s: for the others to end by themselves after one rank failed.
+    timeout_s: for the whole call. settle_s: for the others to end by themselves after one rank failed.
     grace_s: for ranks to answer after their stacks were taken, at the end of timeout_s.
     """
 
@@ -114,10 +114,10 @@ class Pool:
     """
 
     def __init__(self, preload: tuple[str, ...] = ("torch", "torch.distributed", "meshcomm.mesh")) -> None:
-        # torch's store looks up the name of every address that connects; a name server that does
+        # torch's store looks up the name of every address that connects. A name server that does
         # not answer must not cost each test five seconds.
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-        # A process that has run threads cannot be forked safely; the fork server never runs any.
+        # A process that has run threads cannot be forked safely. The fork server never runs threads.
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload([*preload, "meshcomm.testing.pool"])
         # By rank: torch caches DeviceMeshes, and a process that later had another rank of an equal
@@ -140,7 +140,7 @@ class Pool:
         env: Mapping[str, str] | None = None,
         allow: bool = False,
     ) -> list[Any]:
-        """Call `function(*args)` on `ranks` processes at once; return the results by rank.
+        """Call `function(*args)` on `ranks` processes at once. Return the results by rank.
 
         function: importable by name. args and results: picklable.
         allow:    return an exception as a rank's result instead of raising RankFailure.
@@ -221,7 +221,7 @@ class Pool:
             taken.append(_Worker(process, ours, files))
             fresh.append(taken[-1])
         for worker in fresh:
-            # The first ranks wait until the fork server has loaded torch; the time of no test is running yet.
+            # The first ranks wait until the fork server has loaded torch. No test's time is running yet.
             # A closed pipe is readable too.
             ready = worker.pipe.poll(_START_S)
             with contextlib.suppress(EOFError, ConnectionResetError):
@@ -353,7 +353,7 @@ def _serve(pipe: Connection, files: _Files) -> None:
         try:
             pipe.send(answer)
         except Exception as error:  # the result or exception cannot be pickled
-            note = f"{type(answer.value).__name__} cannot cross to the test: {error}\n{answer.text}"
+            note = f"{type(answer.value).__name__} cannot be sent to the test: {error}\n{answer.text}"
             pipe.send(Ended("raised", RuntimeError(note), note, reusable=True))
 
 

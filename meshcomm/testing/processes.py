@@ -1,7 +1,7 @@
-"""Runs a test's body on processes of the pool: sends it with its fixtures and parameters, and runs it on each rank.
+"""Runs a test's body on processes of the pool: sends the test with its fixtures and parameters, and runs it on each rank.
 
 pytest imports test modules by its own rules (rootdir, import modes) and rewrites their asserts, both only in its
-process. Each rank makes a pytest.Config, which installs pytest's import hook, and finds files by a table.
+process. Each rank creates a pytest.Config, which installs pytest's import hook, and finds files by a table.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ POOL: pytest.StashKey[Pool] = pytest.StashKey()
 _SETTLE_S: Final = 2.0
 # Seconds for ranks to report a verdict after the test's time is up and their stacks are taken.
 _GRACE_S: Final = 2.0
-# Variables that a launcher sets for its ranks. All other variables are the main process's.
+# Variables that a launcher sets for its ranks. All other variables have the main process's values.
 _LAUNCHER: Final = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_USE_AGENT_STORE",
@@ -62,7 +62,7 @@ class Values:
 @final
 @dataclass(frozen=True)
 class _OwnMonkeyPatch:
-    """Placeholder of the fixture `monkeypatch`: every rank makes one and undoes it after the body."""
+    """Placeholder for the fixture `monkeypatch`: every rank creates its own and undoes it after the body."""
 
 
 def given(item: pytest.Function) -> Values:
@@ -89,7 +89,7 @@ def given(item: pytest.Function) -> Values:
 
 
 def pack(test: str, values: Values) -> bytes:
-    """Return pickled values. Raises MeshTestError that names the one that cannot cross."""
+    """Return pickled values. Raises MeshTestError that names the value that cannot be sent to the ranks."""
     patches = {
         name: _OwnMonkeyPatch()
         for name, value in values.arguments.items()
@@ -104,7 +104,7 @@ def pack(test: str, values: Values) -> bytes:
 
 
 def _uncrossed(test: str, named: Mapping[str, object], error: Exception) -> MeshTestError:
-    """Return an error that names the value that cannot be pickled, or all values if each can be pickled by itself."""
+    """Return an error that names the value that cannot be pickled, or all values if each can be pickled separately."""
     culprit = ", ".join(named)
     hint = "values that can be pickled together"
     for name, value in named.items():
@@ -117,7 +117,7 @@ def _uncrossed(test: str, named: Mapping[str, object], error: Exception) -> Mesh
     return MeshTestError(
         f"{culprit} cannot be given to the ranks of {test}",
         given=f"{culprit}, {error}",
-        expected="fixtures and parameters that can be pickled: they are made once, in the main process, and every "
+        expected="fixtures and parameters that can be pickled: they are created once, in the main process, and every "
         "rank gets a copy",
         hint=hint,
     )
@@ -145,7 +145,7 @@ class Task:
     """A test as every rank receives it.
 
     path: names from the module down to the function. full: show all frames.
-    values: packed.
+    values: the packed values.
     """
 
     module: str
@@ -172,7 +172,7 @@ def pool_of(config: pytest.Config) -> Pool:
 
 
 def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
-    """Run the body of `item` on every rank, each a process of the pool. Raises MeshTestError if it cannot start."""
+    """Run the body of `item` on every rank, each a process of the pool. Raises MeshTestError if the body cannot start."""
     module, full = item.module.__name__, item.config.getoption("fulltrace")
     task = Task(
         module=module,
@@ -209,7 +209,7 @@ def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
 def sources(wanted: str) -> dict[str, Source]:
     """Return the modules of this process that a rank could not import, or could not import with rewritten asserts.
 
-    wanted: a module that is always included.
+    wanted: a module to include in any case.
     """
     libraries = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), *meshcomm.__path__)
     names = {wanted}
@@ -236,7 +236,7 @@ def _source(module: ModuleType) -> Source:
 
 
 def _filters() -> tuple[tuple[Any, ...], ...]:
-    """Return the warning filters that pytest has set for this test; classes pickled."""
+    """Return the warning filters that pytest has set for this test, with pickled classes."""
     sent = []
     for action, message, category, module, line in warnings.filters:
         try:
@@ -255,7 +255,7 @@ def _pattern(regex: Any) -> str:
 
 
 def on_rank(data: bytes) -> Held:
-    """Run the pickled Task; its value is the Outcome."""
+    """Run the pickled Task. The returned value is the Outcome."""
     task: Task = pickle.loads(data)
     _refresh(task)
     opened: list[Mesh | ExitStack] = []
@@ -322,7 +322,7 @@ def _refresh(task: Task) -> None:
     os.chdir(task.cwd)
     sys.path[:] = task.sys_path
     importlib.invalidate_caches()
-    # This rank's finder in sys.meta_path.
+    # The finder of this rank in sys.meta_path.
     finder = next((each for each in sys.meta_path if isinstance(each, Modules)), None)
     if finder is None:
         finder = Modules()

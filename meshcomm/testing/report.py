@@ -1,4 +1,4 @@
-"""Reports how a test's body ended on every rank. Each failure is shown once, with its ranks and their coords."""
+"""Reports how a test's body ended on every rank. Each failure is shown once, with the ranks that failed and their coords."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 class Outcome:
     """How the body ended on one rank.
 
-    reason: of a skip, xfail or exit; for a failure, the exception in short. text: the failure's traceback.
+    reason: reason of a skip, xfail or exit; for a failure, the exception in short. text: the failure's traceback.
     after:  the failure is only a consequence of another rank's failure.
     """
 
@@ -66,13 +66,13 @@ class Ends(NamedTuple):
 
     @property
     def failed(self) -> dict[int, Outcome]:
-        """Failures by rank; consequences of another rank's failure are last."""
+        """Failures by rank. Consequences of another rank's failure are last."""
         failed = [(rank, outcome) for rank, outcome in self.returned.items() if outcome.kind == "failed"]
         return dict(sorted(failed, key=lambda item: item[1].after))
 
     @property
     def died(self) -> list[int]:
-        """Ranks whose processes ended."""
+        """Ranks whose processes have ended."""
         return [rank for rank, end in enumerate(self.ranks) if end.state in ("died", "raised")]
 
 
@@ -114,7 +114,7 @@ def stack_text(frames: Iterable[FrameSummary], full: bool) -> str:
 
 
 def last_stack(text: str) -> list[FrameSummary]:
-    """Return the last stack that faulthandler wrote; for a fault, the stack of its thread. Outermost frame first."""
+    """Return the last stack that faulthandler wrote; for a fault, the faulting thread's. Outermost frame first."""
     begins = max(text.rfind("Current thread"), text.rfind("Stack (most recent"))
     found = _FRAME.findall(text[begins:].partition("\n\n")[0]) if begins >= 0 else []
     return [FrameSummary(file, int(line.replace("???", "0")), name) for file, line, name in reversed(found)]
@@ -133,7 +133,7 @@ def _users(frames: Iterable[FrameSummary], full: bool) -> StackSummary:
 def _is_library(file: str) -> bool:
     """Return whether a file belongs to meshcomm, torch, pytest or Python.
 
-    Python's folder may also have installed packages of the user.
+    Python's folder may also contain packages that the user installed.
     """
     return file.startswith(_LIBRARIES) or (file.startswith(_STANDARD) and "site-packages" not in file)
 
@@ -142,7 +142,7 @@ def _is_library(file: str) -> bool:
 
 
 def settle(request: MeshRequest, ends: Ends) -> None:
-    """Print the output of the ranks, and return, skip, xfail or fail as they did."""
+    """Print the output of the ranks. Return, skip, xfail or fail as the ranks did."""
     __tracebackhide__ = True
     _print(request.layout, ends)
     by_kind = {outcome.kind: outcome for outcome in reversed(ends.returned.values())}
@@ -174,7 +174,7 @@ def _print(layout: Layout, ends: Ends) -> None:
 
 
 def failure_of(ends: Ends, request: MeshRequest) -> str | None:
-    """Return one line for the summary, then a part for each group of ranks with equal texts; None if no rank failed."""
+    """Return one line for the summary, then a part for each group of ranks with equal texts. Return None if no rank failed."""
     failed, layout = ends.failed, request.layout
     if not (failed or ends.verdict) and len(ends.returned) == len(ends.ranks):
         return None
@@ -202,7 +202,7 @@ def failure_of(ends: Ends, request: MeshRequest) -> str | None:
 
 
 def _part(rank: int, ends: Ends, layout: Layout) -> tuple[int, str, str]:
-    """Return the sort key of a rank's text, its state in words, and the text."""
+    """Return the sort key of a rank's text, the rank's state in words, and the text."""
     end, outcome = ends.ranks[rank], ends.failed.get(rank)
     if outcome is not None:
         late = f"\n\nwhen the time was up:\n{end.stack}" if end.stack else ""

@@ -40,7 +40,7 @@ class TimeUp(BaseException):
 
 
 def run(item: pytest.Function, request: MeshRequest) -> Ends:
-    """Run the body of `item` as every rank. Raises MeshTestError or ConfigError if it cannot start."""
+    """Run the body of `item` as every rank. Raises MeshTestError or ConfigError if the body cannot start."""
     bodies = _Bodies(item)
     full = bodies.full
     out, err = _Streams(sys.stdout), _Streams(sys.stderr)
@@ -121,7 +121,7 @@ class _Bodies:
 
 
 def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy for each rank; values that cannot be pickled are shared."""
+    """Return a copy for each rank. Values that cannot be pickled are shared."""
     copied = dict(values)
     for name, value in values.items():
         if not isinstance(value, pytest.MonkeyPatch):  # it changes the process, which all ranks share
@@ -139,7 +139,7 @@ def _raising(error: BaseException) -> Callable[[], None]:
 
 @final
 class _Watch:
-    """Ends the ranks when the time is up. `stacks`: their stacks at that time. Entered by the main thread."""
+    """Ends the ranks when the time is up. stacks: the ranks' stacks at that time. Entered by the main thread."""
 
     def __init__(self, timeout_s: float, full: bool) -> None:
         self.done = False

@@ -215,7 +215,8 @@ def test_times_that_say_too_little_are_refused_or_noted() -> None:
     settings = config(**TRUE)
     live = settings.plan(None).on("cpu", "gloo")
     with pytest.raises(
-        ConfigError, match=r"latency and bandwidth do not follow from.*\n.*reduce along tp: gloo's algorithm"
+        ConfigError,
+        match=r"latency and bandwidth cannot be computed from.*\n.*reduce along tp: gloo's algorithm",
     ):
         fit_links([Time("tp", "reduce", 4096, 1e-3)], live, known_machine(settings.topology, "here"))
 

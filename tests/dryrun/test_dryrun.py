@@ -210,7 +210,7 @@ def test_what_a_user_does_wrong_is_told_without_a_traceback(tmp_path: Path) -> N
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert re.search(r"rank 5 \(dp=5\) failed: ZeroDivisionError: .*\n.*fails.py:3", done.stderr), done.stderr
     for name, world, ranks, said in (
-        ("nothing.py", 8, (), "nothing.py makes no mesh"),
+        ("nothing.py", 8, (), "nothing.py creates no mesh"),
         ("exits.py", 8, (), "ended with exit code 3"),
         ("fails.py", None, (), "world"),
         ("fails.py", 64, (64,), "rank 64 is not in the mesh"),

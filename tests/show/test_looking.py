@@ -316,7 +316,7 @@ def test_a_rank_is_read_and_refused() -> None:
         assert read_rank(f"x={x},y={y}", layout) == layout.get_rank(x=x, y=y)
     for wrong, said in (
         ("five", "'five' is not a coord"),
-        ("a=1,a=0", "a is there twice"),
+        ("a=1,a=0", "a is given twice"),
         (" ", "' ' is not a coord"),
         ("a=1,c=0", "the coords do not identify one rank"),
         ("a=0,b=0,c=4", r"c=4 is outside the mesh(.|\n)*expected: 0 to 3"),
