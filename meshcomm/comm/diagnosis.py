@@ -300,7 +300,7 @@ def root_cause(statuses: Statuses) -> list[str]:
                 waits[rank] = {peer for peer, _ in others}
                 calls[rank] = f"{call_text(call)}, at {call['callsite']}"
     if not waits:
-        return ["no rank was found waiting for another: the reports hold no diagnosis"]
+        return ["no rank was found waiting for another: the reports do not show a cause"]
     if circle := find_circle(waits):
         lines = ["circular wait:"]
         for rank, other in zip(circle, [*circle[1:], circle[0]], strict=True):

@@ -347,7 +347,7 @@ class FlightRecorder:
         return 0.0 if entry is None else entry[4]
 
     def remembered(self) -> range:
-        """Return the numbers of the calls that the ring holds."""
+        """Return the sequence numbers of the calls in the ring buffer."""
         return range(max(1, self.started - KEPT + 1), self.started + 1)
 
     def close(self) -> None:

@@ -154,8 +154,8 @@ class MessageLog:
         self.waiting: PendingMessage | None = None
 
     def settled(self, direction: Direction, peer: int) -> bool:
-        """Return whether messages with this peer no longer need numbers: they are no longer checked, and no trace
-        is taken.
+        """Return whether messages with this peer no longer need sequence numbers, because they are no longer checked and
+        not traced.
         """
         return self.spans is None and (self._check is None or not self._check.is_compared(direction, peer))
 

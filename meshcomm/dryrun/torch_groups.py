@@ -1,4 +1,4 @@
-"""The process groups that a program makes with torch, on a simulated rank."""
+"""The process groups that a program creates with torch.distributed, on a simulated rank."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TorchGroups:
         forget_device_meshes(self._made)
 
     def made(self, mesh: DeviceMesh) -> None:
-        """Record a DeviceMesh. The layout comes from the first DeviceMesh of all ranks with the most dims."""
+        """Record a DeviceMesh. The layout comes from the DeviceMesh that spans all ranks and has the most dims, the first of several."""
         self._made.append(mesh)
         with without_modes():
             names = mesh.mesh_dim_names or ()

@@ -25,7 +25,7 @@ def _reports_in(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def newest_run(folder: Path) -> Path:
-    """Return the folder of the last run with reports in `folder`, which may be that run's folder itself."""
+    """Return the folder of the most recent run with reports under `folder`; `folder` may itself be a run's folder."""
     if any(_reports_in(folder)):
         return folder
     # The names of the folders begin with the time.

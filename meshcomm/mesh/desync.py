@@ -79,7 +79,7 @@ class DesyncMonitor:
         return None if self.found is None or self._raised else self._error(self.found)
 
     def cause(self, statuses: Mapping[int, Any]) -> CallMismatchError | None:
-        """Return the error for a failed call, if the ranks had made different calls in an earlier step.
+        """Return the error for a failed call if the ranks made different calls in an earlier step.
 
         statuses: the status of each rank that answered, by rank; see RankRecord.data.
         """

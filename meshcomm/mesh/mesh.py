@@ -940,7 +940,7 @@ def _lost(mesh: ref[Mesh], error: BaseException) -> RankLost | None:
 
 
 def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError | None:
-    """Close a mesh whose calls were captured; returns the error if a graph with these calls is alive.
+    """Close a mesh whose calls were captured. Return the error if a graph that contains these calls is still alive.
 
     NCCL neither destroys nor aborts a communicator before the last graph that has captured its calls is gone
     (seen with NCCL 2.28 and torch 2.11, whose `destroy_process_group` never returns then).

@@ -118,7 +118,7 @@ def packed_experts(module: Any) -> dict[str, Axes]:
 def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return the additions to the plan of a model of blocks for sequence_parallel.
 
-    Sequences are full before the first block, and sliced from there to the head. In a block, norms work on
+    Sequences are whole before the first block, and split across ranks from there to the head. In a block, norms work on
     slices. A part that has only columns and rows gathers at its start. Every other part computes on full sequences,
     identically on all ranks, except for the layers in it that the plan splits.
     """

@@ -430,7 +430,7 @@ def test_the_reports_of_the_newest_run_are_read(tmp_path: Path) -> None:
     text = report(tmp_path)
     assert text.startswith(f"1 report(s) in {tmp_path / '20261122-000001-two'}, the newest of 2 runs\n")
     assert "rank 5" in text and "rank 3" not in text
-    assert "no rank was found waiting for another: the reports hold no diagnosis" in text
+    assert "no rank was found waiting for another: the reports do not show a cause" in text
     assert "rank 3" in report(tmp_path / "20261121-235959-one")
 
 

@@ -260,7 +260,7 @@ class _Splitting:
 class SharedEntry:
     """`split.enter`, once for all column-parallel layers that read the same tensor.
 
-    Siblings share one entry. The entry keeps its last input until the module around them returns. The same object then
+    Siblings share one entry. The entry keeps its last input until the enclosing module returns. The same object then
     is the same input, unless it was written to in between.
     """
 

@@ -44,7 +44,7 @@ class Parts(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The position of a plain tensor in the full one: slice `coord` of `axis` along `dim`."""
+    """The position of a local tensor in the full one: the slice of `axis` that coord `coord` along `dim` holds."""
 
     mesh: Mesh
     dim: str
