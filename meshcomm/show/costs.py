@@ -72,7 +72,7 @@ def cost_view(facts: Facts) -> View:
     call = f"; {facts['call_us']:g} us for each call" if facts["call_us"] else ""
     notes = (
         "GB/s; busbw as nccl-tests counts it; predicted by a model, not measured; "
-        "by: the fastest algorithm according to the model. A backend chooses its own: NCCL may take another"
+        "by: the algorithm that the model finds fastest. A backend chooses its own: NCCL may take another"
     )
     head = Line(f"links: {'; '.join(facts['links'])}{call}")
     return page_view([head, table, Line(notes)])
