@@ -550,6 +550,8 @@ class AlongDims:
 
         Returns: the received tensors, in the order of `recvs`. With async_op, a handle whose wait() returns
                  them. Do not use the tensors of the call before then.
+        On NCCL: both ends of a message must be of an exchange or a shift, not of a send or a recv, and every rank along
+                 `dims` must make a call along them before a few of these ranks exchange messages.
         """
         found: list[Tensor] | Handle[list[Tensor]] = self._at.along(dims).messages.exchange(
             sends, recvs, async_op

@@ -313,7 +313,7 @@ class _Call:
         return torch.frombuffer(data, dtype=torch.uint8).to(self._carrier)
 
     def arrived(self, data: Tensor) -> Tensor:
-        """Return received bytes in host memory. Raises RankLost if they may be those of a dropped call."""
+        """Return received bytes in host memory. Raises RankLost if the bytes may come from a dropped call."""
         found = data.cpu()
         self.comm.confirm(f"objects.{self.name}")
         return found

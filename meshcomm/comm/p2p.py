@@ -282,6 +282,7 @@ class Messages(Caller):
         recorder, log, transport = self.recorder, self.recorder.messages, self.transport
         message = handle = None
         works: Sequence[Work] = ()
+        single = batch.call in ("send", "recv")
         alone = transport.ordered and len(batch.ends) == 1
         if alone:
             self._check_order(batch, log)
@@ -292,9 +293,9 @@ class Messages(Caller):
             ends = batch.ends if batch.carried else _carried(batch.ends)
             if profiling():
                 with record_function(f"meshcomm::{batch.call} {self.name}{recorder.plan}"):
-                    works = transport.start_p2p(ends)
+                    works = transport.start_p2p(ends, single)
             else:
-                works = transport.start_p2p(ends)
+                works = transport.start_p2p(ends, single)
             if recorder.ordered:
                 recorder.queued(works[-1], message)
             if batch.async_op:

@@ -210,13 +210,17 @@ class PendingCollective:
 @final
 @dataclass(slots=True, eq=False)
 class PendingMessage:
-    """One unmatched end of a message. src, dst: coords; src is None for any source. order: place in the order of posting."""
+    """One unmatched end of a message. src, dst: coords; src is None for any source. order: place in the order of posting.
+
+    alone: see Transport.start_p2p.
+    """
 
     x: Tensor
     src: int | None
     dst: int
     work: SimulatedWork
     order: int
+    alone: bool
 
     def line(self) -> str:
         """Return this end in an error about two ends that do not fit."""
@@ -296,8 +300,8 @@ class SimulatedGroup:
                 each.work.complete()
         return work
 
-    def start_message(self, coord: int, message: P2P, site: Callsite) -> SimulatedWork:
-        """Record that coord `coord` sends or receives."""
+    def start_message(self, coord: int, message: P2P, site: Callsite, alone: bool) -> SimulatedWork:
+        """Record that coord `coord` sends or receives. alone: by the communicator of two ranks, see Transport.start_p2p."""
         scheduler, rank = self.scheduler, self.ranks[coord]
         scheduler.check()
         if self.gone:
@@ -322,7 +326,7 @@ class SimulatedGroup:
         self._messages += 1
         src, dst = (coord, peer) if direction == "send" else (peer, coord)
         assert dst is not None
-        mine = PendingMessage(x, src, dst, work, self._messages)
+        mine = PendingMessage(x, src, dst, work, self._messages, alone)
         ends = self._ends[mine.dst, tag]
         fits = [
             end
@@ -347,6 +351,15 @@ class SimulatedGroup:
         return sorted((end for ends in self._ends.values() for end in ends), key=attrgetter("order"))
 
     def _deliver(self, send: PendingMessage, recv: PendingMessage) -> None:
+        if send.alone != recv.alone:
+            error = CallMismatchError(
+                f"the two ends of a message use different communicators along {self.label}",
+                given=f"{send.line()}\n{recv.line()}",
+                expected="send and recv, or exchange and shift, on both ends: NCCL has other communicators for each",
+                hint="mesh.exchange(dims, sends=[(x, dst)]) and mesh.exchange(dims, recvs=[(out, src)])",
+                mismatched_ranks=(send.work.actor.rank, recv.work.actor.rank),
+            )
+            self.scheduler.fail(error)
         if send.x.shape != recv.x.shape or send.x.dtype != recv.x.dtype:
             receiver = recv.work.actor.rank
             error = CallMismatchError(
@@ -422,7 +435,7 @@ class SimulatorTransport(Transport):
                     group.scheduler.fail(error)
         return group.start(self.coord, self._number, call, told)
 
-    def start_p2p(self, batch: Sequence[P2P]) -> Sequence[SimulatedWork]:
+    def start_p2p(self, batch: Sequence[P2P], alone: bool = False) -> Sequence[SimulatedWork]:
         site, scheduler = here(), self._group.scheduler
         if self.ordered:
             calls = []
@@ -440,7 +453,7 @@ class SimulatorTransport(Transport):
         for message in batch:
             scheduler.operates(self._actor)
             scheduler.maybe_pause(self._actor)
-            works.append(self._group.start_message(self.coord, message, site))
+            works.append(self._group.start_message(self.coord, message, site, alone and self.ordered))
         return works
 
     def source_of(self, work: Work) -> int:

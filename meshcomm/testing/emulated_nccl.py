@@ -364,24 +364,29 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         raise RuntimeError("Backend nccl does not support recvAnysource")
 
     def _message(self, kind: str, tensors: list[Tensor], peer: int) -> EmulatedWork | None:
+        # A message by itself uses a communicator of its two ranks, and meets none of a group of messages.
+        tag = 0 if _emulation().depth else 2
+
         def start() -> SimpleNamespace:
             # NCCL has no tags: messages between two ranks match in order. The size is sent first.
             size = torch.tensor([sum(x.numel() for x in tensors)])
             come = size.clone()
-            first = getattr(self._connected, kind.lower())([come], peer, 0)
+            first = getattr(self._connected, kind.lower())([come], peer, tag)
             if kind == "SEND":
-                second = self._connected.send(tensors, peer, 1)
+                second = self._connected.send(tensors, peer, tag + 1)
                 return SimpleNamespace(wait=lambda: (first.wait(), second.wait()))
-            return SimpleNamespace(wait=partial(self._receive, first, come, size, tensors, peer))
+            return SimpleNamespace(wait=partial(self._receive, first, come, size, tensors, peer, tag + 1))
 
         ins, outs = (tensors, ()) if kind == "SEND" else ((), tensors)
         return self._call(_Call(kind, start, ins, outs, root=peer))
 
-    def _receive(self, first: Any, come: Tensor, size: Tensor, tensors: list[Tensor], peer: int) -> None:
+    def _receive(
+        self, first: Any, come: Tensor, size: Tensor, tensors: list[Tensor], peer: int, tag: int
+    ) -> None:
         first.wait()
         if not torch.equal(come, size):
             raise RuntimeError("both ends of a message have different sizes")
-        self._connected.recv(tensors, peer, 1).wait()
+        self._connected.recv(tensors, peer, tag).wait()
 
     def _start_coalescing(self, device: torch.device) -> None:
         emulation = _emulation()

@@ -94,16 +94,15 @@ class ProcessGroupTransport(Transport):
         device = self.device if row.name == "barrier" else None
         return Prepared(method, _options(row.options, blocking, op, root, device))
 
-    def start_p2p(self, batch: Sequence[P2P]) -> Sequence[Work]:
-        if len(batch) == 1:
-            if (peer := batch[0][2]) is not None:
-                # NCCL connects the two ranks by a communicator of their own.
-                self._connects(*sorted({self.coord, peer}))
-            return (self._call(batch[0]),)
+    def start_p2p(self, batch: Sequence[P2P], alone: bool = False) -> Sequence[Work]:
         if not self.ordered:
             return [self._call(message) for message in batch]
+        if alone:
+            ((_, _, peer, _),) = batch
+            assert peer is not None
+            self._connects(*sorted((self.coord, peer)))
+            return (self._call(batch[0]),)
         # NCCL runs the calls of one group as one kernel; separate calls could wait for each other.
-        self._connects()
         self.group._start_coalescing(self.device)
         try:
             for message in batch:

@@ -173,9 +173,9 @@ def test_a_call_in_two_parts_is_one_that_lasts_until_the_data_is_there() -> None
                 note()
             return start(call)
 
-        def watched_p2p(batch: Any) -> Any:
+        def watched_p2p(*given: Any) -> Any:
             note()
-            return start_p2p(batch)
+            return start_p2p(*given)
 
         comm.transport.start = watched  # type: ignore[method-assign]
         comm.transport.start_p2p = watched_p2p  # type: ignore[method-assign]

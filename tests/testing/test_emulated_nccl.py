@@ -270,6 +270,23 @@ def batch_on_a_dropped_group() -> None:
         assert mesh.all_reduce("tp", x).tolist() == [2, 2]
 
 
+def open_line(mesh: Mesh) -> None:
+    """The ranks at the edges have one message and the others two, all on one communicator."""
+    for offset in (1, -1):
+        came = mesh.shift("dp", torch.full((2,), float(mesh.rank)), offset, wrap=False)
+        source = mesh.rank - offset
+        assert (None if came is None else came.tolist()) == ([source] * 2 if 0 <= source < 4 else None)
+
+
+def on_a_line() -> None:
+    with emulated_nccl(), meshcomm.init(dims={"dp": 4}, backend=NAME, device="cpu", timeout_s=20) as mesh:
+        open_line(mesh)
+
+
+def test_the_edges_of_an_open_line(pool: Pool) -> None:
+    pool.run(on_a_line, ranks=4)
+
+
 def test_a_batch_on_a_dropped_group_holds_back_no_other_call(pool: Pool) -> None:
     pool.run(batch_on_a_dropped_group, ranks=4)
 
