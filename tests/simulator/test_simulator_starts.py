@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.errors import DeadlockError, RankFailed
+from meshcomm.errors import CallMismatchError, DeadlockError, RankFailed
 from meshcomm.mesh import Mesh
 from meshcomm.simulator.start_order import Call, Start, StartOrder
 
@@ -130,6 +130,21 @@ def test_messages_of_an_nccl_group_are_queued() -> None:
         meshcomm.simulate(program, {"mesh": {**dims["mesh"], "backend": "gloo"}})
         with pytest.raises(error, match=text):
             meshcomm.simulate(program, {"mesh": {**dims["mesh"], "backend": "nccl"}})
+
+
+def one_of_each_kind(mesh: Mesh) -> None:
+    if mesh.rank == 0:
+        mesh.exchange("dp", [(torch.ones(1), 1)])
+    else:
+        mesh.recv("dp", torch.empty(1), src=0)
+
+
+def test_a_message_of_an_exchange_does_not_meet_a_receive_on_nccl() -> None:
+    config = {"mesh": {"dims": {"dp": 2}, "backend": "nccl"}}
+    meshcomm.simulate(one_of_each_kind, {"mesh": {"dims": {"dp": 2}, "backend": "gloo"}})
+    with pytest.raises(CallMismatchError, match="use different communicators along dp") as caught:
+        meshcomm.simulate(one_of_each_kind, config)
+    assert "rank 0: exchange" in caught.value.given and "rank 1: recv" in caught.value.given
 
 
 def both_ways_at_once(mesh: Mesh) -> list[float]:
