@@ -167,9 +167,9 @@ def halving_doubling(n: int) -> Schedule:
 def _around(
     size: int, place: int, coord: Callable[[int], int], span: Callable[[int], Span], reduce: bool
 ) -> list[ScheduleStep]:
-    """Return a ring of `size` places. `coord` gives the rank at a place, `span` the chunks of a place.
+    """Return the steps of position `place` in a ring of `size` positions. `coord` and `span` give a position's coord and chunks.
 
-    reduce: place p ends with the sum of its span. Otherwise it starts with its span, and all places end with all chunks.
+    reduce: each position ends with the sum of its span. Otherwise each starts with its span and ends with all chunks.
     """
     after, before = coord((place + 1) % size), coord((place - 1) % size)
     leaving = [(place - step - reduce) % size for step in range(size - 1)]

@@ -165,8 +165,9 @@ def _plain(value: Any) -> str:
 class _Run(NamedTuple):
     """Consecutive steps in which a rank made the same calls on the group, as plain data.
 
-    first: the first step, by this rank's count. number: the program's number for it. calls, nbytes: per step.
-    digest: of operations and bytes. operations: with their lines and counts. ended_at: the line of `mesh.step`.
+    first: the first step, by this rank's count. number: the program's number for that step. calls, nbytes: per step.
+    digest: a digest of the operations and bytes. operations: each with its source line and count.
+    ended_at: the line that called `mesh.step` after the first step.
     """
 
     first: int

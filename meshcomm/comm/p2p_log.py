@@ -1,4 +1,4 @@
-"""The messages of one rank on one group: the count on each channel, the messages waited for, and whether both ends agree."""
+"""One rank's messages on one group: the count on each channel, the messages in flight, and whether both ends agree."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ class MessageLog:
         self._posted.append((message, work))
 
     def unfinished(self) -> list[PendingMessage]:
-        """Return the messages outside the mesh that are not over, the oldest first."""
+        """Return the messages outside the mesh that have not completed, oldest first."""
         return [message for message, work in list(self._posted) if not work.is_completed()]
 
     def failed(self) -> list[tuple[PendingMessage, RuntimeError]]:

@@ -77,8 +77,8 @@ _FUNCTIONAL = {
 class ToldWork(Work):  # type: ignore[misc]
     """The Work of a call that is not carried out. It is complete at once, and reports when it is first waited for.
 
-    held: tensors of the call, kept alive as backends do. The creator must keep the object until it is waited for:
-    torch keeps the C++ Work alive, but not its Python part.
+    held: the call's tensors, kept alive as a backend would keep them. The creator must keep the ToldWork until it is
+    waited for: torch keeps the C++ Work alive, but not its Python part.
     """
 
     def __init__(self, held: object, waited: Callable[[ToldWork], None]) -> None:

@@ -85,7 +85,7 @@ def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any])
             "from_groups was called before torch's default group existed, or after its end",
             given="torch.distributed is not initialized",
             expected="groups of dist.new_group, of a DeviceMesh or of a framework",
-            hint="dist.init_process_group first; meshcomm.init(dims=...) creates its own groups",
+            hint="call dist.init_process_group first; meshcomm.init(dims=...) creates its own groups",
         )
     world = dist.get_world_size()
     lists = {name: _ranks(name, group) for name, group in groups.items()}

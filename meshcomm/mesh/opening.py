@@ -454,7 +454,7 @@ class Opening:
                 expected=f"backend {backend} to start, and a store that answers",
                 hint=INTERFACES
                 if reason_of(error) is Reason.UNREACHABLE
-                else "look for the first error of the process that holds the store",
+                else "look for the first error reported by the process that hosts the store",
             ) from error
 
     # -- fourth: create -------------------------------------------------------------------------
@@ -522,7 +522,7 @@ class Opening:
         return transport
 
     def _recovering(self) -> AbstractContextManager[None]:
-        """If lost ranks are replaced, errors of the groups that are created inside the block leave this process alive."""
+        """If lost ranks are replaced, errors in groups that are created inside the block do not end this process."""
         return nullcontext() if self._generations is None else with_variables(NCCL_RECOVERS)
 
     def _client(self, own: bool) -> dist.Store:

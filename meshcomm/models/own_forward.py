@@ -117,7 +117,7 @@ def put_in(
 
 
 class RoutedBlock:
-    """A block whose calls by its module's forward go through `OwnForward.block`. A base of its class."""
+    """A block that runs through `OwnForward.block` when its module's forward calls it. A base of the block's class."""
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Return the result of the block."""

@@ -456,9 +456,9 @@ def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """Return the axis along which experts' weights are sharded: the experts' axis if `ranks` divides it, otherwise an
-    axis that it divides. Shards of unequal length are padded: one expert of a rank, in two shards of its first axis,
-    would save no memory.
+    """Return the choice of the axis along which a weight of experts is sharded: the experts' axis if its size is
+    divisible by `ranks`, otherwise another axis whose size is. Shards of unequal length are padded: splitting a rank's
+    only expert into two shards along the experts' axis would save no memory.
     """
     # In a weight with parts, the rows of a unit stay together.
     together = {id(part.get_parameter(name)): parts.axis + 1 for name, parts in fused_parts(part).items()}

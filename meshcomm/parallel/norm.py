@@ -155,7 +155,7 @@ class GradientNorm:
                 f"{unfrozen[0]} was unfrozen after GradientNorm was created, and would not be counted",
                 given=listed(unfrozen),
                 expected="the same frozen parameters as before",
-                hint="create a new GradientNorm; with a Trainer, save, and load in a new one",
+                hint="create a new GradientNorm; with a Trainer, save a checkpoint and load it into a new Trainer",
             )
         missing = [held.name for held in self._held if held.parameter.grad is None]
         if missing:

@@ -25,8 +25,8 @@ _MOST = 100
 def check_inputs(mesh: Mesh, parallel: ParallelConfig, *batch: Tensor) -> None:
     """Compare this rank's batch with the batches of the ranks along tensor, pipeline and context.
 
-    Called by: every rank of the mesh. A gather of objects per dim; waits for the device.
-    Raises:    TrainingError, the same on every rank, with the ranks and the dim along which samples differ but must not.
+    Called by: every rank of the mesh. Gathers objects along each dim, and waits for the device.
+    Raises:    TrainingError, the same on every rank, with the ranks whose samples differ and the dim along which they must not.
     """
     sums = hashlib.sha256()
     for tensor in batch:

@@ -237,7 +237,7 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
 
 
 def memory(work: Workload, sizes: Sizes) -> Memory:
-    """Return the bytes of the rank with the most. Weights and gradients have one dtype. Adam's two moments have
+    """Return the memory of the rank that needs the most. Weights and gradients have one dtype. Adam's two moments have
     train.state_dtype.
 
     With sharding (FSDP, ZeRO-3: Rajbhandari et al. 2020), each is divided by the shards. Gathered weights are two layers,

@@ -85,7 +85,7 @@ def place_view(facts: Facts) -> View:
     }
     notes = []
     if any(row["also"] for row in facts["placements"]):
-        notes.append("+N orders: N other orders of the same sizes take as long")
+        notes.append("+N orders: N other orders of the same sizes take the same time")
     if "exact" in facts["placements"][0]:
         notes.append("dry run, its GB: a step and the peak as a dry run gives them; !: more than a rank has")
         columns[">dry run"] = ("exact.step_s", seconds_text)

@@ -67,7 +67,7 @@ class Record:
         return Record(**torch.load(path, mmap=True, weights_only=True))
 
     def steps(self) -> dict[tuple[Kind, str], Tensor]:
-        """Return the loss, then the norm of each step."""
+        """Return the loss and the gradient norm of each step, step by step."""
         found: dict[tuple[Kind, str], Tensor] = {}
         kinds: tuple[Kind, ...] = ("loss", "gradient norm")
         for step, values in enumerate(zip_longest(self.losses, self.norms), 1):

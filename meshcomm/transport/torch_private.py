@@ -276,7 +276,7 @@ def outside_graphs(target: C) -> C:
 
 
 def compiled_files() -> tuple[str, str]:
-    """Return the beginnings of the names of files that torch.compile creates: of graphs, and of inductor's code."""
+    """Return the prefixes of the names of files that torch.compile creates for graphs and for inductor's code."""
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
     return "<eval_with_key>", kept
 

@@ -108,8 +108,8 @@ class Batches:
         seed: the seed of the run.
         coord, size: the coord of this rank along data, and the number of coords.
         device: where batches are placed.
-        dtype: for floating-point data. If None, they keep their dtype.
-        after: a completed step, and the number of samples read by then.
+        dtype: for floating-point data. If None, the data keep their dtype.
+        after: a completed step, and the number of samples read up to and including that step.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ def _tensors(samples: Samples, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
 
 
 def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) -> Batches:
-    """Return the samples of this rank, step by step. after: a completed step, and the number of samples read by then."""
+    """Return the samples of this rank, step by step. after: as in `Batches`."""
     _, _, data, train = engine.sections
     assert data is not None
     if data.build is None:

@@ -184,7 +184,7 @@ class GivenBatches:
         share = (before.data_coord, before.data_size)
         if isinstance(self._data, Iterable) and share != (engine.data_coord, engine.data_size):
             raise TrainingError(
-                "after a loss of ranks this rank has another share of each global batch, but its data yield the old one",
+                "after ranks were lost, this rank has a different share of each global batch, but its data still yield the old share",
                 given=f"a {type(self._data).__name__} for share {share[0]} of {share[1]}; now {engine.data_coord} of {engine.data_size}",
                 expected="data by step number, from the current mesh.data_rank and mesh.data_world_size",
                 hint="use trainer.run(lambda step: ...), or remove elastic.min",
