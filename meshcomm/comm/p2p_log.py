@@ -226,7 +226,7 @@ class MessageLog:
         self.flying.append(message)
 
     def posted(self, message: PendingMessage, work: Any) -> None:
-        """Record the backend's `work` for a message outside the mesh, and keep it until it is over."""
+        """Record the backend's `work` for a message outside the mesh, and keep the message until that work has completed."""
         if capturing():
             return
         while self._posted and self._posted[0][1].is_completed():
@@ -238,7 +238,7 @@ class MessageLog:
         return [message for message, work in list(self._posted) if not work.is_completed()]
 
     def failed(self) -> list[tuple[PendingMessage, RuntimeError]]:
-        """Return the first message outside the mesh that its backend gave up, and the backend's error; [] if there
+        """Return the first message outside the mesh that its backend has given up, and the backend's error; [] if there
         is none.
         """
         over = ((message, work) for message, work in list(self._posted) if work.is_completed())

@@ -128,7 +128,7 @@ def _gather(store: Any, world_size: int, wait: timedelta) -> tuple[list[Facts], 
 
 
 def judge(rows: Sequence[Facts], settings: Config | None = None) -> Iterator[Finding]:
-    """Whether these ranks can talk with each other: addresses, places and versions. settings: given if all ranks have arrived."""
+    """Yield findings about addresses, places and versions of these ranks. settings: None if some ranks have not arrived."""
     hosts = _by(rows, "host")
     lost = [row for row in rows if is_loopback(row["address"])]
     if len(hosts) > 1 and lost:

@@ -117,7 +117,7 @@ def _name_of(boxed: Any) -> str:
 
 
 def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor], work: Any) -> bool:
-    """Call the hooks of a group for a collective that a mode keeps from the backend. Return whether the group has hooks.
+    """Call the hooks of a group for a collective that a mode does not pass to the backend. Return whether the group has hooks.
 
     operator: of `c10d`, or a functional collective. outputs: results of a functional collective. work: for the hook.
     """

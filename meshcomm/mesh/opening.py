@@ -416,14 +416,14 @@ class Opening:
             if self._failure is None:
                 raise
         if self._failure is not None:
-            # The others have received it; here the problem itself is more precise than "the ranks differ".
+            # The other ranks have received this problem. Here it is more precise than "the ranks differ".
             raise self._failure
         return agreed
 
     # -- third: torch's default group -----------------------------------------------------------
 
     def _start_default_group(self) -> None:
-        """Start the default group, unless the program has. Raises CommunicationError."""
+        """Start the default group, unless the program has started it. Raises CommunicationError."""
         meeting, device, backend = self._meeting, self._device, self._plan.defaults.backend
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -542,7 +542,7 @@ class Opening:
 
     @property
     def _world_prefix(self) -> str:
-        """A prefix per generation, so that groups of two generations are never the same."""
+        """A prefix that differs per generation, so that two generations never share groups."""
         number = self._generation.number
         return f"generation{number}/{self._prefix}" if number else self._prefix
 
@@ -598,7 +598,7 @@ def _topology(settings: Settings, agreed: Agreed | None, simulated: bool) -> Top
 
 
 def _meet(store: dist.Store, group: Group, rank: int, coords: tuple[int, ...]) -> None:
-    """Return when these coords of a group, or all coords, have called this. They are then about to connect.
+    """Return when these coords of a group, or all coords, have called this function. They are then about to connect.
 
     NCCL cannot be interrupted while connecting ranks, and a lost rank never arrives. This wait ends with the store connection.
     """

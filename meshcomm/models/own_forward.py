@@ -45,7 +45,7 @@ class AbsentEmbedding(nn.Module):
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._hidden_size, self._dtype = hidden_size, dtype
-        # Some families read its device and dtype.
+        # Some families read device and dtype of the embedding's weight.
         self.weight = torch.empty(0, hidden_size, dtype=dtype, device=device)
 
     def forward(self, ids: Tensor, *args: Any, **named: Any) -> Tensor:

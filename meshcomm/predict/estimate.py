@@ -30,7 +30,7 @@ EXPERT_SHARD: Final = "expert shard"
 
 
 class Sizes(NamedTuple):
-    """Sizes of the dims that have the parts; 1 for a part without a dim. microbatches: per rank and step. expert_copies:
+    """Sizes of the dims of the parts; 1 for a part without a dim. microbatches: per rank and step. expert_copies:
     number of copies of the experts' shards.
     """
 
@@ -143,7 +143,7 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
         raise ConfigError(
             "the formulas of tune assume that every parameter is trained",
             given=", ".join(some),
-            expected="a training of all parameters",
+            expected="training of all parameters",
             hint=f"meshcomm dryrun {settings.source}, which counts only trained parameters, on one mesh",
         )
     # Settings that would not fit other sizes, or would override another order.

@@ -69,7 +69,7 @@ class Order:
         self._ends = np.cumsum(self.counts)
 
     def at(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return part and sample at these positions, counted from the start of the training."""
+        """Return the part and the sample at each of these positions, counted from the start of the training."""
         parts, samples = np.empty_like(positions), np.empty_like(positions)
         for epoch in np.unique(positions // self.epoch):
             here = positions // self.epoch == epoch
@@ -85,7 +85,7 @@ class Order:
         return parts, samples
 
     def _again(self, running: Indices, size: int, part: int) -> Indices:
-        """Return the sample of a part that has its own epochs."""
+        """Return the samples at these numbers of a part that has its own epochs."""
         samples = np.empty_like(running)
         for round_ in np.unique(running // size):
             here = running // size == round_
@@ -138,7 +138,7 @@ class Batches:
         return self._after[1] + (step - self._after[0]) * self._global_batch
 
     def places(self, step: int) -> tuple[Indices, Indices]:
-        """For this rank's samples of `step`: the part, and the sample's number in it."""
+        """Return the part of each of this rank's samples of `step`, and the sample's number in that part."""
         first = self.read(step - 1)
         return self.order.at(np.arange(first, first + self._global_batch)[self._mine])
 
