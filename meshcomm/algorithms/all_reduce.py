@@ -167,7 +167,7 @@ def halving_doubling(n: int) -> Schedule:
 def _around(
     size: int, place: int, coord: Callable[[int], int], span: Callable[[int], Span], reduce: bool
 ) -> list[ScheduleStep]:
-    """Return the steps of position `place` in a ring of `size` positions. `coord` and `span` give a position's coord and chunks.
+    """Return the steps of position `place` in a ring of `size` positions. `coord` and `span` give the coord and chunks of one.
 
     reduce: each position ends with the sum of its span. Otherwise each starts with its span and ends with all chunks.
     """

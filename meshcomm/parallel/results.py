@@ -26,7 +26,7 @@ def check_inputs(mesh: Mesh, parallel: ParallelConfig, *batch: Tensor) -> None:
     """Compare this rank's batch with the batches of the ranks along tensor, pipeline and context.
 
     Called by: every rank of the mesh. Gathers objects along each dim, and waits for the device.
-    Raises:    TrainingError, the same on every rank, with the ranks whose samples differ and the dim along which they must not.
+    Raises:    TrainingError, the same on every rank, with the ranks whose samples differ, and the dim along which they do.
     """
     sums = hashlib.sha256()
     for tensor in batch:
