@@ -193,8 +193,8 @@ def _fake_group(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **gi
 
 
 def _broadcasting(known: list[list[bytes]]) -> Callable[..., None]:
-    """Return `broadcast_object_list`. Rank 0 records the objects that it broadcasts. The others take them in the
-    same order of calls.
+    """Return `broadcast_object_list`. Rank 0 records the objects that it broadcasts. The other ranks take these
+    objects, in the order of their own calls.
     """
     following = iter(tuple(known))
 

@@ -273,7 +273,7 @@ def _absent(store: Any, ranks: Sequence[int], timeout_s: float, what: str) -> Me
 
 
 def _differences(ours: Any, theirs: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """Return the differing facts by dotted name, two levels deep. If names are in a different order, the whole fact differs."""
+    """Return the differing facts by dotted name, two levels deep. If the order of names differs, the whole fact differs."""
     if not (isinstance(ours, dict) and isinstance(theirs, dict)) or path.count(".") == 2:
         return [(path, ours, theirs)]
     if path and list(ours) != list(theirs) and set(ours) == set(theirs):

@@ -60,7 +60,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What was found at a port. owner, client: those of the store, if it belongs to a job. free: whether no program listens."""
+    """What was found at a port. owner, client: those of a store that belongs to a job. free: whether no program listens."""
 
     what: str
     owner: Owner | None = None

@@ -369,7 +369,7 @@ class Trainer:
     def _batches(
         self, data: Data | Corpus, step: int = 0, samples: int = 0, state: Tensor | None = None
     ) -> Batches | ReadAhead | GivenBatches:
-        """Return the data of each step after `step`. samples: how many samples were read up to `step`. state: a loader's state."""
+        """Return the data of each step after `step`. samples: the number read up to `step`. state: a loader's state."""
         if not isinstance(data, Corpus):
             return GivenBatches(data, self.engine, step, state)
         batches = batches_of(self.engine, data, (step, samples))

@@ -672,7 +672,7 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
         return _done([])
 
     def scatter(self, outputs: Any, inputs: Any, *options: Any) -> Any:
-        """Copy inputs to outputs, as every call that moves data does on one rank. torch nests arguments differently by call."""
+        """Copy inputs to outputs, as every call that moves data does on one rank. torch's nesting of both differs by call."""
         for out, x in zip(_flat(outputs), _flat(inputs), strict=True):
             out.view(x.shape).copy_(x)
         return _done(outputs)

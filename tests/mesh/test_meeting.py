@@ -455,7 +455,10 @@ def test_a_program_that_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"backend": "glo"}, 'this installation of torch has no backend glo\n.*one of gloo.*mesh.backend = "gloo"'),
+        (
+            {"backend": "glo"},
+            'this installation of torch has no backend glo\n.*one of gloo.*mesh.backend = "gloo"',
+        ),
         ({"backend": "ucc"}, 'no backend ucc\n.*a torch that was built with ucc.*mesh.backend = "auto"'),
         (
             {"config": {"mesh": {"dims": {"dp": 1}, "device": "cpu"}, "network": {"interfaces": ["none7"]}}},
