@@ -85,7 +85,7 @@ def choose_backend(device: torch.device) -> str:
 
 
 def check_backends(plan: Plan) -> None:
-    """Raise LaunchError for a backend that this installation of torch lacks, even for an unused device or a dim of one rank."""
+    """Raise LaunchError for a backend that this build of torch lacks, even for an unused device or a dim of one rank."""
     chosen = {plan.defaults.backend: ("the default group", "mesh.backend")}
     for family in plan.families:
         key = f"mesh.options.{family.name}.backend"

@@ -108,7 +108,7 @@ def _parts(state: Mapping[str, Tensor | Kept]) -> dict[bytes, tuple[WriteItem, b
 
 
 def _is_compared(name: str, tensor: Tensor) -> bool:
-    """Return whether the value is plain data, extra state, or an optimizer's number: small, and equal unless there is an error."""
+    """Return whether the value is plain data, extra state, or an optimizer's number: small, and equal if all is well."""
     if isinstance(tensor, DTensor):
         return False
     number = name.startswith("optimizer.") and not tensor.ndim
