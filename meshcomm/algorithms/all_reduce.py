@@ -43,7 +43,7 @@ def ring(n: int) -> Schedule:
 
 
 def two_level(n: int, inner: int) -> Schedule:
-    """Return the groups of `inner` consecutive coords, and a ring across the groups for each place in them.
+    """Return the groups of `inner` consecutive coords, and a ring across the groups for each position in a group.
 
     A ring inside each group leaves each rank one slice of the group's sum. Rings across the groups
     all-reduce the slices, and the inner rings gather them. 1/inner of the data crosses between groups.
@@ -167,9 +167,9 @@ def halving_doubling(n: int) -> Schedule:
 def _around(
     size: int, place: int, coord: Callable[[int], int], span: Callable[[int], Span], reduce: bool
 ) -> list[ScheduleStep]:
-    """Return a ring of `size` places. `coord` gives the rank at a place, `span` the chunks of a place.
+    """Return the steps of position `place` in a ring of `size` positions. `coord` and `span` give the coord and chunks of one.
 
-    reduce: place p ends with the sum of its span. Otherwise it starts with its span, and all places end with all chunks.
+    reduce: each position ends with the sum of its span. Otherwise each starts with its span and ends with all chunks.
     """
     after, before = coord((place + 1) % size), coord((place - 1) % size)
     leaving = [(place - step - reduce) % size for step in range(size - 1)]
@@ -251,7 +251,7 @@ def _top(low: int, high: int) -> int:
 
 
 def _through(place: Place, height: int, chunks: int, offset: int) -> list[ScheduleStep]:
-    """Return one rank's steps: chunk `offset` + j leaves the deepest leaves in step j, the root `height` steps on."""
+    """Return one rank's steps: chunk `offset` + j leaves the deepest leaves in step j, and the root `height` steps later."""
     parent, children, depth = place
     if height == 0:
         return []

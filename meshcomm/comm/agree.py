@@ -95,7 +95,7 @@ def _misjoined(request: Request, sizes: list[int]) -> MeshcommError | None:
     comm, axis, joined, x = request.comm, request.axis, request.joined, request.source
     if request.output_split_sizes not in (None, sizes):
         return ShapeError(
-            f"{request.where()}: the other ranks send other sizes than this rank expects",
+            f"{request.where()}: the other ranks send sizes that differ from those this rank expects",
             given=f"output_split_sizes={request.output_split_sizes}",
             expected=f"output_split_sizes={sizes}, which is in the input_split_sizes of coords 0 to {comm.size - 1}",
             hint="leave out output_split_sizes, which costs a small exchange before each call",

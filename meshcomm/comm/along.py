@@ -152,7 +152,7 @@ class AlongDims:
 
         Shape:      values: any shape, this rank's sums. weights: a number, or a tensor of shape () or of
                     the shape of values. The result has the shape of values, in new memory: float64 for
-                    float64 values, otherwise float32. It is nan where values and weights sum to 0.
+                    float64 values, otherwise float32. It is nan where both values and weights sum to 0.
         Called by:  every rank along `dims`, in the same program order. Sends one message, or one along each dim
                     of a tuple that no declared group covers.
         Gradient:   for `values`: grad / the sum of the weights, computed without communication. This is this

@@ -335,7 +335,7 @@ def _numel(shape: Sequence[int]) -> int:
 def _dtype(name: str) -> torch.dtype:
     found = vars(torch)[name]
     if not isinstance(found, torch.dtype):
-        _broken("a dtype that this torch does not have")
+        _broken("a dtype that this version of torch does not have")
     return found
 
 

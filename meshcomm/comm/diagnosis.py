@@ -491,7 +491,7 @@ class FailedCall:
             f"{ranks_text(others)} could not be asked: the job's store does not answer; {why}",
         ]
         expected = "a store that lives as long as the job: in the launcher, or in rank 0"
-        hint = "look for the first error of the process that holds the store"
+        hint = "look for the first error reported by the process that hosts the store"
         return self._error(reason, lines, expected, hint, others if clear else ())
 
     def error_alone(self) -> MeshcommError:

@@ -125,7 +125,7 @@ class FlightRecorder:
 
     @property
     def pending(self) -> bool:
-        """Whether a call made outside the mesh is not over, as far as its backend knows."""
+        """Whether a call made outside the mesh has not completed, as far as its backend knows."""
         if self.work is None or capturing() or self.work.is_completed():
             return False
         return self._tells_end or _LATEST[0] == id(self)
@@ -236,7 +236,7 @@ class FlightRecorder:
         self.work, self.message = None if captured else work, message
 
     def refuse(self) -> None:
-        """Record that the last call sent nothing: every rank of the group records this, whatever it was about to call."""
+        """Record that the last call sent nothing: every rank of the group records this, whatever call it was about to make."""
         self.refused.append(self.started)
 
     def announce_call(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:

@@ -214,5 +214,5 @@ def failure(where: str, error: BaseException) -> CommunicationError:
         f"{where} failed",
         given=first_line(error),
         expected="every rank of the group to make the same call and stay alive until it ends",
-        hint="look for the first error of the other ranks; this one may be its consequence",
+        hint="look for the first error on the other ranks; this error may be a consequence of it",
     )

@@ -56,7 +56,7 @@ def collective(
     if len(messages) > 1 and not (dense and _lie_apart(tensors)):
         check_apart(tensors, (), where, lambda one, other: one.dtype == other.dtype)
     if not async_op:
-        # One after the other: each message needs its packed copy only until it is over.
+        # One after the other: each message needs its packed copy only until it completes.
         for group in messages:
             _write(comm.collective(row, _packed(group, dense), **options), group, dense)
         return list(tensors)

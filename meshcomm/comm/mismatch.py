@@ -25,7 +25,7 @@ _FACTS: Final = 240
 _SITE: Final = 200
 # The number of runs of equal steps whose calls are kept.
 RUNS: Final = 64
-# The number of callsites that an error shows of one rank's step.
+# The number of callsites of one rank's step that an error shows.
 _SHOWN: Final = 6
 
 
@@ -70,7 +70,7 @@ class CallCheck:
         return True
 
     def _compare(self, transport: Transport, name: str, message: bytes) -> None:
-        """Exchange the calls themselves: the digests differ."""
+        """Exchange the calls themselves, because the digests differ."""
         mine = torch.frombuffer(bytearray(message.ljust(_BYTES, b"\0")), dtype=torch.uint8).to(
             transport.device
         )
@@ -140,7 +140,7 @@ def _message(call: str, facts: dict[str, Any], past: bool) -> bytes:
     """Return the call in at most 512 bytes; equal facts give equal texts, whatever the site."""
     whole = json.dumps(facts)
     if len(whole) > _FACTS:
-        # A shape with very many axes: a digest of all facts, and their beginning.
+        # For a shape with very many axes: a digest of all facts, and the beginning of their text.
         digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
         facts = {"facts": whole[: _FACTS // 2], "digest": digest}
     site = caller()[-_SITE:]
@@ -165,8 +165,9 @@ def _plain(value: Any) -> str:
 class _Run(NamedTuple):
     """Consecutive steps in which a rank made the same calls on the group, as plain data.
 
-    first: the first step, by this rank's count. number: the program's number for it. calls, nbytes: per step.
-    digest: of operations and bytes. operations: with their lines and counts. ended_at: the line of `mesh.step`.
+    first: the first step, by this rank's count. number: the program's number for that step. calls, nbytes: per step.
+    digest: a digest of the operations and bytes. operations: each with its source line and count.
+    ended_at: the line that called `mesh.step` after the first step.
     """
 
     first: int
@@ -281,7 +282,7 @@ def _difference(
     coords: Mapping[int, Mapping[str, int]],
     forgotten: bool,
 ) -> dict[str, Any]:
-    """signs: equal if the calls are. forgotten: the difference is in that step or an earlier one."""
+    """signs: equal if the calls are equal. forgotten: whether the first difference may be in an earlier step."""
     usual, mismatched = majority(signs)
     model, first = steps[usual[0]], steps[mismatched[0]]
     apart = not forgotten and model.number != first.number
@@ -320,7 +321,7 @@ def _difference(
 
 
 def _calls(step: _Run, other: _Run) -> str:
-    """Return the number of calls, and the lines from which `other` has not made as many calls."""
+    """Return the number of calls, and the lines whose calls `other` has not made, or not as often."""
     text = _collectives(step.calls)
     if step.nbytes != other.nbytes and step.calls == other.calls:
         text += f" of {step.nbytes:,} bytes"

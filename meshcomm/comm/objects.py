@@ -29,8 +29,8 @@ _OFFER_BYTES: Final = 1024
 class _Offer(NamedTuple):
     """The facts that each rank sends before any bytes of an object, as JSON of a fixed length.
 
-    size: bytes of its object, in a scatter of the largest one, for coord `target`; 0 if it sends nothing. failed: why
-    its object cannot be sent, as (what, expected, hint). cap: its max_bytes.
+    size: bytes of the rank's object; 0 if it sends nothing. In a scatter, those of the largest object, for coord `target`.
+    failed: why the object cannot be sent, as (what, expected, hint). cap: the rank's max_bytes.
     """
 
     call: str

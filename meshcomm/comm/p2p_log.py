@@ -1,4 +1,4 @@
-"""The messages of one rank on one group: the count on each channel, the messages waited for, and whether both ends agree."""
+"""One rank's messages on one group: the count on each channel, the messages in flight, and whether both ends agree."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class MessageLog:
         self.flying.append(message)
 
     def posted(self, message: PendingMessage, work: Any) -> None:
-        """Record the backend's `work` for a message outside the mesh, and keep it until it is over."""
+        """Record the backend's `work` for a message outside the mesh, and keep the message until that work has completed."""
         if capturing():
             return
         while self._posted and self._posted[0][1].is_completed():
@@ -234,11 +234,11 @@ class MessageLog:
         self._posted.append((message, work))
 
     def unfinished(self) -> list[PendingMessage]:
-        """Return the messages outside the mesh that are not over, the oldest first."""
+        """Return the messages outside the mesh that have not completed, oldest first."""
         return [message for message, work in list(self._posted) if not work.is_completed()]
 
     def failed(self) -> list[tuple[PendingMessage, RuntimeError]]:
-        """Return the first message outside the mesh that its backend gave up, and the backend's error; [] if there
+        """Return the first message outside the mesh that its backend has given up, and the backend's error; [] if there
         is none.
         """
         over = ((message, work) for message, work in list(self._posted) if work.is_completed())

@@ -43,7 +43,7 @@ _PIECE_BYTES: Final = 4 << 20
 
 
 class _Moves(NamedTuple):
-    """One step, with chunks as ranges of elements: (peer, start, stop). Receives add whether they are reduced."""
+    """One step, with chunks as ranges of elements: (peer, start, stop). Receives also say whether the data are reduced."""
 
     sends: tuple[tuple[int, int, int], ...]
     receives: tuple[tuple[int, int, int, bool], ...]

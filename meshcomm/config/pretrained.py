@@ -152,7 +152,7 @@ def publishes_plan(folder: str | Path | None) -> bool:
 
 
 def understood(folder: str | Path) -> Any:
-    """Return the configuration that transformers creates from `folder`/config.json. Raises the errors of transformers."""
+    """Return the configuration that transformers creates from `folder`/config.json. Raises transformers' errors."""
     path = Path(folder) / "config.json"
     read(path)
     return _understood(str(folder), path.stat().st_mtime_ns)

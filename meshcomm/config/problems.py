@@ -75,7 +75,7 @@ class Problem:
 
 
 def report(source: str, problems: Iterable[Problem]) -> ConfigError:
-    """Return all problems of `source` (a file's name, as it was given) as one error."""
+    """Return one error that lists all problems in `source` (the file name as given)."""
     listed = [indent(str(problem), "  ") for problem in problems]
     return ConfigError("\n".join([f"{source}: {len(listed)} problem{'s' * (len(listed) > 1)}", *listed]))
 

@@ -112,7 +112,7 @@ def _plan(settings: Config, world: int | None, launch: Launch) -> tuple[Plan, to
 
 
 def versions() -> dict[str, str | None]:
-    """Return a mapping from name to version; None for libraries that this torch was built without.
+    """Return a mapping from name to version; None for libraries that this build of torch lacks.
 
     `backends`: the backends of torch.
     """

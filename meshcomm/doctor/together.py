@@ -32,11 +32,11 @@ _SHOWN: Final = ("rank", "coords", "host", "interface", "address", "device")
 
 
 def examine_together(settings: Config | None, launch: Launch, timeout_s: float) -> tuple[Facts | None, int]:
-    """Run `examine` on every host of a job, and collect facts of each rank.
+    """Run `examine` on every host of a job, and collect facts about each rank.
 
     Called by: every rank. The first rank of each host examines it; rank 0 gathers.
-    Returns: on rank 0 the facts of its host, with the findings of all hosts and an entry of `ranks` for each rank; None on
-        other ranks. And the exit code, equal on all ranks.
+    Returns: on rank 0, the facts about its host, with the findings from all hosts and an entry in `ranks` for each rank;
+        None on other ranks. The second value is the exit code, equal on all ranks.
     Raises: LaunchError if the ranks do not meet; MeshcommError on the other ranks if rank 0 does not answer in time.
     """
     examined = examine(settings) if launch.local_rank == 0 else None
@@ -128,7 +128,7 @@ def _gather(store: Any, world_size: int, wait: timedelta) -> tuple[list[Facts], 
 
 
 def judge(rows: Sequence[Facts], settings: Config | None = None) -> Iterator[Finding]:
-    """Whether these ranks can talk with each other: addresses, places and versions. settings: given if all ranks have arrived."""
+    """Yield findings about addresses, places and versions of these ranks. settings: None if some ranks have not arrived."""
     hosts = _by(rows, "host")
     lost = [row for row in rows if is_loopback(row["address"])]
     if len(hosts) > 1 and lost:

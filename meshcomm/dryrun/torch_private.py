@@ -77,8 +77,8 @@ _FUNCTIONAL = {
 class ToldWork(Work):  # type: ignore[misc]
     """The Work of a call that is not carried out. It is complete at once, and reports when it is first waited for.
 
-    held: tensors of the call, kept alive as backends do. The creator must keep the object until it is waited for:
-    torch keeps the C++ Work alive, but not its Python part.
+    held: the call's tensors, kept alive as a backend would keep them. The creator must keep the ToldWork until it is
+    waited for: torch keeps the C++ Work alive, but not its Python part.
     """
 
     def __init__(self, held: object, waited: Callable[[ToldWork], None]) -> None:
@@ -117,7 +117,7 @@ def _name_of(boxed: Any) -> str:
 
 
 def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor], work: Any) -> bool:
-    """Call the hooks of a group for a collective that a mode keeps from the backend. Return whether the group has hooks.
+    """Call the hooks of a group for a collective that a mode does not pass to the backend. Return whether the group has hooks.
 
     operator: of `c10d`, or a functional collective. outputs: results of a functional collective. work: for the hook.
     """
@@ -193,8 +193,8 @@ def _fake_group(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **gi
 
 
 def _broadcasting(known: list[list[bytes]]) -> Callable[..., None]:
-    """Return `broadcast_object_list`. Rank 0 records the objects that it broadcasts. The others take them in the
-    same order of calls.
+    """Return `broadcast_object_list`. Rank 0 records the objects that it broadcasts. The other ranks take these
+    objects, in the order of their own calls.
     """
     following = iter(tuple(known))
 

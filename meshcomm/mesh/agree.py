@@ -134,7 +134,7 @@ class _Arrival(NamedTuple):
 
 
 def _announce(store: Any, number: int, arrival: _Arrival) -> None:
-    """Publish the arrival `number`. If the store can append atomically, one key for all ranks."""
+    """Publish the arrival `number`. If the store can append atomically, all ranks share one key."""
     line = " ".join(map(str, arrival)) + "\n"
     if store.has_extended_api():
         store.append("here", line)
@@ -273,7 +273,7 @@ def _absent(store: Any, ranks: Sequence[int], timeout_s: float, what: str) -> Me
 
 
 def _differences(ours: Any, theirs: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """Return the differing facts by dotted name, two levels deep. If names are in another order, the whole fact differs."""
+    """Return the differing facts by dotted name, two levels deep. If the order of names differs, the whole fact differs."""
     if not (isinstance(ours, dict) and isinstance(theirs, dict)) or path.count(".") == 2:
         return [(path, ours, theirs)]
     if path and list(ours) != list(theirs) and set(ours) == set(theirs):

@@ -48,7 +48,7 @@ def on_all_ranks(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
 
     what:      completes the text "rank 3 could not ...", as in "resume from runs/x".
     Called by: every rank of the mesh. The action must not communicate.
-    Raises:    if the action fails, its own MeshcommError, or TrainingError for any other exception. The
+    Raises:    the action's MeshcommError if it fails with one, TrainingError if it fails with another exception. The
                other ranks raise TrainingError with the same text and the name of the lowest rank that failed.
     """
     failure: MeshcommError | None = None

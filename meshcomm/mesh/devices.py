@@ -85,7 +85,7 @@ def choose_backend(device: torch.device) -> str:
 
 
 def check_backends(plan: Plan) -> None:
-    """Refuse a backend that this torch lacks, even for an unused device or a dim of one rank. Raises LaunchError."""
+    """Raise LaunchError for a backend that this build of torch lacks, even for an unused device or a dim of one rank."""
     chosen = {plan.defaults.backend: ("the default group", "mesh.backend")}
     for family in plan.families:
         key = f"mesh.options.{family.name}.backend"
@@ -102,7 +102,7 @@ def check_backends(plan: Plan) -> None:
                 ]
                 near = None if part in known else nearest_name(part, usable)
                 raise LaunchError(
-                    f"this torch has no backend {part}",
+                    f"this installation of torch has no backend {part}",
                     given=f"{backend} for {name}, torch {torch.__version__}",
                     expected=f"one of {', '.join(usable)}"
                     + (f", or a torch that was built with {part}" if part in known else ""),

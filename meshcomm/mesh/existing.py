@@ -37,7 +37,7 @@ def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> 
     _refuse(given, (*_DECIDED, "device"), "a DeviceMesh")
     if not meshes or not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
         raise LayoutError(
-            "init was given a list of other objects than DeviceMeshes",
+            "init was given a list that does not consist of DeviceMeshes",
             given=f"{list(meshes)!r}",
             expected="one or more torch DeviceMeshes",
             hint='meshcomm.init(dims={"dp": 2, "tp": 4}) for a mesh with its own groups',
@@ -55,7 +55,7 @@ def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> 
                 "the DeviceMeshes are not factorizations of the same ranks",
                 given=f"{first} of ranks {fold(order)}, and {mesh} of ranks {fold(grid)}",
                 expected="the same ranks in the same order, and one device type",
-                hint="a mesh each: meshcomm.init(first), meshcomm.init(second)",
+                hint="open one mesh for each: meshcomm.init(first), meshcomm.init(second)",
             )
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         if new := [name for name in sizes if name not in dims]:
@@ -85,7 +85,7 @@ def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any])
             "from_groups was called before torch's default group existed, or after its end",
             given="torch.distributed is not initialized",
             expected="groups of dist.new_group, of a DeviceMesh or of a framework",
-            hint="dist.init_process_group first; meshcomm.init(dims=...) creates its own groups",
+            hint="call dist.init_process_group first; meshcomm.init(dims=...) creates its own groups",
         )
     world = dist.get_world_size()
     lists = {name: _ranks(name, group) for name, group in groups.items()}
@@ -124,7 +124,7 @@ def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any])
 
 
 def _existing(keys: dict[str, Any], groups: Mapping[str, dist.ProcessGroup]) -> Existing:
-    """Adds the groups if they can carry the calls: torch sorts a group's ranks, and a backend may be "fake" by request."""
+    """Adds the groups that can carry the calls. Torch may have sorted a group's ranks, or its backend may be "fake"."""
     mesh = mesh_of({name: value for name, value in keys.items() if value is not None})
     layout = mesh.layout(dist.get_world_size())
     fake = dist.get_backend() == "fake"
@@ -167,7 +167,7 @@ def _check(device_mesh: DeviceMesh) -> None:
             f"{name}={size}" for name, size in zip(root.mesh_dim_names or (), root.shape, strict=False)
         )
         raise LayoutError(
-            "the DeviceMesh is a slice, which has other ranks on each rank; a mesh is the same on all ranks",
+            "the DeviceMesh is a slice, whose ranks differ between ranks; a mesh is the same on all ranks",
             given=f"a slice along {', '.join(names)} of the DeviceMesh {sizes}; here it has the ranks "
             f"{fold(device_mesh.mesh.flatten().tolist())}",
             expected="the DeviceMesh that it was sliced from",

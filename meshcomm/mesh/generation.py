@@ -103,10 +103,10 @@ def is_waiting(store: Any, number: int, process: int) -> bool:
 
 
 def may_grow(store: Any, number: int) -> bool:
-    """Return whether the ranks will meet in generation `number` though no rank was lost; False after `all_done` of
-    the previous one.
+    """Return whether the ranks will meet in generation `number` although no rank was lost. Returns False once
+    `all_done` has returned True for the previous generation.
 
-    Called by a launcher, which then announces it.
+    Called by a launcher, which then announces the generation.
     """
     return bool(store.compare_set(_NEXT.format(number), "", "grows") == b"grows")
 
@@ -117,8 +117,8 @@ def have_met(store: Any, number: int) -> bool:
 
 
 def all_done(store: Any, number: int) -> bool:
-    """Return whether a generation is the last one, because its ranks are done; False after `may_grow` of the next
-    was true.
+    """Return whether a generation is the last one because its ranks are done. Returns False once `may_grow` has
+    returned True for the next generation.
     """
     return bool(store.compare_set(_NEXT.format(number + 1), "", "done") == b"done")
 

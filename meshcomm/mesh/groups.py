@@ -88,7 +88,7 @@ def open_group(
                 f"rank {rank} could not create the group {group.label}: rank {missing} has not joined it",
                 given=f"{options.backend} on ranks {list(group.ranks)}: {first_line(error)}",
                 expected=f"every rank of the group to create it within {options.timeout_s:g} s",
-                hint=f"look at the first error of rank {missing}",
+                hint=f"look at the first error on rank {missing}",
                 missing=(missing,),
             ) from error
         raise CommunicationError(
@@ -97,7 +97,7 @@ def open_group(
             expected=f"ranks {list(group.ranks)} to create it within {options.timeout_s:g} s",
             hint=INTERFACES
             if reason_of(error) is Reason.UNREACHABLE
-            else "look at the first error of the other ranks; check backend and network",
+            else "look at the first error on the other ranks; check backend and network",
         ) from error
     return ProcessGroupTransport(handle, options.backend, device, owned=True, timeout_s=options.timeout_s)
 

@@ -60,7 +60,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The finding at a port. owner, client: those of a store that belongs to a job. free: whether no program listens."""
+    """What was found at a port. owner, client: those of a store that belongs to a job. free: whether no program listens."""
 
     what: str
     owner: Owner | None = None
@@ -154,7 +154,7 @@ def _look(host: str, port: int, within_s: float, patient: bool) -> _Found:
 
 
 def owner_of(store: dist.Store) -> Owner | None:
-    """Return the owner of the store; None if no rank 0 has written its name."""
+    """Return the owner of the store, or None if no job's rank 0 has written its name."""
     return Owner(*store.get(_JOB).decode().split("\n")) if store.check([_JOB]) else None
 
 

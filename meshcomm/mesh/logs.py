@@ -14,7 +14,7 @@ _FORMAT = "%(levelname)s %(name)s: %(message)s"
 def attach(mesh: Mesh, logger: logging.Logger | None = None) -> logging.StreamHandler[TextIO]:
     """Let `logger`, by default the root logger, also write lines like `[r5 pp1 dp0 tp1] WARNING mine: text` to stderr.
 
-    A rank outside the mesh writes `[r9]`. Returns the handler, for `logger.removeHandler`. Each call adds one.
+    A rank outside the mesh writes `[r9]`. Returns the handler, for `logger.removeHandler`. Each call adds a handler.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(CoordsFormatter(mesh.layout, mesh.rank))

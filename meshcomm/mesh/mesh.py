@@ -204,7 +204,7 @@ class Mesh(AlongDims):
             some = f'"{dims[0]}"' if len(dims) == 1 else f'("{dims[0]}", "{dims[1]}")'
             raise LayoutError(
                 "the mesh does not know along which dims samples differ",
-                given=f"dims {', '.join(dims)}, and no [parallel] that gives their roles",
+                given=f"dims {', '.join(dims)}, and no [parallel] section that assigns their roles",
                 expected="a mesh opened with a configuration that has [parallel]",
                 hint=f"mesh.coord({some}) and mesh.size({some}), with the dims along which your samples differ",
             )

@@ -416,14 +416,14 @@ class Opening:
             if self._failure is None:
                 raise
         if self._failure is not None:
-            # The others have received it; here the problem itself is more precise than "the ranks differ".
+            # The other ranks have received this problem. Here it is more precise than "the ranks differ".
             raise self._failure
         return agreed
 
     # -- third: torch's default group -----------------------------------------------------------
 
     def _start_default_group(self) -> None:
-        """Start the default group, unless the program has. Raises CommunicationError."""
+        """Start the default group, unless the program has started it. Raises CommunicationError."""
         meeting, device, backend = self._meeting, self._device, self._plan.defaults.backend
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -454,7 +454,7 @@ class Opening:
                 expected=f"backend {backend} to start, and a store that answers",
                 hint=INTERFACES
                 if reason_of(error) is Reason.UNREACHABLE
-                else "look for the first error of the process that holds the store",
+                else "look for the first error reported by the process that hosts the store",
             ) from error
 
     # -- fourth: create -------------------------------------------------------------------------
@@ -522,7 +522,7 @@ class Opening:
         return transport
 
     def _recovering(self) -> AbstractContextManager[None]:
-        """If lost ranks are replaced, errors of the groups that are created inside the block leave this process alive."""
+        """If lost ranks are replaced, errors in groups that are created inside the block do not end this process."""
         return nullcontext() if self._generations is None else with_variables(NCCL_RECOVERS)
 
     def _client(self, own: bool) -> dist.Store:
@@ -542,7 +542,7 @@ class Opening:
 
     @property
     def _world_prefix(self) -> str:
-        """A prefix per generation, so that groups of two generations are never the same."""
+        """A prefix that differs per generation, so that two generations never share groups."""
         number = self._generation.number
         return f"generation{number}/{self._prefix}" if number else self._prefix
 
@@ -598,7 +598,7 @@ def _topology(settings: Settings, agreed: Agreed | None, simulated: bool) -> Top
 
 
 def _meet(store: dist.Store, group: Group, rank: int, coords: tuple[int, ...]) -> None:
-    """Return when these coords of a group, or all coords, have called this. They are then about to connect.
+    """Return when these coords of a group, or all coords, have called this function. They are then about to connect.
 
     NCCL cannot be interrupted while connecting ranks, and a lost rank never arrives. This wait ends with the store connection.
     """

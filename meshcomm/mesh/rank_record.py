@@ -81,7 +81,7 @@ class RankRecord:
         }
 
     def write(self, differs: Mapping[str, Any] | None = None) -> bool:
-        """Write this rank's report: the record, and its last calls with their clock. Returns whether it was written."""
+        """Write this rank's report: the record, and its last calls with their clock. Return whether the report was written."""
         if not self._reports:
             return False
         history = [call for recorder in list(self.recorders) for call in recorder.history()]
@@ -130,9 +130,9 @@ class RecordExchange:
         return within(3 * _LONGER * self._within_s, call)
 
     def shared(self, call: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of `make` on the first rank that names this call.
+        """Return the result of `make` from the first rank that names this call.
 
-        If it does not publish one, each rank makes its own.
+        If that rank does not publish a result, each rank makes its own.
         """
         own, published = str(self._rank), f"diagnosis/{call}"
         if self._store.compare_set(f"first/{call}", "", own).decode() == own:

@@ -91,7 +91,7 @@ class Watching(ABC):
         return None
 
     def drain(self) -> None:
-        """Return when all queued calls of all groups are over. A call that cannot end is still detected meanwhile."""
+        """Return when all queued calls of all groups have completed. A call that cannot end is still detected meanwhile."""
         return
 
     def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:

@@ -252,7 +252,7 @@ def store_failed(what: str, error: BaseException, about: str = "") -> StoreError
         what,
         given=f"{about}{first_line(error)}",
         expected="a store that lives as long as the job: in rank 0, in the launcher, or a file",
-        hint="look for the first error of the process that holds the store",
+        hint="look for the first error reported by the process that hosts the store",
     )
 
 

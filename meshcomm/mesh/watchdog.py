@@ -49,7 +49,7 @@ GRACE_S: Final = 5.0
 # (TCPStore on one core).
 _LOOKS_PER_S: Final = 2_000
 
-# The interval, in seconds, of looks at queued calls if their group's timeout is long.
+# The interval in seconds between looks at queued calls if their group's timeout is long.
 _ASKS_S: Final = 10.0
 
 # How long closing waits for a store that is not known to be silent: a busy host may take seconds to answer.
@@ -300,7 +300,7 @@ class Watchdog(Watching):
         return {}
 
     def _held_call(self, now: float) -> MeshcommError | None:
-        """Return the error of a call in which a thread is blocked past its timeout.
+        """Return the error of a call in which a thread is blocked past the call's timeout.
 
         A pending Work outside the mesh is only reported.
         """
@@ -366,7 +366,7 @@ class Watchdog(Watching):
     # -- calls outside the mesh ----------------------------------------------------------------------------
 
     def _calls_past(self) -> list[_Past]:
-        """Return the calls outside the mesh that are not over, or that their backend gave up, the earliest first."""
+        """Return the calls outside the mesh that have not completed, or that their backend has given up, earliest first."""
         found: list[_Past] = []
         for recorder in self._recorders:
             if recorder.ordered:
@@ -436,7 +436,7 @@ class Watchdog(Watching):
         if failed.blocked.messages is not None:
             return make()
         found = self._exchange.shared(f"{failed.blocked.label}/{failed.blocked.number}", make)
-        # It may diagnose an earlier failure of this call, before this rank arrived, as by a handle's short timeout.
+        # That diagnosis may be of an earlier failure of this call, before this rank arrived, as by a handle's short timeout.
         stale = self.own.rank in found["diagnosis"]["missing"]
         return make() if stale else found
 
@@ -515,8 +515,8 @@ class CallTimer:
         return found
 
     def stuck(self, recorders: Sequence[FlightRecorder], now: float) -> list[tuple[FlightRecorder, Queued]]:
-        """Return the calls that are queued for longer than their group's timeout, the earliest first, as others may
-        wait for it.
+        """Return the calls that have been queued for longer than their group's timeout, earliest first, as later calls
+        may wait for them.
 
         The backend is asked only eight times per timeout, as asking may disturb the capture of a CUDA graph. It is asked
         about the same call until that is over.

@@ -45,7 +45,7 @@ class AbsentEmbedding(nn.Module):
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._hidden_size, self._dtype = hidden_size, dtype
-        # Some families read its device and dtype.
+        # Some families read device and dtype of the embedding's weight.
         self.weight = torch.empty(0, hidden_size, dtype=dtype, device=device)
 
     def forward(self, ids: Tensor, *args: Any, **named: Any) -> Tensor:
@@ -117,7 +117,7 @@ def put_in(
 
 
 class RoutedBlock:
-    """A block whose calls by its module's forward go through `OwnForward.block`. A base of its class."""
+    """A block that runs through `OwnForward.block` when its module's forward calls it. A base of the block's class."""
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Return the result of the block."""

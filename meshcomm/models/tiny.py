@@ -43,7 +43,7 @@ _TOKENS: Final = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def tiny(config: Any) -> PreTrainedConfig:
-    """Return the configuration of the small model. Raises the error of transformers if a family does not accept it."""
+    """Return the configuration of the small model. Raises transformers' error if the model family does not accept it."""
     said = config.to_dict()
     layers = getattr(config, "num_hidden_layers", _LAYERS)
     kept = _kept(said.get("layer_types"), layers)

@@ -1,6 +1,6 @@
 """Batch norm with the mean and variance of the samples of all ranks, not of each rank separately.
 
-Like torch.nn.SyncBatchNorm, which needs CUDA. This runs on any device, and exactly in float64.
+torch.nn.SyncBatchNorm does the same but needs CUDA. This one runs on any device, and exactly in float64.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def batch_norms(module: nn.Module) -> list[str]:
 
 
 def synchronise(module: nn.Module, mesh: Mesh, dims: Dims | None) -> None:
-    """Make every batch norm in `module` use the samples of all ranks along `dims`, or if None, its own. Modules stay.
+    """Make every batch norm in `module` use the samples of all ranks along `dims`; if None, its own samples. Modules stay.
 
     Called by: every rank along `dims`, with equal channels. Forward and backward in training are collective too.
     """

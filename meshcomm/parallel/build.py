@@ -256,14 +256,14 @@ class LocalModel:
         )
 
     def start_step(self, number: int) -> None:
-        """Before the first forward pass of a step."""
+        """Called before the first forward pass of a step."""
         for gradients in self.gradients:
             gradients.start()
         for module in self.modules if self.model.drops else ():
             module.step = number  # type: ignore[assignment]
 
     def finish_step(self) -> None:
-        """After the last backward pass: sum gradients, and broadcast the buffers of the first rank, as DDP does."""
+        """Called after the last backward pass. Sums gradients, and broadcasts the buffers of the first rank, as DDP does."""
         for gradients in self.gradients:
             gradients.finish()
         for module in self.modules:

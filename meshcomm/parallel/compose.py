@@ -386,7 +386,7 @@ class Engine:
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler that steps the optimizer's learning rates. If None, each step is given its own rate."""
+        """The scheduler that steps the optimizer's learning rates. If None, each step is given a learning rate."""
         return self._state.scheduler
 
     @scheduler.setter

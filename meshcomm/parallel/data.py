@@ -125,7 +125,7 @@ class GradientSync:
         changed += [slot.name for parameter, slot in known.items() if parameter not in now]
         if changed:
             raise TrainingError(
-                "the module has changed since its GradientSync was made",
+                "the module has changed since its GradientSync was created",
                 given=listed(changed),
                 expected="the same parameters, frozen or not, of the same dtype and on the same device",
                 hint="create a new GradientSync after the change, on every rank",
@@ -273,7 +273,7 @@ def _hook(sync: ref[GradientSync], place: int) -> Callable[[Tensor], None]:
 
 
 def _stepped(sync: GradientSync | None, optimizer: torch.optim.Optimizer) -> None:
-    """After a step of any optimizer, including one that changes parameters without autograd noticing."""
+    """Called after a step of any optimizer, including one that changes parameters without autograd noticing."""
     if sync is not None and sync._unused:
         mine = {id(slot.parameter) for slot in sync._slots}
         stepped = (id(each) for group in optimizer.param_groups for each in group["params"])
@@ -328,7 +328,7 @@ class _Bucket:
 
 
 def _cut(tensors: Iterable[Tensor], most_mb: float) -> list[list[Any]]:
-    """Return runs of one dtype and device, each of at most this many megabytes on a rank, or of one tensor."""
+    """Return runs of tensors of one dtype and device. Each run has at most this many megabytes on a rank, or one tensor."""
     runs: list[list[Any]] = []
     kind, used = None, 0
     for tensor in tensors:
@@ -416,7 +416,7 @@ class Sharded:
             parameter.grad = None
 
     def microbatch(self, last: bool) -> None:
-        """Before a forward pass without a pipeline: gradients are summed over ranks in the last microbatch."""
+        """Called before a forward pass without a pipeline. Gradients are summed over ranks in the last microbatch."""
         for root in self._roots:
             root.set_requires_gradient_sync(last)
             if not self._reshard:
@@ -431,7 +431,7 @@ class Sharded:
                     part.reshard()
 
     def abandon(self) -> None:
-        """Put the shards back into the modules, wherever a pass has ended by an error. They are not used afterwards."""
+        """Put the shards back into the modules, wherever an error has ended a pass. The modules are not used afterwards."""
         for root in self._roots:
             assert isinstance(root, nn.Module)
             for part in root.modules():
@@ -456,9 +456,9 @@ def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """Return the axis along which experts' weights are sharded: the experts' axis if `ranks` divides it, otherwise an
-    axis that it divides. Shards of unequal length are padded: one expert of a rank, in two shards of its first axis,
-    would save no memory.
+    """Return the choice of the axis along which a weight of experts is sharded: the experts' axis if its size is
+    divisible by `ranks`, otherwise another axis whose size is. Shards of unequal length are padded: splitting a rank's
+    only expert into two shards along the experts' axis would save no memory.
     """
     # In a weight with parts, the rows of a unit stay together.
     together = {id(part.get_parameter(name)): parts.axis + 1 for name, parts in fused_parts(part).items()}

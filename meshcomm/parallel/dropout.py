@@ -174,7 +174,7 @@ class Draws:
         return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
     def microbatch(self, number: int, place: str) -> None:
-        """Before a forward pass of a stage. number: its index among this rank's microbatches. place: the stage, in words."""
+        """Called before a forward pass of a stage. number: the microbatch's index on this rank. place: the stage, in words."""
         self._blocks.clear()
         self._microbatch = self._first + number
         self.seed(self._seed, self._step, self._microbatch, place)

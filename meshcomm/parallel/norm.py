@@ -90,7 +90,7 @@ class GradientNorm:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """Return the norm, float64 (), equal on all ranks; inf or nan if a gradient is.
+        """Return the norm, float64 (), equal on all ranks; inf or nan if a gradient contains one.
 
         If only one rank has a gradient that is not finite, for example after a memory fault, all ranks along split
         dims and along the pipeline see it, even if the parameter itself is not split.
@@ -99,7 +99,7 @@ class GradientNorm:
         Sends:     one message along each dim on which something is split, then one along the pipeline,
                    each of 8 bytes per class of parameters and 8 more. Does not wait for the device.
         Raises:    TrainingError, naming the parameters, if gradients are missing, or are DTensors
-                   with other placements than their parameters; nothing has been sent then.
+                   with placements that differ from their parameters'; nothing has been sent then.
         Afterwards `each` holds the norms of this rank's parts, float64 (n,), in the order of `names`.
         """
         self._complete()
@@ -155,7 +155,7 @@ class GradientNorm:
                 f"{unfrozen[0]} was unfrozen after GradientNorm was created, and would not be counted",
                 given=listed(unfrozen),
                 expected="the same frozen parameters as before",
-                hint="create a new GradientNorm; with a Trainer, save, and load in a new one",
+                hint="create a new GradientNorm; with a Trainer, save a checkpoint and load it into a new Trainer",
             )
         missing = [held.name for held in self._held if held.parameter.grad is None]
         if missing:
@@ -171,7 +171,7 @@ class GradientNorm:
                 continue
             if grad.placements != parameter.placements:
                 raise TrainingError(
-                    f"the gradient of {name} has other placements than the parameter",
+                    f"the gradient of {name} and the parameter have different placements",
                     given=f"gradient {grad.placements}, parameter {parameter.placements}",
                     expected="the parameter's placements, without pending sums",
                     hint="grad.redistribute(placements=parameter.placements)",
@@ -192,7 +192,7 @@ def _dims_of(mesh: Mesh, held: _Named, pipeline: str | None) -> tuple[str, ...]:
 
 
 def _norms(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of each, float64 (n,).
+    """Return the norm of each tensor, float64 (n,).
 
     On CPU sums are in float64, because a long float32 sum loses digits. An accelerator adds in a tree, so its float32
     sums are accurate, and float64 may be slow.

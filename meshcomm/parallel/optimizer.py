@@ -127,8 +127,8 @@ def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
 def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return the optimizer of `groups`.
 
-    Raises ConfigError if it cannot be made from them, or has other parameters; UnsupportedOp for an optimizer such as LBFGS,
-    whose step needs a closure that recomputes the loss.
+    Raises ConfigError if it cannot be created from these groups, or has other parameters. Raises UnsupportedOp for an
+    optimizer such as LBFGS, whose step needs a closure that recomputes the loss.
     """
     failed: Exception | None = None
     optimizer: Any = None

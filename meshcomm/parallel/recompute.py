@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 ActivationCheckpointing: TypeAlias = bool | Literal["selective"] | int
 """False: everything is kept. True: the inputs of every block. N: of every N-th. "selective": also the results of `_KEPT`."""
 
-# A call on a group is kept because its peers would have to repeat it at the same place, and wait.
+# A call on a group is kept because its peers would have to repeat the call at the same point, and wait.
 _KEPT: Final = frozenset(
     {
         *("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "convolution"),

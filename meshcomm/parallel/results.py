@@ -25,8 +25,8 @@ _MOST = 100
 def check_inputs(mesh: Mesh, parallel: ParallelConfig, *batch: Tensor) -> None:
     """Compare this rank's batch with the batches of the ranks along tensor, pipeline and context.
 
-    Called by: every rank of the mesh. A gather of objects per dim; waits for the device.
-    Raises:    TrainingError, the same on every rank, with the ranks and the dim along which samples differ but must not.
+    Called by: every rank of the mesh. Gathers objects along each dim, and waits for the device.
+    Raises:    TrainingError, the same on every rank, with the ranks whose samples differ, and the dim along which they do.
     """
     sums = hashlib.sha256()
     for tensor in batch:
@@ -56,8 +56,8 @@ class Done(NamedTuple):
     """One optimizer step; all fields are equal on every rank.
 
     loss: mean over the tokens of the global batch, before the step. gradient_norm: the norm of all gradients together, before
-    clipping. lr: the step's learning rate. fault: "" if the step was applied. If loss or norm is not finite and the
-    step was skipped, the rank and the parameter whose gradient is not finite.
+    clipping. lr: the step's learning rate. fault: "" if the step was applied. If the step was skipped because its loss or
+    norm is not finite: the rank, and the parameter whose gradient is not finite.
     """
 
     number: int
@@ -68,7 +68,7 @@ class Done(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A step whose results are still unread. values: loss, a sum of values that are not finite elsewhere, norm.
+    """A step whose results are still unread. values: the loss, the second value that `add` sends, the norm.
     counted: the number of targets over all ranks. ids: the lowest and the highest id.
     """
 
@@ -110,7 +110,7 @@ class Results:
         self._last = torch.zeros(3, dtype=torch.float64)
 
     def outcome(self) -> tuple[list[float], float]:
-        """Return the values of the most recent `add` (loss, sum of values that are not finite elsewhere, norm), and
+        """Return the values of the most recent `add` (the loss, the second value that it sends, the norm), and
         its return value.
         """
         return self._last.tolist(), float(self._spoilt)
@@ -215,7 +215,7 @@ class Results:
         norms:     the norms of this rank's parts of the gradients, summed over ranks.
         lost:      whether the loss of this rank's samples is not finite.
         outside:   why this rank's tokens are invalid.
-        Called by: every rank of the mesh. One gather of objects per dim.
+        Called by: every rank of the mesh. Gathers objects once along each dim.
         """
         mesh, parameters = self._mesh, self._parameters
         bad = [

@@ -541,7 +541,7 @@ def _unfit(what: str, given: str, expected: str) -> TrainingError:
         f"the checkpoint does not fit: {what}",
         given=given,
         expected=expected,
-        hint="resume with the model and the optimizer of the checkpoint",
+        hint="resume with the same model and optimizer as in the checkpoint",
     )
 
 

@@ -99,7 +99,7 @@ def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch
 
 
 def put_shards_back(module: Any) -> None:
-    """Put the shards of an FSDPModule back, wherever its pass has ended. It is not used afterwards."""
+    """Put the shards of an FSDPModule back, wherever its pass has ended. The module is not used afterwards."""
     for group in _fsdp_groups(module):
         for each in group.fsdp_params:
             each._setattr_on_modules(each.sharded_param)

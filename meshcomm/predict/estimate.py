@@ -30,7 +30,7 @@ EXPERT_SHARD: Final = "expert shard"
 
 
 class Sizes(NamedTuple):
-    """Sizes of the dims that have the parts; 1 for a part without a dim. microbatches: per rank and step. expert_copies:
+    """Sizes of the dims of the parts; 1 for a part without a dim. microbatches: per rank and step. expert_copies:
     number of copies of the experts' shards.
     """
 
@@ -143,7 +143,7 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
         raise ConfigError(
             "the formulas of tune assume that every parameter is trained",
             given=", ".join(some),
-            expected="a training of all parameters",
+            expected="training of all parameters",
             hint=f"meshcomm dryrun {settings.source}, which counts only trained parameters, on one mesh",
         )
     # Settings that would not fit other sizes, or would override another order.
@@ -237,7 +237,7 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
 
 
 def memory(work: Workload, sizes: Sizes) -> Memory:
-    """Return the bytes of the rank with the most. Weights and gradients have one dtype. Adam's two moments have
+    """Return the memory of the rank that needs the most. Weights and gradients have one dtype. Adam's two moments have
     train.state_dtype.
 
     With sharding (FSDP, ZeRO-3: Rajbhandari et al. 2020), each is divided by the shards. Gathered weights are two layers,

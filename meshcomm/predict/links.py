@@ -166,7 +166,7 @@ def _exact(number: float) -> Fraction:
 class Hop(NamedTuple):
     """One level of a group. ranks: the number of units of the level below that are joined here.
 
-    alpha_s: seconds of a message; beta_s: seconds of a byte; exact.
+    alpha_s: seconds per message; beta_s: seconds per byte; exact.
     """
 
     ranks: int

@@ -1,4 +1,4 @@
-"""The order of passes in pipeline schedules, their timeline, and closed forms of idle time and kept micro-batches.
+"""The order of passes in pipeline schedules, their timeline, and formulas for idle time and micro-batches in memory.
 
 The orders are the ones that the schedules of torch.distributed.pipelining use (torch 2.13):
 GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019), interleaved 1F1B (Narayanan et al. 2021),

@@ -66,7 +66,7 @@ class Placement(NamedTuple):
     """One mesh. dims: part -> size of the base, outermost first; expert: size of the dim of experts, inside its copies.
 
     step_s = compute_s + bubble_s + the seconds of all shares. microbatches: number per rank and step.
-    memory_bytes: weights, gradients, optimizer and activations of the rank with the most. also: the number of other
+    memory_bytes: weights, gradients, optimizer and activations of the rank that needs the most. also: the number of other
     orders of the same sizes with the same predicted time.
     """
 
@@ -178,7 +178,7 @@ class _Model:
         return found
 
     def explained(self, sizes: Sizes, found: _Found, also: int) -> Placement:
-        """Return a mesh with the parts of its time."""
+        """Return the placement of a mesh, with the parts of its step time."""
         order = tuple(BASE[at] for at in found.order)
         compute_s, idle = self._compute(sizes)
         shares = []

@@ -85,7 +85,7 @@ def place_view(facts: Facts) -> View:
     }
     notes = []
     if any(row["also"] for row in facts["placements"]):
-        notes.append("+N orders: N other orders of the same sizes take as long")
+        notes.append("+N orders: N other orders of the same sizes take the same time")
     if "exact" in facts["placements"][0]:
         notes.append("dry run, its GB: a step and the peak as a dry run gives them; !: more than a rank has")
         columns[">dry run"] = ("exact.step_s", seconds_text)
@@ -96,7 +96,7 @@ def place_view(facts: Facts) -> View:
 
 
 def assumed_text(facts: Facts, key: str) -> str:
-    """Return a note that a rank's figure is that of an H100 if it was not set. For a CPU, the note says so."""
+    """Return a note that this figure of a rank is assumed to be that of an H100; "" if the figure was set."""
     if key not in facts["assumed"]:
         return ""
     other = "not of mesh.device cpu, " if facts["device"] == "cpu" else ""

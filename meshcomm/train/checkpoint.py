@@ -95,7 +95,7 @@ def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None 
                 f"the checkpoint does not fit: {', '.join(more_there[:4])}",
                 given=f"{len(more_there)} of {len(parts)} tensors in {folder} that the model does not have",
                 expected="a model with all parameters and buffers of the checkpoint",
-                hint="resume with the model of the checkpoint; to use its weights in another model, run meshcomm export",
+                hint="resume with the same model as in the checkpoint; to use its weights in another model, run meshcomm export",
             )
         more = {} if losses is None else {LOSSES: torch.zeros(lock.step, dtype=torch.float64)}
         engine.put_back(saved.kinds, lambda state: saved.fill({**state, **more}), lock.step)

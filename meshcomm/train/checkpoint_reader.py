@@ -200,7 +200,7 @@ class Saved:
             f"the checkpoint does not fit: {name}",
             given=f"{given} in {self.folder}",
             expected=str(kind),
-            hint="resume with the configuration of the checkpoint, which is in its lock.json",
+            hint="resume with the same configuration as the checkpoint, which is in its lock.json",
         )
 
 

@@ -50,9 +50,9 @@ def divide(mesh: Mesh, state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
     """Return the parts of a state that this rank writes. If several ranks hold a part, one of them writes it.
 
     state: name -> DTensor, or a plain tensor that is the same on every rank that has the name; `Kept` if a weight
-        with parts has another layout in memory than in the checkpoint. Plain data and
-        numbers of the optimizer are compared: see `_is_compared`.
-    Called by: every rank. One gather of objects per dim of more than one rank, with 16 bytes for each part
+        with parts has different layouts in memory and in the checkpoint. Plain data and the optimizer's numbers
+        are compared: see `_is_compared`.
+    Called by: every rank. Gathers objects once along each dim of more than one rank, with 16 bytes for each part
         that a rank holds: the cost grows with the size of a dim, not of the mesh.
     Raises: TrainingError on every rank if one rank cannot list its parts, or if compared values differ between ranks.
     """
@@ -71,7 +71,7 @@ def divide(mesh: Mesh, state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
                 holders.setdefault(key, []).append(coord)
                 if contents.get(key, content) != content:
                     different.append(f"{names[key]} along {dim}")
-        # Along each dim each rank gets another share of the parts; ranks with the same coord get the same share.
+        # Along each dim, each rank gets a different share of the parts; ranks with the same coord get the same share.
         mine = {
             key: item
             for key, item in mine.items()
@@ -108,7 +108,7 @@ def _parts(state: Mapping[str, Tensor | Kept]) -> dict[bytes, tuple[WriteItem, b
 
 
 def _is_compared(name: str, tensor: Tensor) -> bool:
-    """Return whether it is plain data, extra state, or an optimizer's number: small, and equal unless something is wrong."""
+    """Return whether the value is plain data, extra state, or an optimizer's number: small, and equal if all is well."""
     if isinstance(tensor, DTensor):
         return False
     number = name.startswith("optimizer.") and not tensor.ndim

@@ -66,7 +66,7 @@ class Cost:
             self.compare_counts()
 
     def compare_counts(self) -> None:
-        """Sum the FLOPs over the ranks and find the largest peak memory. Called by: every rank; one gather of objects."""
+        """Sum the FLOPs over the ranks and find the largest peak memory. Called by: every rank. Gathers objects once."""
         counted = 0 if self._counter is None else self._counter.model
         peak = peak_flops(self._train, self._mesh.device)
         nbytes, kind = peak_memory(self._mesh.device)

@@ -1,4 +1,4 @@
-"""The lock file of a checkpoint: the settings that it was trained with, and how a resumed run differs."""
+"""The lock file of a checkpoint: the settings of its training, and how a resumed run differs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _SECTIONS = ("mesh", "parallel", "model", "data", "train")
 
 @dataclass(frozen=True)
 class Lock:
-    """The facts of one checkpoint, as plain data. No environment, hosts, addresses or users."""
+    """The facts of one checkpoint, as plain data. It contains no environment, hosts, addresses or users."""
 
     step: int
     seconds: float
@@ -139,8 +139,8 @@ class Lock:
 
 
 def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
-    """Return the lock of a run at its start. config: every section checked against the mesh. digest: SHA-256 of the
-    data.
+    """Return the lock of a run before its first step. config: every section is checked against the mesh.
+    digest: SHA-256 of the data.
     """
     settings = {
         name: section.model_dump(mode="json", exclude=_LEFT_OUT.get(name))

@@ -1,4 +1,4 @@
-"""Record the first steps of a training on a mesh, on one process and by the module itself, and compare the records."""
+"""Record the first steps of a training on a mesh, on one process, and with the module itself. Compare the records."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Record:
         return Record(**torch.load(path, mmap=True, weights_only=True))
 
     def steps(self) -> dict[tuple[Kind, str], Tensor]:
-        """Return the loss, then the norm of each step."""
+        """Return the loss and the gradient norm of each step, step by step."""
         found: dict[tuple[Kind, str], Tensor] = {}
         kinds: tuple[Kind, ...] = ("loss", "gradient norm")
         for step, values in enumerate(zip_longest(self.losses, self.norms), 1):
@@ -78,7 +78,7 @@ class Record:
 
 
 def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
-    """Return the same training in float64, and the changes made for it, in words.
+    """Return the same training in float64, and a description of the changes that this required.
 
     Raises ConfigError if `config` describes no training.
     """
@@ -264,7 +264,7 @@ def compare_forward(engine: Engine, inputs: Tensor, *, from_folder: bool) -> str
                 "transformers itself cannot run the model",
                 given=f"{type(error).__name__}: {error}",
                 expected="a config.json and weights that AutoModelForCausalLM can run",
-                hint="mend config.json",
+                hint="fix config.json",
             ) from error
         return f"not compared with {name}, which fails on the inputs alone: {type(error).__name__}: {error}"
     ours = _first(_outputs(engine, inputs))
@@ -281,7 +281,7 @@ def compare_forward(engine: Engine, inputs: Tensor, *, from_folder: bool) -> str
         given=given,
         expected=f"equal outputs in float64, up to {_ROOM:g} of the largest",
         hint="make ModelSpec.forward and attention do all that the module's own forward does around its blocks: multipliers, "
-        "a scaled embedding, soft caps, masks; check that no weight has another dtype or place",
+        "a scaled embedding, soft caps, masks; check that no weight has a different dtype or place",
     )
 
 
@@ -390,8 +390,8 @@ def compare(ours: Record, theirs: Record, rank: int = 0) -> list[Difference]:
 
 
 def worst(of_ranks: Iterable[Sequence[Difference]], names: Iterable[str]) -> list[Difference]:
-    """Return the largest difference of each quantity over all ranks. A parameter in `names` that no rank has also
-    counts as one.
+    """Return the largest difference of each quantity over all ranks. A parameter in `names` that no rank has
+    counts as a difference.
 
     names: the names of all parameters of the reference. The order is as in `compare`, with the parameters of all stages.
     """

@@ -127,7 +127,7 @@ def _title(summary: Summary) -> str:
 
 
 def resumed_text(resumed: Resumed) -> str:
-    """Return the step and checkpoint that a run resumes from, and the settings that differ since."""
+    """Return the step and checkpoint that a run resumes from, and the settings that have changed since."""
     met = resumed.generation
     if met is not None:
         new = f"{ranks_text(sorted(met.replaced))} replaced: " if met.replaced else ""

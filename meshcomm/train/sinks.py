@@ -47,7 +47,7 @@ class Sink(Callback):
         self._attempt(self._write, "validation", evaluation)
 
     def on_end(self, summary: Summary, error: BaseException | None) -> None:
-        """Close it."""
+        """Close the package's writer."""
         self._attempt(self._close, error is not None)
 
     def _tensorboard(self) -> Any:

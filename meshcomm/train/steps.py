@@ -333,7 +333,7 @@ class Steps:
         return step % self._train.log_every == 0 or step in (1, self._train.steps)
 
     def _report(self, steps_per_s: float) -> bool:
-        """Keep the losses of all steps, and report the logged steps. Return whether there was one."""
+        """Keep the losses of all steps, and report the logged steps. Return whether a step was logged."""
         logged = False
         tokens = self._start.tokens_per_step
         rates, memory = self._cost.rates(steps_per_s), self._cost.memory

@@ -133,7 +133,7 @@ class Trainer:
         self._given, self._loss = model, loss
         self._optimizer, self._scheduler = optimizer, scheduler
         self._made: Engine | None = None
-        # Whether the engine has a state. If there is a checkpoint, it has none before the checkpoint is read.
+        # Whether the engine has a state. If there is a checkpoint, the engine has none before the checkpoint is read.
         self._holds = False
         self._steps: Steps | None = None
         # The samples read from the program's data before ranks were lost.
@@ -369,7 +369,7 @@ class Trainer:
     def _batches(
         self, data: Data | Corpus, step: int = 0, samples: int = 0, state: Tensor | None = None
     ) -> Batches | ReadAhead | GivenBatches:
-        """Return the data of each step after `step`. samples: how many were read by then. state: a loader's state."""
+        """Return the data of each step after `step`. samples: the number read up to `step`. state: a loader's state."""
         if not isinstance(data, Corpus):
             return GivenBatches(data, self.engine, step, state)
         batches = batches_of(self.engine, data, (step, samples))

@@ -276,7 +276,7 @@ def outside_graphs(target: C) -> C:
 
 
 def compiled_files() -> tuple[str, str]:
-    """Return the beginnings of the names of files that torch.compile creates: of graphs, and of inductor's code."""
+    """Return the prefixes of the names of files that torch.compile creates for graphs and for inductor's code."""
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
     return "<eval_with_key>", kept
 
@@ -361,8 +361,8 @@ c10d._get_default_timeout = _default_timeout
 
 
 def overdue_barrier(limits: Mapping[str, float], now: float) -> str | None:
-    """Return a group in whose `dist.monitored_barrier`, called without a timeout, a thread has been for longer than
-    its limit.
+    """Return a group for which a thread has waited longer than the group's limit in a `dist.monitored_barrier`
+    without a timeout.
 
     limits: seconds by the group's name. Returns None if there is none.
     """
@@ -405,7 +405,7 @@ def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def forget_device_meshes(meshes: Iterable[DeviceMesh]) -> None:
-    """Take their groups from `meshes`, and empty DTensor's caches, which keep the DeviceMeshes that they have seen.
+    """Remove the groups of `meshes`. Empty DTensor's caches, which keep every DeviceMesh that they have seen.
 
     The caches identify a DeviceMesh by its ranks and names: a later mesh over other groups with the same ranks would be
     confused with an earlier one. A group that is still referenced would keep its sockets and threads.
@@ -537,10 +537,10 @@ _IN_SLICES: frozenset[int] = frozenset({*range(9), 10, 11, 15})
 
 
 def interruptible_waits(given_up: Callable[[], bool]) -> None:
-    """Make every host wait for a backend's Work end with a RuntimeError once `given_up` is true.
+    """Let a RuntimeError end the host's waits for a backend's Work once `given_up` returns True.
 
-    If a connection breaks, Gloo loses a call of which it is about to write the first bytes (torch 2.15: in
-    Pair::handleRemotePendingRecv the operation is on no list at that moment); that call ends only at its group's timeout.
+    If a connection breaks, Gloo loses a call whose first bytes it is about to write (torch 2.15: in
+    Pair::handleRemotePendingRecv the operation is on no list at that moment). That call ends only at its group's timeout.
     Waits inside C++, such as those of functional collectives, are unchanged.
     """
 
@@ -672,13 +672,13 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
         return _done([])
 
     def scatter(self, outputs: Any, inputs: Any, *options: Any) -> Any:
-        """The effect on one rank of every call that moves data; both arguments in torch's nesting, which differs by call."""
+        """Copy inputs to outputs, as every call that moves data does on one rank. torch's nesting of both differs by call."""
         for out, x in zip(_flat(outputs), _flat(inputs), strict=True):
             out.view(x.shape).copy_(x)
         return _done(outputs)
 
     gather = allgather = alltoall = reduce_scatter = scatter
-    # Each under the name of torch 2.14 and newer, then under the older names.
+    # The names in torch 2.14 and newer, then the older names.
     all_gather_single = reduce_scatter_single = all_to_all_single = scatter
     _allgather_base = _reduce_scatter_base = alltoall_base = scatter
     all_gather_single_coalesced = reduce_scatter_single_coalesced = scatter

@@ -290,7 +290,9 @@ def wrongly_known(mesh: Mesh) -> None:
     x, splits = torch.arange(4.0), [1, 3] if coord else [3, 1]
     for received in ([2, 2], [1, 3]):
         if coord == 1 and received == [2, 2]:
-            with pytest.raises(ShapeError, match="send other sizes than this rank expects") as refused:
+            with pytest.raises(
+                ShapeError, match="send sizes that differ from those this rank expects"
+            ) as refused:
                 mesh.all_to_all("dp", x, input_split_sizes=splits, output_split_sizes=received)
             assert (
                 "output_split_sizes=[1, 3], which is in the input_split_sizes of coords 0 to 1"

@@ -143,7 +143,7 @@ def test_a_device_or_backend_that_is_not_there() -> None:
     assert shown.startswith("error: ") and 'given:    device = "cuda"\n' in shown
     assert shown.endswith('try:      mesh.device = "cpu", or "auto"')
     facts = examine(load_config({"mesh": {**MESH, "options": {"dp": {"backend": "gloos"}}}}))
-    shown = found(facts, "this torch has no backend gloos")
+    shown = found(facts, "this installation of torch has no backend gloos")
     assert f"given:    gloos for dp, torch {torch.__version__}" in shown
     assert shown.endswith('try:      mesh.options.dp.backend = "gloo"')
     cores = facts["host"]["cores"]

@@ -131,8 +131,8 @@ def test_device_meshes_that_cannot_be_one_mesh() -> None:
     for source, keys, says in (
         ([mesh, mesh["tp"]], {}, "the DeviceMesh is a slice"),
         ([mesh, other], {}, "not factorizations of the same ranks"),
-        ([], {}, "other objects than DeviceMeshes"),
-        ([mesh, "tp"], {}, "other objects than DeviceMeshes"),
+        ([], {}, "does not consist of DeviceMeshes"),
+        ([mesh, "tp"], {}, "does not consist of DeviceMeshes"),
         (mesh, {"dims": {"dp": 4}, "device": "cpu"}, "a DeviceMesh, and arguments.*dims, device"),
         (mesh, {"overrides": ["mesh.timeout_s=3"]}, "overrides have no effect"),
     ):

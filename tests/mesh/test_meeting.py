@@ -455,7 +455,10 @@ def test_a_program_that_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"backend": "glo"}, 'this torch has no backend glo\n.*one of gloo.*mesh.backend = "gloo"'),
+        (
+            {"backend": "glo"},
+            'this installation of torch has no backend glo\n.*one of gloo.*mesh.backend = "gloo"',
+        ),
         ({"backend": "ucc"}, 'no backend ucc\n.*a torch that was built with ucc.*mesh.backend = "auto"'),
         (
             {"config": {"mesh": {"dims": {"dp": 1}, "device": "cpu"}, "network": {"interfaces": ["none7"]}}},
@@ -466,7 +469,7 @@ def test_a_program_that_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.Mo
             {"options": {"dp": {"backend": "ncl"}}},
             r'no backend ncl\n.*ncl for dp.*one of gloo, fake\n.*mesh\.options\.dp\.backend = "auto"',
         ),
-        ({"options": {"dp": {"backend": "nonsense"}}}, "this torch has no backend nonsense"),
+        ({"options": {"dp": {"backend": "nonsense"}}}, "this installation of torch has no backend nonsense"),
         ({"world_size": "2"}, "world_size is not an integer: '2'"),
         ({"rank": True}, "rank is not an integer: True"),
         ({"store": 5}, "not a torch store: 5"),
@@ -481,7 +484,7 @@ def test_what_cannot_be_met_by(given: dict[str, Any], said: str) -> None:
 
 def test_what_cannot_be_created_by() -> None:
     with meshcomm.init(dims={"dp": 1, "tp": 1}, device="cpu") as mesh:
-        with pytest.raises(LaunchError, match="this torch has no backend nonsense"):
+        with pytest.raises(LaunchError, match="this installation of torch has no backend nonsense"):
             mesh.create_group("both", ("dp", "tp"), backend="nonsense")
         mesh.create_group("both", ("dp", "tp"), backend="gloo")
 

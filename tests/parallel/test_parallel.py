@@ -274,7 +274,7 @@ def test_a_module_that_has_changed_since_is_refused(change: Any, names: str) -> 
     with sync:
         module(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
     change(module)
-    with pytest.raises(TrainingError, match="changed since its GradientSync was made") as caught:
+    with pytest.raises(TrainingError, match="changed since its GradientSync was created") as caught:
         sync.start()
     assert f"given:    {names}\n" in str(caught.value)
     GradientSync(cast(Mesh, Recorder()), "dp", module).start()

@@ -69,7 +69,7 @@ class Order:
         self._ends = np.cumsum(self.counts)
 
     def at(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return part and sample at these positions, counted from the start of the training."""
+        """Return the part and the sample at each of these positions, counted from the start of the training."""
         parts, samples = np.empty_like(positions), np.empty_like(positions)
         for epoch in np.unique(positions // self.epoch):
             here = positions // self.epoch == epoch
@@ -85,7 +85,7 @@ class Order:
         return parts, samples
 
     def _again(self, running: Indices, size: int, part: int) -> Indices:
-        """Return the sample of a part that has its own epochs."""
+        """Return the samples at these numbers of a part that has its own epochs."""
         samples = np.empty_like(running)
         for round_ in np.unique(running // size):
             here = running // size == round_
@@ -108,8 +108,8 @@ class Batches:
         seed: the seed of the run.
         coord, size: the coord of this rank along data, and the number of coords.
         device: where batches are placed.
-        dtype: for floating-point data. If None, they keep their dtype.
-        after: a completed step, and the number of samples read by then.
+        dtype: for floating-point data. If None, the data keep their dtype.
+        after: a completed step, and the number of samples read up to and including that step.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Batches:
         return self._after[1] + (step - self._after[0]) * self._global_batch
 
     def places(self, step: int) -> tuple[Indices, Indices]:
-        """For this rank's samples of `step`: the part, and the sample's number in it."""
+        """Return the part of each of this rank's samples of `step`, and the sample's number in that part."""
         first = self.read(step - 1)
         return self.order.at(np.arange(first, first + self._global_batch)[self._mine])
 
@@ -187,7 +187,7 @@ def _tensors(samples: Samples, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
 
 
 def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) -> Batches:
-    """Return the samples of this rank, step by step. after: a completed step, and the number of samples read by then."""
+    """Return the samples of this rank, step by step. after: as in `Batches`."""
     _, _, data, train = engine.sections
     assert data is not None
     if data.build is None:

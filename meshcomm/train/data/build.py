@@ -149,7 +149,7 @@ class SampleForm:
 
 @final
 class Indexed:
-    """A part: a user's dataset by index. kept: which of its samples are used, in a fixed random order. If None, all."""
+    """A part: a user's dataset by index. kept: which samples of the dataset are used, in a fixed random order; None: all."""
 
     def __init__(self, data: Any, form: SampleForm, kept: tuple[int, int] | None = None) -> None:
         self._data, self._form, self._kept = data, form, kept

@@ -29,7 +29,7 @@ class Conversation(NamedTuple):
 def chats(
     config: DataConfig, model: ModelConfig | None, vocab_size: int | None, files: Sequence[Path], key: str
 ) -> Corpus:
-    """Return the conversations of some files, one per sample; with data.document_mask, as many as fit.
+    """Return the conversations in some files, one per sample. With data.document_mask, a sample holds as many as fit.
 
     Conversations longer than data.seq_len + 1 tokens are cut there.
     Raises TrainingError if there is no template, or, with file and line, if a line is not a conversation.

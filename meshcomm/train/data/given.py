@@ -135,9 +135,10 @@ def _begins(batch: Mapping[str, Tensor], mask: Tensor | None, whose: str) -> Ten
 class GivenBatches:
     """Batches from the user, with the methods of `Batches`.
 
-    An iterable that ends is restarted after a call of its `set_epoch`, or that of its samplers, with the epoch's number.
+    An iterable that ends is restarted. Before that, its `set_epoch`, or that of its samplers, gets the epoch's number.
     If it has `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader has, checkpoints keep its state.
-    Without them, or if ranks along data read other shares, the batches of the earlier steps are read and skipped first.
+    Without these methods, or if ranks along data now read different shares, the batches of the earlier steps are first
+    read and skipped.
 
     after: the number of steps done before this attempt. saved: what `saved` returned after them, if anything.
     """
@@ -184,7 +185,7 @@ class GivenBatches:
         share = (before.data_coord, before.data_size)
         if isinstance(self._data, Iterable) and share != (engine.data_coord, engine.data_size):
             raise TrainingError(
-                "after a loss of ranks this rank has another share of each global batch, but its data yield the old one",
+                "after ranks were lost, this rank has a different share of each global batch, but its data still yield the old share",
                 given=f"a {type(self._data).__name__} for share {share[0]} of {share[1]}; now {engine.data_coord} of {engine.data_size}",
                 expected="data by step number, from the current mesh.data_rank and mesh.data_world_size",
                 hint="use trainer.run(lambda step: ...), or remove elastic.min",
@@ -193,7 +194,7 @@ class GivenBatches:
             raise TrainingError(
                 "the data of a rank cannot go back to an earlier step in the same process",
                 given=f"a {type(self._data).__name__} that has yielded step {self._last}; step {step + 1} is next",
-                expected="data by step number, or a rank that holds the state of the lost one",
+                expected="data by step number, or a rank that holds the state of the lost rank",
                 hint="use trainer.run(lambda step: ...), or --max-restarts instead of --replace",
             )
 
@@ -232,7 +233,7 @@ class GivenBatches:
             ) from error
 
     def _repeated(self, data: Iterable[GivenBatch], goes_on: bool) -> Iterator[GivenBatch]:
-        """Yield the items of `data` over and over. Raises TrainingError if it restarts without any, as a generator does."""
+        """Yield the items of `data` over and over. Raises TrainingError if a restart yields no items, as with a generator."""
         while True:
             if not goes_on:
                 self._set_epoch()

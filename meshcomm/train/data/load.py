@@ -21,7 +21,7 @@ from meshcomm.config import DataConfig, ModelConfig
 from meshcomm.errors import TrainingError
 from meshcomm.train.data.corpus import Corpus, Stream, checked, outside
 
-# Documents that are tokenized at once, on all cores.
+# The number of documents that are tokenized at once, on all cores.
 _AT_ONCE = 256
 _NO_TOKENIZER: Final = "set data.tokenizer to the tokenizer of this model; without one, each byte is a token"
 
@@ -139,7 +139,7 @@ def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
     files = sorted(folder.glob("*.py"))
     if not files:
         raise TrainingError(
-            "this Python has no sources of its standard library to train on",
+            "this installation of Python has no sources of its standard library to train on",
             given=f"data.files is empty, and {folder} has no *.py",
             hint='name your own text files: [data] files = ["books/*.txt"]',
         )
