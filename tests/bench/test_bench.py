@@ -200,7 +200,7 @@ def test_small_calls_count_as_much_as_large_ones() -> None:
 
 def test_times_that_say_too_little_are_refused_or_noted() -> None:
     with pytest.raises(
-        ConfigError, match=r"one size cannot separate.*\n.*4096 bytes alone\n(.*\n)*.*--bytes 4KiB"
+        ConfigError, match=r"one size cannot separate.*\n.*only 4096 bytes\n(.*\n)*.*--bytes 4KiB"
     ):
         fitted([*straight(1e-4, 1e-9, [4096]), Time("dp", "all_reduce", 4096, 1e-3)])
     # A line through these would start below zero.
