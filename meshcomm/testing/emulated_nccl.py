@@ -51,6 +51,7 @@ from meshcomm.transport.torch_private import (
     has_backend,
     keep_for_good,
     leaves_of,
+    own_waits,
 )
 
 NAME: Final = "emulated_nccl"
@@ -482,6 +483,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._thread.start()
 
     def _work(self) -> None:
+        own_waits.given_up = self.aborted.is_set
         while (item := self._items.get()) is not None and not self.aborted.is_set():
             for other in item.after:
                 other.over.wait()

@@ -536,13 +536,25 @@ _SLICE: timedelta = timedelta(seconds=0.25)
 _IN_SLICES: frozenset[int] = frozenset({*range(9), 10, 11, 15})
 
 
-def interruptible_waits(given_up: Callable[[], bool]) -> None:
-    """Let a RuntimeError end the host's waits for a backend's Work once `given_up` returns True.
+class _OwnWaits(threading.local):
+    """given_up: whether this thread's waits for Works are to end with a RuntimeError, see `interruptible_waits`."""
+
+    given_up: Callable[[], bool] = staticmethod(lambda: False)
+
+
+own_waits = _OwnWaits()
+
+
+def interruptible_waits(abandoned: Callable[[], bool]) -> None:
+    """Let a RuntimeError end the host's waits for a backend's Work once `abandoned` returns True.
 
     If a connection breaks, Gloo loses a call whose first bytes it is about to write (torch 2.15: in
     Pair::handleRemotePendingRecv the operation is on no list at that moment). That call ends only at its group's timeout.
     Waits inside C++, such as those of functional collectives, are unchanged.
     """
+
+    def given_up() -> bool:
+        return abandoned() or own_waits.given_up()
 
     def wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
         # NCCL's wait is for a stream, and does not block the host.
