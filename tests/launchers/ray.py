@@ -185,12 +185,17 @@ class _Training:
         return time.monotonic() - began
 
     def same(self, job: Job, within: float = 0.0) -> str:
-        """It has ended well with the losses of the undisturbed one. within: relative."""
+        """It has ended well with the losses of the undisturbed one. within: relative, in the first 200 steps.
+
+        Training magnifies what is rounded: undisturbed, dp=2 and dp=3 differ by 3e-14 after 160 steps and 8e-10 after 400.
+        """
         job.end()
         assert job.process.returncode == 0, f"exit code {job.process.returncode}\n{job.text}"
         losses = [line["loss"] for line in self._run.lines]
         assert len(losses) == len(self._before), f"{len(losses)} steps, not {len(self._before)}\n{job.text}"
-        off = max(abs(a - b) / b for a, b in zip(losses, self._before, strict=True))
+        every = [abs(a - b) / b for a, b in zip(losses, self._before, strict=True)]
+        off = max(every[:200] if within else every)
+        assert max(every) < 1e-6, f"losses differ by {max(every):g}\n{job.text}"
         assert off <= within, f"losses differ by {off:g}\n{job.text}"
         return f"{len(losses)} losses " + ("bit-equal" if not off else f"within {off:.0e}")
 
