@@ -22,7 +22,7 @@ from meshcomm.launch.reaper import end_with_parent
 # How a launcher starts the `meshcomm` command.
 COMMAND: Final = ("-P", "-m", "meshcomm")
 
-# The modules that each command imports in rank processes. None: those that every command imports.
+# The modules that a command imports in rank processes, by command. The key None holds the modules that every command imports.
 _IMPORTED: Final[Mapping[str | None, Sequence[str]]] = {
     None: ("meshcomm.cli.app", "meshcomm.jobs.running", "meshcomm.mesh.opening"),
     "train": ("meshcomm.train", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),

@@ -46,7 +46,7 @@ class _KeepFloat64(TorchFunctionMode):
                 args = tuple(torch.float64 if each is torch.float32 else each for each in args)
             if named.get("dtype") is torch.float32:
                 named["dtype"] = torch.float64
-        if func in _PRODUCTS and {each.dtype for each in args} == _BOTH:
+        if func in _PRODUCTS and {getattr(each, "dtype", None) for each in args} == _BOTH:
             # transformers 5.17: rotary angles as a product of a table, which is float64 here, and float32 positions.
             args = tuple(each.to(torch.float64) for each in args)
         return func(*args, **named)

@@ -212,7 +212,7 @@ class PendingCollective:
 class PendingMessage:
     """One unmatched end of a message. src, dst: coords; src is None for any source. order: place in the order of posting.
 
-    alone: see Transport.start_p2p.
+    single: see Transport.start_p2p.
     """
 
     x: Tensor
@@ -220,7 +220,7 @@ class PendingMessage:
     dst: int
     work: SimulatedWork
     order: int
-    alone: bool
+    single: bool
 
     def line(self) -> str:
         """Return this end in an error about two ends that do not fit."""
@@ -300,8 +300,8 @@ class SimulatedGroup:
                 each.work.complete()
         return work
 
-    def start_message(self, coord: int, message: P2P, site: Callsite, alone: bool) -> SimulatedWork:
-        """Record that coord `coord` sends or receives. alone: by the communicator of two ranks, see Transport.start_p2p."""
+    def start_message(self, coord: int, message: P2P, site: Callsite, single: bool) -> SimulatedWork:
+        """Record that coord `coord` sends or receives. single: see Transport.start_p2p."""
         scheduler, rank = self.scheduler, self.ranks[coord]
         scheduler.check()
         if self.gone:
@@ -326,7 +326,7 @@ class SimulatedGroup:
         self._messages += 1
         src, dst = (coord, peer) if direction == "send" else (peer, coord)
         assert dst is not None
-        mine = PendingMessage(x, src, dst, work, self._messages, alone)
+        mine = PendingMessage(x, src, dst, work, self._messages, single)
         ends = self._ends[mine.dst, tag]
         fits = [
             end
@@ -351,11 +351,11 @@ class SimulatedGroup:
         return sorted((end for ends in self._ends.values() for end in ends), key=attrgetter("order"))
 
     def _deliver(self, send: PendingMessage, recv: PendingMessage) -> None:
-        if send.alone != recv.alone:
+        if send.single != recv.single:
             error = CallMismatchError(
                 f"the two ends of a message use different communicators along {self.label}",
                 given=f"{send.line()}\n{recv.line()}",
-                expected="send and recv, or exchange and shift, on both ends: NCCL has other communicators for each",
+                expected="send and recv, or exchange and shift, on both ends: NCCL uses different communicators for these",
                 hint="mesh.exchange(dims, sends=[(x, dst)]) and mesh.exchange(dims, recvs=[(out, src)])",
                 mismatched_ranks=(send.work.actor.rank, recv.work.actor.rank),
             )
@@ -435,7 +435,7 @@ class SimulatorTransport(Transport):
                     group.scheduler.fail(error)
         return group.start(self.coord, self._number, call, told)
 
-    def start_p2p(self, batch: Sequence[P2P], alone: bool = False) -> Sequence[SimulatedWork]:
+    def start_p2p(self, batch: Sequence[P2P], single: bool = False) -> Sequence[SimulatedWork]:
         site, scheduler = here(), self._group.scheduler
         if self.ordered:
             calls = []
@@ -453,7 +453,7 @@ class SimulatorTransport(Transport):
         for message in batch:
             scheduler.operates(self._actor)
             scheduler.maybe_pause(self._actor)
-            works.append(self._group.start_message(self.coord, message, site, alone and self.ordered))
+            works.append(self._group.start_message(self.coord, message, site, single and self.ordered))
         return works
 
     def source_of(self, work: Work) -> int:

@@ -275,7 +275,7 @@ def blame(config: Config, run: Run, tolerance: float) -> Blame:
 
 
 def suspected(config: Config) -> tuple[str, ...]:
-    """Return the dims that can be to blame: those of the base mesh with a size above 1, then that of the experts."""
+    """Return the dims that can be to blame: the dims of the base mesh with a size above 1, then the experts' dim."""
     dims = [dim for dim, size in config.mesh.dims.items() if size > 1]
     expert = None if config.parallel is None else config.parallel.expert
     if expert is not None and any(sizes.get(expert, 1) > 1 for sizes in config.mesh.views.values()):

@@ -82,11 +82,11 @@ class Transport(ABC):
         """Start a collective. Returns None if it is already over."""
 
     @abstractmethod
-    def start_p2p(self, batch: Sequence[P2P], alone: bool = False) -> Sequence[Work]:
+    def start_p2p(self, batch: Sequence[P2P], single: bool = False) -> Sequence[Work]:
         """Start all messages as one operation, receives first; a Work for each, or one for all.
 
-        alone: it is a send or a receive that two ranks make by themselves. NCCL has a communicator for each two ranks for
-        these, and one for all ranks of the group for the others, so that both ends must be of one kind.
+        single: the batch is one send or receive, in which only two ranks take part. NCCL has a communicator for each pair of
+        ranks for these, and one for the whole group for all other messages, so both ends must be of the same kind.
         """
 
     @abstractmethod
@@ -131,7 +131,7 @@ class SoloTransport(Transport):
             call.out.view(-1).copy_(call.x.view(-1))
         return None
 
-    def start_p2p(self, batch: Sequence[P2P], alone: bool = False) -> Sequence[Work]:
+    def start_p2p(self, batch: Sequence[P2P], single: bool = False) -> Sequence[Work]:
         raise AssertionError("a rank's messages to itself do not reach its transport")
 
     def source_of(self, work: Work) -> int:

@@ -94,19 +94,19 @@ class ProcessGroupTransport(Transport):
         device = self.device if row.name == "barrier" else None
         return Prepared(method, _options(row.options, blocking, op, root, device))
 
-    def start_p2p(self, batch: Sequence[P2P], alone: bool = False) -> Sequence[Work]:
+    def start_p2p(self, batch: Sequence[P2P], single: bool = False) -> Sequence[Work]:
         if not self.ordered:
-            return [self._call(message) for message in batch]
-        if alone:
+            return [self._message(message) for message in batch]
+        if single:
             ((_, _, peer, _),) = batch
             assert peer is not None
             self._connects(*sorted((self.coord, peer)))
-            return (self._call(batch[0]),)
+            return (self._message(batch[0]),)
         # NCCL runs the calls of one group as one kernel; separate calls could wait for each other.
         self.group._start_coalescing(self.device)
         try:
             for message in batch:
-                self._call(message)
+                self._message(message)
         except BaseException:
             # NCCL would hold back every later call of this thread.
             with suppress(RuntimeError):
@@ -119,7 +119,7 @@ class ProcessGroupTransport(Transport):
             self.meet(coords)
             self._met.add(coords)
 
-    def _call(self, message: P2P) -> Work:
+    def _message(self, message: P2P) -> Work:
         direction, x, peer, tag = message
         if direction == "send":
             assert peer is not None

@@ -485,8 +485,8 @@ def abort(group: Any) -> None:
 def give_back(group: Any) -> None:
     """Destroy a group, or all groups for the default group, unless the program has done so.
 
-    An aborted group ends in a thread of its own: it waits for torch's watchdog, which takes seconds after the loss of a rank
-    on another host (torch 2.11 reads the stack of the failed call meanwhile).
+    A separate thread shuts down an aborted group, because the shutdown waits for torch's watchdog. After the loss of a rank on
+    another host, the watchdog first reads the stack of the failed call, which takes seconds (torch 2.11).
     """
     if group not in c10d._world.pg_map:
         return

@@ -342,12 +342,12 @@ def test_a_simulated_run_sends_what_the_formulas_say(n: int, monkeypatch: pytest
     start_message = SimulatedGroup.start_message
 
     def counted(
-        group: SimulatedGroup, coord: int, message: P2P, site: Callsite, alone: bool
+        group: SimulatedGroup, coord: int, message: P2P, site: Callsite, single: bool
     ) -> SimulatedWork:
         if message.direction == "send":
             sent[coord] += message.x.nbytes
             messages[coord] += 1
-        return start_message(group, coord, message, site, alone)
+        return start_message(group, coord, message, site, single)
 
     monkeypatch.setattr(SimulatedGroup, "start_message", counted)
     inner = max(d for d in range(1, n) if n % d == 0)

@@ -67,7 +67,7 @@ EXPERIMENTS = (
     Experiment("attention_4", "9: ring attention beside torch's own", "attention", 4, 60, alone=True),
     *(
         Experiment(
-            f"lost_{word}", f"10: a rank dies while others wait for a {word}", "lost", 4, 60, word, replace=1
+            f"lost_{word}", f"10: a rank dies while others wait: {word}", "lost", 4, 60, word, replace=1
         )
         for word in ("value", "message", "handle", "barrier", "objects", "first")
     ),

@@ -601,7 +601,7 @@ def trains() -> None:
 
 
 def families() -> None:
-    """Losses and norms of four steps in float64, beside those of one process on CPU."""
+    """Losses and norms of four steps in float64 equal the ones from one process on CPU."""
     expert = {"expert": "ep", "views": {"expert": {"pp": 2, "edp": 1, "ep": 2}}}
     tried: list[tuple[str, str, dict[str, Any]]] = [
         ("llama", "dp=2 tp=2", {"sequence_parallel": True}),
