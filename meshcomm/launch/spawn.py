@@ -21,7 +21,7 @@ from meshcomm.launch.places import Sizes
 from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
 from meshcomm.launch.replacing import Replacing
 from meshcomm.launch.root_cause import root_cause, without_error
-from meshcomm.launch.standby import Standby
+from meshcomm.launch.standby import Process, Standby
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.generation import VARIABLE
 from meshcomm.mesh.rank_failure import Failure, collect, forget, names_of_ranks
@@ -144,7 +144,7 @@ class _Ranks:
     ) -> None:
         self._arguments, self._folder, self._attempt = arguments, folder, attempt
         self._label, self._replacing = label, replacing
-        self._processes: list[Popen[bytes]] = []
+        self._processes: list[Process] = []
         self._unmet: Mapping[int, Failure] = {}
         # A new store for each attempt, which survives the ranks and which no other host can reach.
         store = serve_on_loopback(_LOOPBACK, 0, _STORE_TIMEOUT)
@@ -238,12 +238,14 @@ class _Ranks:
         own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(process))
         return Popen([sys.executable, *self._arguments], env=self._common | own, start_new_session=True)
 
-    def _start_again(self, process: int, generation: int) -> Popen[bytes]:
+    def _start_again(self, process: int, generation: int) -> Process:
         self._common[VARIABLE] = str(generation)
         own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(process)) | {VARIABLE: str(generation)}
         started = self._standby.take(own) or self._start(process)
         if self._replacing.may_replace:
             self._standby.start()
+        else:
+            self._standby.end()
         return started
 
     def _goes_on(self, exits: Exits, ended: bool) -> bool:
@@ -297,13 +299,13 @@ class _Ranks:
             time.sleep(_POLL_S)
 
 
-def _send(ranks: Sequence[Popen[bytes]], number: int) -> None:
+def _send(ranks: Sequence[Process], number: int) -> None:
     for process in ranks:
         if process.poll() is None:
             process.send_signal(number)
 
 
-def _end(ranks: Sequence[Popen[bytes]], signals: Mapping[int, float]) -> None:
+def _end(ranks: Sequence[Process], signals: Mapping[int, float]) -> None:
     """Send each signal to the process groups of running ranks, and wait for their end up to the given seconds."""
     for number, within_s in signals.items():
         # A stopped rank handles the signal only after SIGCONT.

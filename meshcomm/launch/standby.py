@@ -1,4 +1,4 @@
-"""A process that has imported torch before it is needed, so that it can take a lost rank's place at once.
+"""A process that has imported torch before it is needed. Each copy of it takes a lost rank's place at once.
 
 Imports take most of the time of a start. They run at the lowest priority, so that the ranks are not slowed down.
 """
@@ -6,16 +6,20 @@ Imports take most of the time of a start. They run at the lowest priority, so th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
 import runpy
+import select
 import subprocess
 import sys
 import threading
+import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, final
+from typing import IO, Final, NamedTuple, Protocol, final
 
 from meshcomm.launch.reaper import end_with_parent
 
@@ -28,77 +32,163 @@ _IMPORTED: Final[Mapping[str | None, Sequence[str]]] = {
     "train": ("meshcomm.train", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
 }
 
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+class Process(Protocol):
+    """A child of this process: what a launcher uses of `subprocess.Popen`."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or None while the process runs."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal to the process, if it runs."""
+
+
+@final
+class _Copy:
+    """A copy of the waiting process. The kernel made it a child of this process when its own parent ended."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if found else None
+        return self._code
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+
+class _Waiting(NamedTuple):
+    """The process, and the pipes to and from it."""
+
+    process: subprocess.Popen[bytes]
+    commands: IO[str]
+    answers: IO[str]
+
 
 @final
 class Standby:
-    """The process that waits, if `arguments` are those of a `meshcomm` command. environment: without rank variables."""
+    """The process that waits, if `arguments` are those of a `meshcomm` command and the system is Linux.
+
+    environment: without rank variables.
+    """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._words = arguments[len(COMMAND) :] if (*arguments[: len(COMMAND)],) == COMMAND else ()
         self._environment = environment
-        self._waiting: tuple[subprocess.Popen[bytes], int] | None = None
+        self._waiting: _Waiting | None = None
+        self._ready = False
 
     def start(self) -> None:
-        """Start the process, if none waits."""
-        if self._waiting is not None or not self._words:
+        """Start the process, if none waits. From then on, orphans among this process's descendants become its children."""
+        if self._waiting is not None or not self._words or not sys.platform.startswith("linux"):
             return
-        here, there = os.pipe()
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        read, commands = os.pipe()
+        answers, written = os.pipe()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(here), *self._words],
+                [sys.executable, "-P", "-m", __name__, str(read), str(written), *self._words],
                 env=self._environment,
-                pass_fds=(here,),
+                pass_fds=(read, written),
                 start_new_session=True,
             )
         except BaseException:
-            os.close(there)
+            os.close(commands)
+            os.close(answers)
             raise
         finally:
-            os.close(here)
-        self._waiting = process, there
+            os.close(read)
+            os.close(written)
+        self._waiting = _Waiting(process, os.fdopen(commands, "w", 1), os.fdopen(answers))
+        self._ready = False
 
-    def take(self, variables: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
-        """Make the process run the command with these variables. Returns None if no process waits.
+    def take(self, variables: Mapping[str, str]) -> Process | None:
+        """Return a new process that runs the command with these variables.
 
-        A process that is still importing runs the command when it has finished.
+        Returns None if no process waits, or if it is still importing: a process that starts now is as early.
         """
-        if self._waiting is None:
+        if self._waiting is None or not self.is_ready():
             return None
-        (process, there), self._waiting = self._waiting, None
-        try:
-            with open(there, "w") as pipe:
-                json.dump(dict(variables), pipe)
-        except BrokenPipeError:
-            process.wait()
-            return None
-        return process
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(dict(variables)), file=self._waiting.commands)
+        if answer := self._waiting.answers.readline():
+            return _Copy(int(answer))
+        self.end()
+        return None
+
+    def is_ready(self) -> bool:
+        """Whether the process waits, with its imports done."""
+        if self._waiting is not None and not self._ready:
+            answers = self._waiting.answers
+            if select.select([answers], [], [], 0)[0]:
+                self._ready = bool(answers.readline())
+                if not self._ready:
+                    self.end()
+        return self._ready
 
     def end(self) -> None:
-        """End the process without running the command."""
+        """End the process; its copies go on."""
         if self._waiting is not None:
-            process, there = self._waiting
-            self._waiting = None
-            os.close(there)
+            process, commands, answers = self._waiting
+            self._waiting, self._ready = None, False
             process.kill()
             process.wait()
+            answers.close()
+            with contextlib.suppress(BrokenPipeError):
+                commands.close()
 
 
 def _main() -> None:
     end_with_parent()
-    importing = threading.Thread(target=_import, args=(sys.argv[2],))
+    read, written, *words = sys.argv[1:]
+    importing = threading.Thread(target=_import, args=(words[0],))
     importing.start()
     importing.join()
-    with open(int(sys.argv[1])) as pipe:
-        # Empty if the launcher has ended.
-        variables = json.loads(pipe.read() or "null")
-    if variables is None:
-        return
+    with open(int(read)) as commands, open(int(written), "w", 1) as answers:
+        print("ready", file=answers)
+        # They end when the launcher ends.
+        for line in commands:
+            if _is_copy():
+                print(os.getpid(), file=answers)
+                variables = json.loads(line)
+                break
+        else:
+            return
     os.environ.update(variables)
     # As `ps` and `top` show the process; its environment in /proc stays that of the start.
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(f"rank {variables['RANK']}")
-    sys.argv = ["meshcomm", *sys.argv[2:]]
+    sys.argv = ["meshcomm", *words]
     runpy.run_module("meshcomm", run_name="__main__", alter_sys=True)
+
+
+def _is_copy() -> bool:
+    """Copy this process: return True in the copy, whose parent is the launcher, and False in this process.
+
+    The copy becomes the launcher's child because the process between them ends at once.
+    """
+    with warnings.catch_warnings():
+        # The only other threads are those of numpy's OpenBLAS, which stops and starts them around a fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if between := os.fork():
+            os.waitpid(between, 0)
+            return False
+        between = os.getpid()
+        if os.fork():
+            os._exit(0)
+    os.setsid()
+    while os.getppid() == between:
+        time.sleep(0.001)
+    return True
 
 
 def _import(command: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshcomm.launch.standby import COMMAND, Standby
+from meshcomm.launch.standby import COMMAND, Process, Standby
 
 _PLAN = (*COMMAND, "plan", "configs/quickstart.toml", "--rank")
 
@@ -21,17 +21,41 @@ def waiting() -> list[psutil.Process]:
     return [each for each in psutil.Process().children() if "meshcomm.launch.standby" in each.cmdline()]
 
 
-def test_it_runs_the_command_as_the_rank_that_it_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+def await_imports(standby: Standby) -> None:
+    deadline = time.monotonic() + 60
+    while not standby.is_ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait(process: Process | None) -> int:
+    assert process is not None
+    deadline = time.monotonic() + 60
+    while (code := process.poll()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return code
+
+
+def test_copies_run_the_command_as_the_rank_that_they_are_told(capfd: pytest.CaptureFixture[str]) -> None:
     standby = Standby([*_PLAN, "3"], dict(os.environ))
     standby.start()
+    # A rank that is lost before the imports are done is started anew.
+    assert standby.take({"RANK": "3"}) is None
     standby.start()
     (only,) = waiting()
+    await_imports(standby)
     # Its imports run at the lowest priority, and the rank itself must not: only root could raise it again.
     assert os.sched_getscheduler(only.pid) == os.SCHED_OTHER
-    process = standby.take({"RANK": "3"})
-    assert process is not None and process.wait(60) == 0
-    assert "rank 3" in capfd.readouterr().out
-    assert standby.take({"RANK": "3"}) is None
+    first, second, third = (standby.take({"RANK": "3"}) for _ in range(3))
+    assert first is not None and os.getpgid(first.pid) == first.pid != only.pid
+    assert second is not None
+    second.send_signal(signal.SIGKILL)
+    assert (wait(first), wait(second), wait(third)) == (0, -signal.SIGKILL, 0)
+    assert capfd.readouterr().out.count("rank 3") >= 2
+    assert waiting() == [only]
+    standby.end()
+    assert waiting() == []
 
 
 def test_it_ends_when_it_is_not_needed_or_has_lost_its_launcher() -> None:
@@ -46,7 +70,7 @@ import os, sys, time
 from meshcomm.launch.standby import Standby
 standby = Standby({[*_PLAN, "3"]}, dict(os.environ))
 standby.start()
-print(standby._waiting[0].pid, flush=True)
+print(standby._waiting.process.pid, flush=True)
 time.sleep(60)
 """
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
